@@ -1,0 +1,1 @@
+"""Tests that need CUDA devices; skipped, never passed, on a machine without them."""

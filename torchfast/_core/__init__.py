@@ -1,0 +1,1 @@
+"""What several leaves share. Nothing here imports another part of torchfast."""

@@ -1,0 +1,95 @@
+"""Argument checks whose messages give name, value and what is accepted."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+
+def check_int(name: str, value: object, *, minimum: int) -> int:
+    """Return ``value`` if it is an int of at least ``minimum``; bools and floats are not ints."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int >= {minimum}, got {_describe(value)}")
+    if value < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {value}")
+    return value
+
+
+def check_positive(name: str, value: object) -> float:
+    """Return ``value`` as a float if it is a real number above zero (infinity is accepted)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number > 0, got {_describe(value)}")
+    if math.isnan(value) or value <= 0:
+        raise ValueError(f"{name} must be > 0, got {value}")
+    return float(value)
+
+
+def check_choice(
+    name: str, value: object, choices: Iterable[str], error: type[ValueError] = ValueError
+) -> str:
+    """Return ``value`` if it is one of ``choices``, else raise ``error`` with the nearest one."""
+    known = list(choices)
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {known}, got {_describe(value)}")
+    if value not in known:
+        raise error(f"{name} must be one of {known}, got {value!r}{suggestion(value, known)}")
+    return value
+
+
+def check_callable(name: str, value: object, signature: str) -> None:
+    """Raise unless ``value`` can be called; ``signature`` says how it will be."""
+    if not callable(value):
+        raise TypeError(f"{name} must be callable as {signature}, got {_describe(value)}")
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the nearest known word, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def explain_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Make an unknown keyword's TypeError name the nearest accepted one.
+
+    The signature stays visible to type checkers and to ``inspect``. For constructors and other
+    calls outside the step: it costs a few microseconds.
+    """
+    accepted = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name != "self" and parameter.kind is not parameter.VAR_POSITIONAL
+    ]
+    owner = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in accepted:
+                raise TypeError(
+                    f"{owner}() has no argument {name!r}{suggestion(name, accepted)} "
+                    f"(accepted: {', '.join(accepted)})"
+                )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def explain_init_keywords(cls: C) -> C:
+    """Apply `explain_keywords` to the constructor that ``@dataclass`` wrote."""
+    cls.__init__ = explain_keywords(cls.__init__)  # type: ignore[misc]
+    return cls
+
+
+def _describe(value: object) -> str:
+    text = repr(value)
+    if len(text) > 80:
+        text = text[:77] + "..."
+    return f"{text} ({type(value).__name__})"

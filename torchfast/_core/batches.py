@@ -1,0 +1,186 @@
+"""Nested batches: walked, moved to a device, and grouped into micro-batches.
+
+A batch is whatever the user's loader yields: a tensor, or tensors inside tuples, named tuples,
+lists, mappings, dataclasses, ``PackedSequence`` and objects with a ``.to`` method, nested at will.
+Containers come back as the type they were; a container in which nothing moved comes back as the
+same object; everything that is not a tensor passes by identity.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Generic, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+T = TypeVar("T")
+
+
+@final
+class MicroBatches(Generic[T]):
+    """The batches of one step under gradient accumulation: 1 to ``accumulate`` of them.
+
+    A type of its own because a batch may itself be a list or a tuple.
+
+    Args:
+        batches: The micro-batches, in order; at least one.
+
+    Raises:
+        TypeError: ``batches`` is a tensor or not a sequence.
+        ValueError: ``batches`` is empty.
+
+    Example:
+        >>> import torch
+        >>> group = MicroBatches([torch.zeros(2), torch.ones(2)])
+        >>> len(group)
+        2
+    """
+
+    __slots__ = ("_batches",)
+
+    def __init__(self, batches: Sequence[T]) -> None:
+        if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Sequence):
+            raise TypeError(
+                f"MicroBatches takes a list or tuple of batches, got {type(batches).__name__}"
+            )
+        if not batches:
+            raise ValueError("MicroBatches needs at least one batch, got an empty sequence")
+        self._batches = tuple(batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._batches)
+
+    def __getitem__(self, index: int) -> T:
+        return self._batches[index]
+
+    def __repr__(self) -> str:
+        return f"MicroBatches({len(self)} x {type(self._batches[0]).__name__})"
+
+
+def to_device(batch: T, device: torch.device, *, channels_last: bool = False) -> T:
+    """Return ``batch`` with every tensor on ``device``, its structure and types unchanged.
+
+    A tensor object that stands in the batch twice is moved once and stays one object.
+
+    Args:
+        batch: A nested batch.
+        device: Where tensors go. Copies from pinned memory are asynchronous: do not overwrite
+            a pinned batch before the step that took it is done.
+        channels_last: Also lay 4-d tensors out as NHWC, on the device.
+
+    Returns:
+        The same object if nothing had to move.
+    """
+    memo: dict[int, Tensor] = {}
+
+    def place(tensor: Tensor) -> Tensor:
+        moved = memo.get(id(tensor))
+        if moved is None:
+            moved = _place(tensor, device, channels_last)
+            memo[id(tensor)] = moved
+        return moved
+
+    return _map(batch, place, device)  # type: ignore[no-any-return]
+
+
+def tensors(batch: object) -> Iterator[Tensor]:
+    """Yield the tensors of a nested batch, in order, duplicates included."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map(batch, note, None)
+    return iter(found)
+
+
+def count_samples(batch: object) -> int | None:
+    """Return the first dimension of the first tensor that has one, read without the device."""
+    return next((int(t.shape[0]) for t in tensors(batch) if t.dim() > 0), None)
+
+
+def _place(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+    if tensor.device != device:
+        tensor = tensor.to(device, non_blocking=True)
+    if channels_last and tensor.dim() == 4 and tensor.layout is torch.strided:
+        # After the copy: on the host the re-layout would run on one core and unpin the memory.
+        tensor = tensor.contiguous(memory_format=torch.channels_last)
+    return tensor
+
+
+def _map(value: Any, fn: Callable[[Tensor], Tensor], device: torch.device | None) -> Any:
+    """Rebuild ``value`` with ``fn`` over its tensors; ``device`` is for objects with ``.to``."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, PackedSequence):
+        # Its batch_sizes belong on the host, which only its own .to knows.
+        if device is None:
+            fn(value.data)
+            return value
+        return value if value.data.device == device else value.to(device, non_blocking=True)  # type: ignore[arg-type]
+    if isinstance(value, tuple | list):
+        items = [_map(item, fn, device) for item in value]
+        return value if _same(items, value) else _rebuild_sequence(value, items)
+    if isinstance(value, Mapping):
+        mapped = {key: _map(item, fn, device) for key, item in value.items()}
+        return value if _same(mapped.values(), value.values()) else _rebuild_mapping(value, mapped)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        old = [getattr(value, name) for name in names]
+        new = [_map(item, fn, device) for item in old]
+        return value if _same(new, old) else _rebuild_dataclass(value, names, new)
+    if device is not None and _has_to(value):
+        moved = value.to(device)
+        return value if moved is None else moved  # some .to methods work in place
+    return value
+
+
+def _same(new: Any, old: Any) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _has_to(value: object) -> bool:
+    return not isinstance(value, nn.Module) and callable(getattr(type(value), "to", None))
+
+
+def _rebuild_sequence(value: Any, items: list[Any]) -> Any:
+    kind = type(value)
+    if kind is list:
+        return items
+    if kind is tuple:
+        return tuple(items)
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = items
+        return new
+    if hasattr(value, "_make"):  # a named tuple
+        return kind._make(items)
+    return kind(items)
+
+
+def _rebuild_mapping(value: Any, mapped: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return mapped
+    if isinstance(value, MutableMapping):
+        # A copy keeps what the constructor would not take: a default factory, extra attributes.
+        new = copy.copy(value)
+        for key, item in mapped.items():
+            new[key] = item
+        return new
+    return type(value)(mapped)
+
+
+def _rebuild_dataclass(value: Any, names: list[str], items: list[Any]) -> Any:
+    # Neither __init__ nor __post_init__ runs again; object.__setattr__ serves frozen ones.
+    new = copy.copy(value)
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(new, name, item)
+    return new

@@ -1,0 +1,159 @@
+"""Building and moving what a step trains: the optimizer and the scheduler of a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from torchfast._core.decisions import Decision
+from torchfast._core.errors import UnsupportedOptimizerError
+
+
+def build_optimizer(source: object, model: nn.Module) -> Optimizer:
+    """Return the optimizer given, or the one that the callable given makes.
+
+    Raises:
+        TypeError: An optimizer class, or something else entirely.
+        ValueError: No parameters, or one twice.
+        UnsupportedOptimizerError: Its ``step`` needs a closure.
+    """
+    if isinstance(source, type):
+        raise TypeError(
+            f"optimizer must be an instance or a callable parameters -> Optimizer, got the class "
+            f"{source.__name__}; write functools.partial(torch.optim.{source.__name__}, lr=...) "
+            f"or {source.__name__}(model.parameters(), lr=...)"
+        )
+    optimizer = source
+    if not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
+            raise TypeError(
+                "optimizer must be a torch.optim.Optimizer or a callable parameters -> Optimizer, "
+                f"got {optimizer!r} ({type(optimizer).__name__})"
+            )
+        optimizer = optimizer(model.parameters())
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "the optimizer callable must return a torch.optim.Optimizer, got "
+                f"{type(optimizer).__name__}"
+            )
+    _check(optimizer)
+    return optimizer
+
+
+def _check(optimizer: Optimizer) -> None:
+    parameters = list(optimized(optimizer))
+    if not parameters:
+        raise ValueError("optimizer holds no parameters; pass it model.parameters()")
+    if len({id(p) for p in parameters}) != len(parameters):
+        positions: dict[int, int] = {}
+        for position, parameter in enumerate(parameters):
+            first = positions.setdefault(id(parameter), position)
+            if first != position:
+                raise ValueError(
+                    f"optimizer holds a parameter twice (positions {first} and {position}, shape "
+                    f"{tuple(parameter.shape)}), so it would be updated twice a step; give it once"
+                )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__}.step() needs a closure that runs the model several times "
+            "an update, which is not one step; use AdamW, SGD or another optimizer whose step() "
+            "takes no argument, or keep a loop of your own for it"
+        )
+
+
+def build_scheduler(source: Any, optimizer: Optimizer) -> Any:
+    """Return the scheduler given, or the one that the callable given makes; None stays None."""
+    if source is None:
+        return None
+    scheduler = source
+    if not callable(getattr(scheduler, "step", None)):
+        if not callable(scheduler) or isinstance(scheduler, type):
+            raise TypeError(
+                "lr_scheduler must be a torch.optim.lr_scheduler, an object whose step() takes no "
+                f"argument, or a callable optimizer -> scheduler, got {scheduler!r} "
+                f"({type(scheduler).__name__})"
+            )
+        scheduler = scheduler(optimizer)
+    elif isinstance(scheduler, type):
+        raise TypeError(
+            f"lr_scheduler must be an instance or a callable optimizer -> scheduler, got the class "
+            f"{scheduler.__name__}"
+        )
+    if isinstance(scheduler, LRScheduler | ReduceLROnPlateau) and (
+        scheduler.optimizer is not optimizer
+    ):
+        raise ValueError(
+            f"lr_scheduler ({type(scheduler).__name__}) drives another optimizer than the one "
+            "that is trained; build it on the same object, or pass a callable "
+            "optimizer -> scheduler"
+        )
+    return scheduler
+
+
+def move_to(device: torch.device, model: nn.Module, optimizer: Optimizer) -> None:
+    """Move a model and its optimizer's state in place.
+
+    Raises:
+        RuntimeError: The move replaced parameter objects, so the optimizer would train others.
+    """
+    if all(p.device == device for p in model.parameters()):
+        return
+    before = [id(p) for p in model.parameters()]
+    model.to(device)
+    if [id(p) for p in model.parameters()] != before:
+        raise RuntimeError(
+            f"moving the model to {device} replaced its parameters, so the optimizer holds the old "
+            "ones; move the model first, or pass a callable parameters -> Optimizer"
+        )
+    if optimizer.state:
+        # Loading its own state is how torch moves each entry by its own rule: moments to the
+        # parameter's device, counters where the optimizer keeps them.
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def optimized(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield every parameter that the optimizer holds."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def device_decision(device: torch.device, model: nn.Module) -> Decision:
+    """Say where the step runs."""
+    detail = str(device)
+    if device.type == "cuda":
+        detail += f" ({torch.cuda.get_device_name(device)})"
+    others = {str(p.device) for p in model.parameters()} - {str(device)}
+    if others:
+        detail += f"; some parameters lie on {sorted(others)}, batches go to {device}"
+    return Decision(lever="device", outcome="applied", detail=detail)
+
+
+def scheduler_decision(scheduler: Any, *, is_stepped: bool) -> Decision:
+    """Say who steps the scheduler."""
+    name = type(scheduler).__name__
+    if scheduler is None:
+        detail = "none given; step yours after each update"
+        return Decision(lever="lr_scheduler", outcome="left alone", detail=detail)
+    when = "after each update" if is_stepped else "by fit() after each evaluation"
+    return Decision(lever="lr_scheduler", outcome="applied", detail=f"{name} is stepped {when}")
+
+
+def untrained_decisions(model: nn.Module, optimizer: Optimizer) -> list[Decision]:
+    """Name the trainable parameters that the optimizer does not hold, if there are any."""
+    held = {id(p) for p in optimized(optimizer)}
+    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if not names:
+        return []
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    detail = (
+        f"{len(names)} trainable parameters are not in the optimizer ({shown}): they stay as they "
+        "are, and their gradients are never zeroed but count in the clipped norm; "
+        "requires_grad_(False) frees both"
+    )
+    return [Decision(lever="parameters", outcome="left alone", detail=detail)]

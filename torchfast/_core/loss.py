@@ -1,0 +1,117 @@
+"""What a loss function may return, brought to one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchfast._core.errors import LossError
+
+Number = Tensor | float | int
+
+
+class LossParts(NamedTuple):
+    """One micro-batch's loss, metrics and weight.
+
+    Attributes:
+        loss: Shape ``()``, attached to the graph.
+        metrics: Detached scalars by name.
+        weight: How many items ``loss`` sums over, or None where it is a mean already.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Number]
+    weight: Number | None
+
+
+def unpack_loss(result: object) -> LossParts:
+    """Return the parts of what ``loss_fn(model, batch)`` returned.
+
+    Raises:
+        TypeError: Not a tensor, ``(loss, metrics)`` or ``(loss, metrics, weight)``.
+        ValueError: The loss, a metric or the weight is not a scalar.
+    """
+    if isinstance(result, Tensor):
+        return LossParts(_scalar_loss(result), {}, None)
+    if isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], Tensor):
+        loss, metrics, *rest = result
+        weight = rest[0] if rest else None
+        return LossParts(_scalar_loss(loss), _metrics(metrics), _weight(weight))
+    raise TypeError(
+        "loss_fn must return a loss tensor, (loss, metrics) or (loss, metrics, weight), got "
+        f"{_shape_of(result)}; if the model returns an object, return its .loss"
+    )
+
+
+def check_differentiable(loss: Tensor) -> None:
+    """Raise LossError unless ``loss`` can start a backward pass."""
+    if not loss.requires_grad:
+        raise LossError(
+            "loss_fn returned a loss without a graph (requires_grad=False), so backward() can "
+            "reach no parameter; check for no_grad(), .detach(), .item() or a model whose "
+            "parameters are all frozen"
+        )
+
+
+def total(values: list[Tensor]) -> Tensor:
+    """Return the sum, in order, without the leading zero of ``sum``, which costs a kernel."""
+    result = values[0]
+    for value in values[1:]:
+        result = result + value
+    return result
+
+
+def mean_metrics(
+    metrics: list[dict[str, Number]], shares: list[Tensor] | None
+) -> dict[str, Number]:
+    """Average each metric over the group, by weight where there are weights."""
+    if len(metrics) == 1:
+        return metrics[0]
+    means: dict[str, Number] = {}
+    for name in metrics[0]:
+        values = [m[name] for m in metrics if name in m]
+        if shares is None or len(values) < len(metrics):
+            means[name] = sum(values) / len(values)
+        else:
+            means[name] = sum(v * s for v, s in zip(values, shares, strict=True))
+    return means
+
+
+def _scalar_loss(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_fn must return a scalar loss, got shape {tuple(loss.shape)}; reduce it with "
+            ".mean(), or return (loss.sum(), metrics, weight) with the number of items as weight"
+        )
+    return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def _metrics(metrics: object) -> dict[str, Number]:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            "loss_fn's second return value must be a mapping of metric names to scalars, got "
+            f"{_shape_of(metrics)}"
+        )
+    return {str(name): _scalar(f"metric {name!r}", value) for name, value in metrics.items()}
+
+
+def _weight(weight: object) -> Number | None:
+    return None if weight is None else _scalar("weight", weight)
+
+
+def _scalar(name: str, value: object) -> Number:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a scalar, got shape {tuple(value.shape)}")
+        return value.detach().reshape(())
+    if isinstance(value, int | float):
+        return value
+    raise TypeError(f"{name} must be a scalar tensor or a number, got {_shape_of(value)}")
+
+
+def _shape_of(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of ({', '.join(type(v).__name__ for v in value)})"
+    return f"{type(value).__name__} {str(value)[:60]!r}"

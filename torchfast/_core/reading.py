@@ -1,0 +1,113 @@
+"""Reading device scalars and step times on the host without making it wait.
+
+A host that reads a scalar waits until the device has caught up, and the queue that it had filled
+runs empty. So a reading is staged: the scalars go to pinned memory behind an event, and are read
+some steps later, when the event has passed. On the CPU everything is ready at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+class Reading:
+    """Scalars on their way to the host.
+
+    Args:
+        values: Scalars by name; numbers pass through.
+        device: Where the tensors are.
+
+    Synchronizes: Only `read` before `is_ready`.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor | float], device: torch.device) -> None:
+        staged = {
+            k: v for k, v in values.items() if isinstance(v, Tensor) and v.device.type != "cpu"
+        }
+        self._numbers = {k: float(v) for k, v in values.items() if k not in staged}
+        self._names = list(staged)
+        self._order = list(values)
+        self._event: torch.cuda.Event | None = None
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if not staged:
+            self._host = torch.empty(0)
+            return
+        scalars = [v.detach().reshape(()).to(device, dtype) for v in staged.values()]
+        self._host = torch.stack(scalars)
+        if device.type == "cuda":
+            pinned = torch.empty(len(scalars), dtype=dtype, pin_memory=True)
+            self._host = pinned.copy_(self._host, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `read` returns at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> dict[str, float]:
+        """Return the values, in the order given; waits for the device if it has to."""
+        if self._event is not None:
+            self._event.synchronize()
+        values = dict(zip(self._names, self._host.tolist(), strict=True)) | self._numbers
+        return {name: values[name] for name in self._order}
+
+
+@final
+class StepClock:
+    """Times steps from the end of one to the end of the next, on the device where there is one.
+
+    The interval holds everything in between, waiting for data included.
+
+    Synchronizes: Never in `start` and `tick`; `Laps.milliseconds` if the device is behind.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[torch.cuda.Event | float] = []
+
+    def start(self) -> None:
+        """Begin anew; what was not collected is dropped."""
+        self._marks = [self._mark()]
+
+    def tick(self) -> None:
+        """Note the end of a step."""
+        self._marks.append(self._mark())
+
+    def collect(self) -> Laps:
+        """Return the steps since the last call, and go on from here."""
+        laps = Laps(self._marks)
+        self._marks = self._marks[-1:]
+        return laps
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+@final
+class Laps:
+    """The marks of some steps, in order."""
+
+    def __init__(self, marks: list[torch.cuda.Event | float]) -> None:
+        self._marks = marks
+
+    def milliseconds(self) -> list[float]:
+        """Return the time of each step."""
+        times: list[float] = []
+        for before, after in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(before, float) and isinstance(after, float):
+                times.append((after - before) * 1e3)
+            elif isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+                after.synchronize()
+                times.append(before.elapsed_time(after))
+        return times

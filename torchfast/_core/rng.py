@@ -1,0 +1,65 @@
+"""Every random generator that a training loop draws from, as one value.
+
+Python's ``random``, NumPy's global generator, torch's CPU generator and the default generator of
+the training device. The value holds only tensors, numbers and tuples, so that a file with it
+loads under ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+RNGState = dict[str, Any]
+
+
+def get_rng_state(device: torch.device) -> RNGState:
+    """Return the state of every global generator, and of ``device``'s default one."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: RNGState = {
+        "python": random.getstate(),
+        "numpy": (
+            str(name),
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        state[device.type] = getattr(torch, device.type).get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `get_rng_state` returned; a device generator that it lacks is left alone."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if device.type in state:
+        getattr(torch, device.type).set_rng_state(state[device.type].cpu(), device)
+
+
+@contextmanager
+def preserved_rng(device: torch.device) -> Iterator[None]:
+    """Leave every generator as it was found, whatever the body draws."""
+    state = get_rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(state, device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every global generator."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,53 @@
+"""Ending a loop between two steps when a signal asks for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, final
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@final
+class StopSignals:
+    """Notes SIGINT and SIGTERM while it is entered; the loop polls `received`.
+
+    A second signal does at once what it would have done without us: the old handlers are put
+    back and the signal is sent again. Outside the main thread, where Python allows no handlers,
+    nothing is installed.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.received is not None:
+            self._restore()
+            os.kill(os.getpid(), number)
+            return
+        self.received = signal.Signals(number).name
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            # None stands for a handler that was not installed from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}

@@ -1,0 +1,94 @@
+"""Checks on saved training state, made before anything is loaded: a mismatch changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchfast._core.errors import StateMismatchError
+
+FORMAT = 1
+_KEYS = ("format", "model", "optimizer", "lr_scheduler", "scaler", "num_steps", "rng", "plan")
+_SHOWN = 10
+
+
+def check_training_state(
+    state: object, model: nn.Module, optimizer: Optimizer, *, has_scheduler: bool
+) -> None:
+    """Raise unless ``state`` fits this model, optimizer and scheduler.
+
+    Raises:
+        TypeError: Not a mapping.
+        StateMismatchError: A newer format, missing parts, or keys and shapes that differ.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state must be the mapping that state_dict() returned, got {type(state).__name__}"
+        )
+    missing = [key for key in _KEYS if key not in state]
+    if missing:
+        raise StateMismatchError(
+            f"state lacks {missing}; load what trainer.state_dict() returned, or load the model "
+            "and the optimizer on their own"
+        )
+    if not isinstance(state["format"], int) or state["format"] > FORMAT:
+        raise StateMismatchError(
+            f"state has format {state['format']}, this version reads up to {FORMAT}; upgrade "
+            "torchfast"
+        )
+    if has_scheduler != (state["lr_scheduler"] is not None):
+        raise StateMismatchError(
+            f"state was saved {'without' if has_scheduler else 'with'} an lr_scheduler, this "
+            f"trainer has {'one' if has_scheduler else 'none'}; build the trainer as it was"
+        )
+    _check_model(state["model"], model)
+    _check_optimizer(state["optimizer"], optimizer)
+
+
+def _check_model(saved: Mapping[str, Any], model: nn.Module) -> None:
+    own = model.state_dict()
+    problems = [f"missing {key!r}" for key in own if key not in saved]
+    problems += [f"unexpected {key!r}" for key in saved if key not in own]
+    problems += [
+        f"{key!r} has shape {tuple(saved[key].shape)}, expected {tuple(value.shape)}"
+        for key, value in own.items()
+        if isinstance(value, Tensor)
+        and isinstance(saved.get(key), Tensor)
+        and saved[key].shape != value.shape
+    ]
+    if problems:
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise StateMismatchError(
+            f"model state does not fit {type(model).__name__} ({len(problems)} keys): "
+            f"{'; '.join(problems[:_SHOWN])}{more}"
+        )
+
+
+def _check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    found = [len(group["params"]) for group in saved["param_groups"]]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if found != expected:
+        raise StateMismatchError(
+            f"optimizer state has parameter groups of sizes {found}, {type(optimizer).__name__} "
+            f"has {expected}; build the optimizer as it was"
+        )
+    # Positions, not names, tie state to parameters, so shapes are the only check there is.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for position, entries in saved["state"].items():
+        shape = parameters[position].shape
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.dim() and not _may_hold(value, shape):
+                raise StateMismatchError(
+                    f"optimizer state {key!r} of parameter {position} has shape "
+                    f"{tuple(value.shape)}, the parameter has {tuple(shape)}; build the optimizer "
+                    "with its parameters in the order they had"
+                )
+
+
+def _may_hold(value: Tensor, shape: torch.Size) -> bool:
+    # Factored state (Adafactor's rows and columns) has another shape but the same rank at most.
+    return value.shape == shape or value.numel() < shape.numel() or value.numel() == 1

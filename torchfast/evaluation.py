@@ -1,0 +1,59 @@
+"""A model's mean loss and metrics over batches, without leaving a trace in its training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from torchfast._core.errors import EmptyEpochError
+from torchfast._core.loss import LossParts, Number
+from torchfast._core.reading import Reading
+from torchfast._core.rng import preserved_rng
+from torchfast.step import TrainStep
+
+
+def evaluate(
+    step: TrainStep, batches: Iterable[Any], should_stop: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """Return mean loss and metrics over ``batches``: see ``Trainer.evaluate``."""
+    modes = [(module, module.training) for module in step.model.modules()]
+    step.model.eval()
+    try:
+        with preserved_rng(step.device), torch.no_grad():
+            parts = []
+            for batch in batches:
+                loss, metrics, weight = step.compute_loss(batch)
+                parts.append(LossParts(loss.detach(), metrics, weight))
+                if should_stop():
+                    break
+    finally:
+        for module, training in modes:
+            module.training = training
+        # Under an autocast of the user's own, casts made here have no graph; none may be reused.
+        torch.clear_autocast_cache()
+    if not parts:
+        raise EmptyEpochError("evaluation got no batch; its loader is empty or used up")
+    return _means(parts, step.device)
+
+
+def _means(parts: list[LossParts], device: torch.device) -> dict[str, float]:
+    """Average on the host, in double: read all at once, after the last batch is enqueued."""
+    values: dict[str, Number] = {}
+    for index, part in enumerate(parts):
+        values[f"{index} loss"] = part.loss
+        values[f"{index} weight"] = 1.0 if part.weight is None else part.weight
+        values |= {f"{index} metric {name}": value for name, value in part.metrics.items()}
+    host = Reading(values, device).read()
+    weights = [host[f"{index} weight"] for index in range(len(parts))]
+    total = sum(weights)
+    losses = sum(host[f"{index} loss"] for index in range(len(parts)))
+    means = {"loss": losses / total if total else math.nan}
+    for name in parts[0].metrics:
+        held = [i for i in range(len(parts)) if f"{i} metric {name}" in host]
+        weight = sum(weights[i] for i in held)
+        weighted = sum(host[f"{i} metric {name}"] * weights[i] for i in held)
+        means[name] = weighted / weight if weight else math.nan
+    return means

@@ -1,0 +1,392 @@
+"""The plain loop behind ``Trainer.fit``: epochs, logging, evaluation, signals.
+
+It is written over a `TrainStep` and does nothing to it: whatever trains here trains the same in a
+loop of the user's own. Device scalars are read only at log steps, and then late: a reading is
+staged behind an event and collected once the device has passed it, so a record appears some steps
+after the step it tells of and the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from torchfast._core.arguments import check_callable, check_int, check_positive
+from torchfast._core.batches import MicroBatches, count_samples
+from torchfast._core.device import memory_peak_bytes, peak_flops
+from torchfast._core.errors import EmptyEpochError
+from torchfast._core.loss import Number
+from torchfast._core.reading import Laps, Reading, StepClock
+from torchfast._core.signals import StopSignals
+from torchfast.data import DeviceLoader
+from torchfast.evaluation import evaluate
+from torchfast.reporting import JSONLWriter, ProgressLine
+from torchfast.step import TrainStep
+
+logger = logging.getLogger(__name__)
+
+_END = object()
+
+Record = dict[str, Any]
+ProgressMode = Literal["auto", "terminal", "plain", "off"]
+Evaluate = Iterable[Any] | Callable[[Any], Mapping[str, float]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FitEvent:
+    """What a callback is told.
+
+    Attributes:
+        kind: ``"step"`` after every step, ``"log"`` when a record is read, ``"evaluate"``,
+            ``"epoch"`` at the end of one, ``"end"``.
+        num_steps: Updates done, those before this ``fit`` included.
+        epoch: Epoch of this ``fit``, from 0.
+        loss: The step's loss on the device; reading it makes the host wait.
+        metrics: The step's metrics on the device, likewise.
+        record: What was logged, for ``"log"`` and ``"evaluate"``; host numbers.
+        stop: Call it to end the loop after this step.
+    """
+
+    kind: Literal["step", "log", "evaluate", "epoch", "end"]
+    num_steps: int
+    epoch: int
+    loss: Tensor | None
+    metrics: Mapping[str, Number]
+    record: Mapping[str, Any] | None
+    stop: Callable[[], None]
+
+
+Callback = Callable[[FitEvent], None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What ``fit`` did.
+
+    Attributes:
+        num_steps: Updates of this call.
+        num_epochs: Epochs of this call that were finished.
+        seconds: Wall-clock time.
+        stopped_by: ``"steps"``, ``"epochs"``, ``"callback"``, ``"SIGINT"`` or ``"SIGTERM"``.
+        history: Every record, in order: those of training and those of evaluation.
+        evaluation: The last evaluation's values; empty if there was none.
+    """
+
+    num_steps: int
+    num_epochs: int
+    seconds: float
+    stopped_by: str
+    history: list[Record] = field(repr=False)
+    evaluation: dict[str, float]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """The arguments of ``Trainer.fit``, which documents them; checked here."""
+
+    steps: int | None
+    epochs: int | None
+    evaluate: Evaluate | None
+    evaluate_every: int | None
+    log_every: int
+    log_path: str | PathLike[str] | None
+    progress: ProgressMode | bool
+    callbacks: Sequence[Callback]
+    count_items: Callable[[Any], int] | None
+    unit: str
+    flops_per_item: float | None
+    peak_flops: float | None
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.epochs is None:
+            raise ValueError("fit needs steps= or epochs=, got neither")
+        for name, minimum in (("steps", 0), ("epochs", 0), ("evaluate_every", 1), ("log_every", 1)):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), minimum=minimum)
+        for name in ("flops_per_item", "peak_flops"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        if self.evaluate is None and self.evaluate_every is not None:
+            raise ValueError(f"evaluate_every={self.evaluate_every} needs evaluate=, got None")
+        if not (self.evaluate is None or callable(self.evaluate)):
+            DeviceLoader(self.evaluate, torch.device("cpu"))  # raises unless iterable
+        if not isinstance(self.callbacks, list | tuple):
+            raise TypeError(
+                f"callbacks must be a list of functions, got {type(self.callbacks).__name__}"
+            )
+        for index, callback in enumerate(self.callbacks):
+            check_callable(f"callbacks[{index}]", callback, "callback(event)")
+        if self.count_items is not None:
+            check_callable("count_items", self.count_items, "count_items(batch) -> int")
+
+
+@final
+class FitLoop:
+    """One call of ``fit``: holds what the loop counts and what it has yet to read."""
+
+    def __init__(self, step: TrainStep, loader: DeviceLoader, options: FitOptions) -> None:
+        self._step = step
+        self._loader = loader
+        self._options = options
+        if loader.is_one_shot and options.epochs is not None and options.epochs > 1:
+            raise TypeError(
+                f"loader ({type(loader.loader).__name__}) is an iterator, which serves one epoch, "
+                f"but epochs={options.epochs}; pass something that iter() can start again"
+            )
+        is_plateau = isinstance(step.lr_scheduler, ReduceLROnPlateau)
+        if is_plateau and options.evaluate is None:
+            raise ValueError("ReduceLROnPlateau is stepped on evaluations: fit needs evaluate=")
+        self._plateau = step.lr_scheduler if is_plateau else None
+        self._done = 0
+        self._epoch = 0
+        self._epochs_done = 0
+        self._stop_reason: str | None = None
+        self._signals = StopSignals()
+        self._clock = StepClock(step.device)
+        self._losses: list[Tensor] = []
+        self._items = 0
+        self._pending: list[tuple[Record, Reading, Laps, int]] = []
+        self._history: list[Record] = []
+        self._evaluation: dict[str, float] = {}
+        self._evaluated_at = -1
+        self._last_step_ms: float | None = None
+        self._peak_flops = options.peak_flops or peak_flops(step.device)
+
+    def run(self) -> FitResult:
+        """Run to the end, or to a signal, and return what was done."""
+        options = self._options
+        self._started = time.perf_counter()
+        with (
+            ProgressLine(
+                options.progress, total_steps=self._total(), unit=options.unit
+            ) as self._line,
+            _log_file(options.log_path) as self._log,
+            self._signals,
+        ):
+            try:
+                self._epochs()
+                ended_by_itself = self._signals.received is None
+                if (
+                    options.evaluate is not None
+                    and ended_by_itself
+                    and self._evaluated_at != self._done
+                ):
+                    self._evaluate()
+            finally:
+                self._flush(wait=True)
+            self._emit("end", None)
+        return FitResult(
+            num_steps=self._done,
+            num_epochs=self._epochs_done,
+            seconds=time.perf_counter() - self._started,
+            stopped_by=self._stop_reason or "steps",
+            history=self._history,
+            evaluation=self._evaluation,
+        )
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    def _epochs(self) -> None:
+        self._clock.start()
+        self._check_end()
+        while self._stop_reason is None:
+            self._loader.set_epoch(self._epoch)
+            before = self._done
+            if self._run_epoch():
+                if self._done == before:
+                    raise EmptyEpochError(
+                        f"epoch {self._epoch} yielded no batch after {self._done} steps; the "
+                        "loader is empty, or an iterator that is used up: pass one that iter() "
+                        "can start again"
+                    )
+                self._epochs_done += 1
+                if self._options.evaluate is not None and self._options.evaluate_every is None:
+                    self._evaluate()
+                self._emit("epoch", None)
+                self._epoch += 1
+            self._check_end()
+
+    def _run_epoch(self) -> bool:
+        """Train on one epoch; return whether it came to its end."""
+        options = self._options
+        batches = iter(self._loader)
+        while (batch := self._next(batches)) is not _END:
+            loss = self._step(batch)
+            self._done += 1
+            self._clock.tick()
+            self._losses.append(loss)
+            self._items += self._count(batch)
+            self._emit("step", None, loss)
+            if self._done % options.log_every == 0:
+                self._stage()
+            self._flush(wait=False)
+            if options.evaluate_every and self._done % options.evaluate_every == 0:
+                self._evaluate()
+            self._check_end()
+            if self._stop_reason is not None:
+                return False
+        return self._signals.received is None
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches, _END)
+        except Exception:
+            # A terminal's Ctrl-C reaches loader workers too, and their death is not an error.
+            if self._signals.received is None:
+                raise
+            logger.warning("the loader failed while stopping on %s", self._signals.received)
+            return _END
+
+    def _check_end(self) -> None:
+        options = self._options
+        if self._stop_reason is not None:
+            return
+        if self._signals.received is not None:
+            self._stop_reason = self._signals.received
+        elif options.steps is not None and self._done >= options.steps:
+            self._stop_reason = "steps"
+        elif options.epochs is not None and self._epochs_done >= options.epochs:
+            self._stop_reason = "epochs"
+
+    def _stop(self) -> None:
+        self._stop_reason = self._stop_reason or "callback"
+
+    def _evaluate(self) -> None:
+        evaluation = self._options.evaluate
+        assert evaluation is not None
+        self._flush(wait=True)
+        values = (
+            dict(evaluation(self._step.model))
+            if callable(evaluation)
+            else evaluate(self._step, evaluation, lambda: self._signals.received is not None)
+        )
+        self._evaluation = values
+        self._evaluated_at = self._done
+        if self._plateau is not None:
+            if "loss" not in values:
+                raise ValueError(
+                    f"ReduceLROnPlateau needs evaluate= to return 'loss', got {sorted(values)}"
+                )
+            self._plateau.step(values["loss"])
+        record = {**self._place(), "evaluation": values}
+        self._keep(record)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+        self._line.message(f"step {record['step']}  evaluation: {shown}")
+        self._emit("evaluate", record)
+        self._clock.start()  # the time spent here belongs to no step
+
+    # --- what is told --------------------------------------------------------------------------
+
+    def _stage(self) -> None:
+        """Begin to read the interval that ends with this step."""
+        mean = torch.stack(self._losses).mean(dtype=torch.float32)
+        values: dict[str, Tensor | float] = {"loss": mean}
+        values |= {f"metric {name}": value for name, value in self._step.metrics.items()}
+        rates = [float(group["lr"]) for group in self._step.optimizer.param_groups]
+        record = {**self._place(), "lr": rates[0] if len(set(rates)) == 1 else rates}
+        reading = Reading(values, self._step.device)
+        self._pending.append((record, reading, self._clock.collect(), self._items))
+        self._losses = []
+        self._items = 0
+
+    def _flush(self, *, wait: bool) -> None:
+        """Emit the records whose readings have arrived; with ``wait``, all of them."""
+        while self._pending and (wait or self._pending[0][1].is_ready):
+            record, reading, laps, items = self._pending.pop(0)
+            values = reading.read()
+            record["loss"] = values.pop("loss")
+            metrics = {name.removeprefix("metric "): value for name, value in values.items()}
+            if self._step.max_grad_norm is not None:
+                record["grad_norm"] = metrics.pop("grad_norm")
+            if metrics:
+                record["metrics"] = metrics
+            self._add_rates(record, laps.milliseconds(), items)
+            self._keep(record)
+            self._line.update(record)
+            self._emit("log", record)
+
+    def _add_rates(self, record: Record, times: list[float], items: int) -> None:
+        if times:
+            total_ms = sum(times)
+            self._last_step_ms = total_ms / len(times)
+            ordered = sorted(times)
+            record["step_ms"] = {
+                "p50": statistics.median(ordered),
+                "p90": ordered[min(len(ordered) - 1, int(len(ordered) * 0.9))],
+                "max": ordered[-1],
+            }
+            if items and total_ms > 0:
+                self._add_throughput(record, items / total_ms * 1e3)
+        total = self._total()
+        if total is not None and self._last_step_ms is not None:
+            record["eta_s"] = max(0, total - self._done) * self._last_step_ms / 1e3
+        memory = memory_peak_bytes(self._step.device)
+        if memory is not None:
+            record["memory_bytes"] = memory
+
+    def _add_throughput(self, record: Record, items_per_s: float) -> None:
+        record["items_per_s"] = items_per_s
+        record["unit"] = self._options.unit
+        if self._options.flops_per_item is not None:
+            record["flops_per_s"] = items_per_s * self._options.flops_per_item
+            if self._peak_flops is not None:
+                record["mfu"] = record["flops_per_s"] / self._peak_flops
+
+    def _place(self) -> Record:
+        return {
+            "step": self._step.num_steps,
+            "epoch": self._epoch,
+            "seconds": time.perf_counter() - self._started,
+        }
+
+    def _keep(self, record: Record) -> None:
+        self._history.append(record)
+        if self._log is not None:
+            self._log.write(record)
+
+    def _emit(self, kind: Any, record: Record | None, loss: Tensor | None = None) -> None:
+        for callback in self._options.callbacks:
+            callback(
+                FitEvent(
+                    kind=kind,
+                    num_steps=self._step.num_steps,
+                    epoch=self._epoch,
+                    loss=loss,
+                    metrics=self._step.metrics,
+                    record=record,
+                    stop=self._stop,
+                )
+            )
+
+    def _count(self, batch: Any) -> int:
+        batches = batch if isinstance(batch, MicroBatches) else (batch,)
+        count = self._options.count_items or (lambda b: count_samples(b) or 0)
+        return sum(count(b) for b in batches)
+
+    def _total(self) -> int | None:
+        """Return how many steps there will be, where that is known."""
+        options = self._options
+        if options.epochs is None:
+            return options.steps
+        try:
+            total = len(self._loader) * options.epochs
+        except TypeError:
+            return options.steps
+        return total if options.steps is None else min(total, options.steps)
+
+
+def _log_file(path: str | PathLike[str] | None) -> AbstractContextManager[JSONLWriter | None]:
+    return nullcontext() if path is None else JSONLWriter(path)

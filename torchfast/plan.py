@@ -1,0 +1,138 @@
+"""Plan: what torchfast does to a training step, as a value.
+
+One field a lever, each a plain scalar or an options object. A plan decides nothing by itself: the
+step reads it, asks the device what is possible, and says in its report what came of it.
+
+A step applies model transforms before the optimizer exists, in this order: channels_last, then
+the optimizer, then its form. What changes parameter storage must come before what keeps state
+beside the parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torchfast._core.arguments import check_choice, explain_init_keywords, suggestion
+from torchfast._core.errors import PlanError
+from torchfast.precision import PrecisionOptions
+
+Precision = Literal["as_given", "auto", "fp32", "tf32", "bf16", "fp16"]
+
+
+@explain_init_keywords
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is done to a step. The default changes no number.
+
+    Presets, by name wherever a plan is taken:
+
+    - ``"eager"``: nothing, the plain loop.
+    - ``"exact"``: only what cannot change a number.
+    - ``"fast"``: bf16 where the device computes it natively, channels_last for convolutions, the
+      fused optimizer. Close, not exact.
+
+    Args:
+        precision: ``"as_given"``, ``"auto"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"`` or
+            `PrecisionOptions`.
+        channels_last: Lay 4-d parameters and batch tensors out as NHWC, if the model convolves.
+        optimizer: ``"as_given"``, or ``"fused"``: the fused update where torch has one.
+
+    Raises:
+        PlanError: A value that does not exist, or fields that contradict each other.
+
+    Example:
+        >>> Plan.preset("fast").replace(precision="fp16")
+        Plan(precision='fp16', channels_last=True, optimizer='fused')
+        >>> Plan.from_json(Plan(precision="bf16").to_json())
+        Plan(precision='bf16')
+    """
+
+    precision: Precision | PrecisionOptions = "as_given"
+    channels_last: bool = False
+    optimizer: Literal["as_given", "fused"] = "as_given"
+
+    PRESETS: ClassVar[tuple[str, ...]] = ("eager", "exact", "fast")
+
+    def __post_init__(self) -> None:
+        PrecisionOptions.of(self.precision)
+        if not isinstance(self.channels_last, bool):
+            raise TypeError(f"channels_last must be True or False, got {self.channels_last!r}")
+        check_choice("optimizer", self.optimizer, ("as_given", "fused"), PlanError)
+
+    @classmethod
+    def preset(cls, name: str) -> Plan:
+        """Return the preset plan of this name."""
+        check_choice("plan", name, cls.PRESETS, PlanError)
+        if name == "fast":
+            return cls(precision="auto", channels_last=True, optimizer="fused")
+        return cls()
+
+    @classmethod
+    def of(cls, plan: object) -> Plan:
+        """Return a plan from a preset's name or from a plan."""
+        if isinstance(plan, cls):
+            return plan
+        if isinstance(plan, str):
+            return cls.preset(plan)
+        raise TypeError(
+            f"plan must be one of {list(cls.PRESETS)} or a Plan, "
+            f"got {plan!r} ({type(plan).__name__})"
+        )
+
+    @property
+    def precision_options(self) -> PrecisionOptions:
+        """The precision as an options object."""
+        return PrecisionOptions.of(self.precision)
+
+    def replace(self, **changes: Any) -> Plan:
+        """Return a copy with some fields changed."""
+        return type(self)(**{**{f: getattr(self, f) for f in _fields(type(self))}, **changes})
+
+    def to_json(self) -> str:
+        """Return the plan as a JSON object, defaults left out."""
+        return json.dumps({k: _to_plain(v) for k, v in self._changed().items()}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            PlanError: Not a JSON object, or a field that this version does not know.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"not a plan in JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise PlanError(f"a plan in JSON is an object, got {type(values).__name__}")
+        for name in values:
+            if name not in _fields(cls):
+                known = _fields(cls)
+                raise PlanError(f"Plan has no field {name!r}{suggestion(name, known)}")
+        if isinstance(values.get("precision"), dict):
+            try:
+                values["precision"] = PrecisionOptions(**values["precision"])
+            except TypeError as error:
+                raise PlanError(f"precision of a plan in JSON: {error}") from error
+        return cls(**values)
+
+    def _changed(self) -> dict[str, Any]:
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+
+    def __repr__(self) -> str:
+        """Return the call that makes this plan, defaults left out."""
+        return f"Plan({', '.join(f'{k}={v!r}' for k, v in self._changed().items())})"
+
+
+def _fields(cls: type[Plan]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, PrecisionOptions):
+        return {"format": value.format, **value.scaling}
+    return value

@@ -1,0 +1,120 @@
+"""The number format of a step, resolved for one device.
+
+Autocast covers the forward alone, as torch advises: the backward of an autocast operation runs in
+the type its forward chose. The fp32 switches (``fp32_precision``, ieee or tf32) are process-wide
+and matter in the backward too, so they are set around the whole step and put back after it.
+
+Autocast caches the casts of fp32 weights until the outermost autocast context ends. Inside a
+context of the user's own that is held across steps, the casts would outlive the update and the
+next forward would see old weights, silently: `after_update` drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+
+from torchfast._core.decisions import Decision
+from torchfast._core.device import has_fast_bf16, has_tf32
+from torchfast._core.errors import PlanError
+from torchfast.precision.options import PrecisionOptions
+
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@final
+class PrecisionPolicy:
+    """Enters the contexts of one number format.
+
+    Args:
+        options: What was asked for.
+        device: Where the step runs.
+
+    Raises:
+        PlanError: fp16 on a device type that torch cannot autocast.
+
+    Numerics: ``as_given`` and ``fp32`` on a machine with default switches are exact; tf32, bf16
+        and fp16 are close.
+    Synchronizes: Never.
+    """
+
+    def __init__(self, options: PrecisionOptions, device: torch.device) -> None:
+        self.format, self.decision = _resolve(options, device)
+        dtype = _AUTOCAST_DTYPES.get(self.format)
+        if dtype is not None and not torch.amp.is_autocast_available(device.type):
+            raise PlanError(
+                f"precision={self.format!r} needs autocast, which torch does not have for "
+                f"{device.type!r}; use precision='fp32'"
+            )
+        # One context object, entered again at every forward; torch allows it, and a new one
+        # each time would cost a few microseconds more.
+        self._forward: AbstractContextManager[Any] = (
+            nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+        )
+        self._fp32 = {"fp32": "ieee", "tf32": "tf32"}.get(self.format)
+        self._has_switches = device.type == "cuda"
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the context of one forward."""
+        return self._forward
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return the context of forward, backward and update together."""
+        if self._fp32 is None or not self._has_switches:
+            return nullcontext()
+        return fp32_precision(self._fp32)
+
+    @staticmethod
+    def after_update() -> None:
+        """Drop casts of weights that the update has just changed."""
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def fp32_precision(value: str) -> Iterator[None]:
+    """Set how CUDA computes fp32 products and convolutions; put the old values back after.
+
+    Args:
+        value: ``"ieee"`` or ``"tf32"``.
+    """
+    # The new interface alone: mixing it with allow_tf32 makes torch raise.
+    holders: tuple[Any, ...] = (
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+        torch.backends.cudnn.rnn,
+    )
+    old = [holder.fp32_precision for holder in holders]
+    try:
+        for holder in holders:
+            holder.fp32_precision = value
+        yield
+    finally:
+        for holder, before in zip(holders, old, strict=True):
+            holder.fp32_precision = before
+
+
+def _resolve(options: PrecisionOptions, device: torch.device) -> tuple[str, Decision]:
+    def decided(fmt: str, outcome: Any, detail: str) -> tuple[str, Decision]:
+        return fmt, Decision(lever="precision", outcome=outcome, detail=detail)
+
+    asked = options.format
+    if asked == "as_given":
+        return decided("as_given", "left alone", "number formats and fp32 switches as given")
+    if asked == "auto":
+        if has_fast_bf16(device):
+            return decided("bf16", "applied", f"bf16 autocast: {device.type} computes it natively")
+        why = f"{device.type} here has no matrix units for bf16, so it would be slower"
+        return decided("as_given", "stepped aside", f"number formats as given: {why}")
+    if asked == "tf32" and not has_tf32(device):
+        why = f"{device.type} here has no tf32 units; 'bf16' is the format to try instead"
+        return decided("as_given", "stepped aside", f"fp32 as given: {why}")
+    details = {
+        "fp32": "fp32 products in full precision (ieee)",
+        "tf32": "fp32 tensors, products and convolutions in tf32",
+        "bf16": "bf16 autocast of the forward; parameters and optimizer state stay as they are",
+        "fp16": "fp16 autocast of the forward, with loss scaling",
+    }
+    return decided(asked, "applied", details[asked])

@@ -1,0 +1,297 @@
+"""Trainer: a step, and a loop over it for whoever wants one.
+
+``trainer.step(batch)`` is the whole of it for a loop of one's own; ``trainer.fit(loader, ...)`` is
+the plain loop with a progress line, a log, evaluation and a clean stop. Both run the same
+`TrainStep`, so what trains in one trains the same in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchfast._core.arguments import explain_keywords
+from torchfast._core.decisions import Report
+from torchfast._core.loss import Number
+from torchfast.data import DeviceLoader
+from torchfast.evaluation import evaluate
+from torchfast.loop import (
+    Callback,
+    Evaluate,
+    FitLoop,
+    FitOptions,
+    FitResult,
+    ProgressMode,
+)
+from torchfast.plan import Plan
+from torchfast.step import LossFn, OptimizerSource, SchedulerSource, TrainStep
+
+
+@final
+class Trainer:
+    """Trains a model as a plan says, in your loop (`step`) or in a plain one (`fit`).
+
+    The model, the optimizer and the data stay yours: the same objects, the same keys, Python
+    floats in the parameter groups. `TrainStep` documents the arguments.
+
+    Args:
+        model: Any module; trained in place.
+        optimizer: A ``torch.optim.Optimizer``, or a callable ``parameters -> Optimizer``.
+        loss_fn: ``loss_fn(model, batch)`` returns ``loss``, ``(loss, metrics)`` or
+            ``(loss, metrics, weight)``.
+        plan: ``"eager"``, ``"exact"`` (the default: changes no number), ``"fast"``, or a `Plan`.
+        max_grad_norm: Clip the total gradient norm at this.
+        accumulate: Micro-batches in a step.
+        lr_scheduler: Stepped once after each update; or a callable ``optimizer -> scheduler``.
+        device: Where to train; None means where the parameters are.
+
+    Raises:
+        TypeError: An argument of the wrong kind, or an unknown keyword.
+        ValueError: An argument out of range.
+        PlanError: A plan that does not exist or contradicts itself.
+        UnsupportedDeviceError: A device that this machine lacks.
+        UnsupportedOptimizerError: An optimizer that needs a closure.
+
+    Numerics: ``eager`` and ``exact`` are bitwise the plain loop; ``fast`` is close.
+    Synchronizes: Never in a steady step.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        >>> def loss_fn(model, batch):
+        ...     inputs, targets = batch
+        ...     return (model(inputs) - targets).square().mean()
+        >>> trainer = Trainer(model, optimizer, loss_fn, max_grad_norm=1.0)
+        >>> loader = [(torch.ones(2, 4), torch.zeros(2, 1))] * 3
+        >>> for batch in trainer.prefetch(loader):
+        ...     loss = trainer.step(batch)
+        >>> trainer.num_steps
+        3
+    """
+
+    @explain_keywords
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerSource,
+        loss_fn: LossFn,
+        plan: str | Plan = "exact",
+        *,
+        max_grad_norm: float | None = None,
+        accumulate: int = 1,
+        lr_scheduler: SchedulerSource = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        self._step = TrainStep(
+            model,
+            optimizer,
+            loss_fn,
+            plan,
+            max_grad_norm=max_grad_norm,
+            accumulate=accumulate,
+            lr_scheduler=lr_scheduler,
+            device=device,
+        )
+
+    def step(self, batch: Any) -> Tensor:
+        """Run one update and return its mean loss, detached, on the device.
+
+        With ``accumulate`` above 1, ``batch`` is a `MicroBatches`, which `prefetch` yields.
+        Reading the loss (``float(loss)``) makes the host wait for the device; do it rarely.
+        See `TrainStep` for what it raises.
+        """
+        return self._step(batch)
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """Run the first half of a step: zero_grad, forward, backward. Returns the loss.
+
+        ``.grad`` then holds the true gradient (divided over the group, unscaled), to look at or
+        to change before `update`.
+        """
+        return self._step.forward_backward(batch)
+
+    def update(self) -> None:
+        """Run the second half of a step: clip, optimizer, scheduler."""
+        self._step.update()
+
+    def prefetch(self, loader: Iterable[Any]) -> DeviceLoader:
+        """Return an iterable over ``loader``'s batches as `step` takes them.
+
+        On the device, and grouped into `MicroBatches` under ``accumulate``. Copies are enqueued
+        in order, one batch at a time.
+
+        Raises:
+            TypeError: ``loader`` is not iterable.
+        """
+        return DeviceLoader(
+            loader,
+            self.device,
+            accumulate=self._step.accumulate,
+            channels_last=self._step.channels_last,
+        )
+
+    @explain_keywords
+    def fit(
+        self,
+        loader: Iterable[Any],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        evaluate: Evaluate | None = None,
+        evaluate_every: int | None = None,
+        log_every: int = 10,
+        log_path: str | PathLike[str] | None = None,
+        progress: ProgressMode | bool = "auto",
+        callbacks: Sequence[Callback] = (),
+        count_items: Callable[[Any], int] | None = None,
+        unit: str = "samples",
+        flops_per_item: float | None = None,
+        peak_flops: float | None = None,
+    ) -> FitResult:
+        """Train over ``loader``, again and again until ``steps`` or ``epochs`` are done.
+
+        SIGINT (Ctrl-C) and SIGTERM end the loop after the step in progress; ``fit`` then returns,
+        and the result says so. A second one acts at once.
+
+        Args:
+            loader: Any iterable of batches; ``set_epoch`` is called on it, its samplers and its
+                data set where they have it.
+            steps: Updates to do in this call.
+            epochs: Passes over the loader in this call. With both, whichever ends first.
+            evaluate: Batches to evaluate on (see `evaluate`), or a callable ``model -> mapping``
+                of names to floats, which does all by itself.
+            evaluate_every: Steps between evaluations; None means after each epoch. A last one
+                follows the last step in any case.
+            log_every: Steps between records.
+            log_path: A JSONL file to append records to.
+            progress: ``"auto"`` (one line rewritten on a terminal, else a line a record),
+                ``"terminal"``, ``"plain"``, ``"off"``, True or False.
+            callbacks: Functions that take a `FitEvent`.
+            count_items: ``batch -> int``, read from shapes, for the rate; None means the first
+                dimension of the first tensor.
+            unit: What is counted, such as ``"tokens"``.
+            flops_per_item: Forward and backward FLOPs of an item, for ``mfu`` in the records.
+            peak_flops: FLOP/s that 100 % MFU means; None means the data sheet's dense 16-bit
+                figure of a known GPU.
+
+        Returns:
+            What was done, with every record.
+
+        Raises:
+            TypeError: An argument of the wrong kind; an iterator as loader with epochs > 1.
+            ValueError: An argument out of range, or neither steps nor epochs.
+            EmptyEpochError: An epoch that yields no batch.
+
+        Numerics: The same as calling `step` in a loop. Evaluation leaves every random generator
+            as it found it.
+        Synchronizes: At evaluations and at the end. Records are read late, behind an event.
+        """
+        options = FitOptions(
+            steps=steps,
+            epochs=epochs,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            log_every=log_every,
+            log_path=log_path,
+            progress=progress,
+            callbacks=callbacks,
+            count_items=count_items,
+            unit=unit,
+            flops_per_item=flops_per_item,
+            peak_flops=peak_flops,
+        )
+        return FitLoop(self._step, self.prefetch(loader), options).run()
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """Return the mean loss and metrics of ``loss_fn`` over ``batches``.
+
+        In eval mode and without gradients; every module's mode, and every random generator, is
+        put back. Batches count equally unless ``loss_fn`` returns weights.
+
+        Raises:
+            EmptyEpochError: No batch.
+
+        Synchronizes: Once, at the end.
+        """
+        return evaluate(self._step, batches)
+
+    def report(self) -> Report:
+        """Return what the plan did, what stepped aside and why: print it, or ``to_dict()``."""
+        return self._step.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resumed run needs but the loader's position.
+
+        Model, optimizer (in the form as given), scheduler, loss scale, step count, random
+        generators. See `TrainStep.state_dict`.
+        """
+        return self._step.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` returned; a state that does not fit changes nothing."""
+        self._step.load_state_dict(state)
+
+    def close(self) -> None:
+        """Put the optimizer and the model's layout back; a second call does nothing."""
+        self._step.close()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, the same object that was given."""
+        return self._step.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, given or made."""
+        return self._step.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler, given or made, or None."""
+        return self._step.lr_scheduler
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self._step.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs."""
+        return self._step.device
+
+    @property
+    def metrics(self) -> Mapping[str, Number]:
+        """The last step's metrics, on the device; ``grad_norm`` among them when clipping."""
+        return self._step.metrics
+
+    @property
+    def num_steps(self) -> int:
+        """Updates done, skipped ones included."""
+        return self._step.num_steps
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that fp16 skipped. Synchronizes: Yes."""
+        return self._step.num_skipped
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return repr(self._step).replace("TrainStep", "Trainer", 1)
