@@ -58,11 +58,15 @@ nitpick_ignore_regex = [
 def expand_inline_sections(
     _app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]
 ) -> None:
-    """Give ``Numerics: Exact.`` the two lines by which napoleon knows a section."""
-    sections = "|".join(napoleon_custom_sections)
-    lines[:] = re.sub(
-        rf"^( *)({sections}): (?=\S)", r"\1\2:\n\1    ", "\n".join(lines), flags=re.MULTILINE
-    ).split("\n")
+    """Give ``Numerics: Exact.`` the lines of its own by which napoleon knows a section."""
+    section = rf"^( *)(.+\. )?({'|'.join(napoleon_custom_sections)}): (?=\S)"
+
+    def expanded(match: re.Match[str]) -> str:
+        indent, before, name = match.groups()
+        summary = f"{indent}{before}\n\n" if before else ""
+        return f"{summary}{indent}{name}:\n{indent}    "
+
+    lines[:] = re.sub(section, expanded, "\n".join(lines), flags=re.MULTILINE).split("\n")
 
 
 def evaluate_annotations(_app: Sphinx, function: Any, _bound_method: bool) -> None:

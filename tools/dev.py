@@ -70,7 +70,7 @@ def lint() -> None:
         [python, "-m", "ruff", "format", "--check", "."],
         [python, "-m", "ruff", "check", "."],
         [python, "-m", "mypy"],
-        [python.parent / "lint-imports"],
+        [python.parent / "lint-imports", "--no-logo"],
     ]
     run_all((check, ROOT) for check in checks)
 
@@ -101,8 +101,8 @@ def wheel() -> None:
     python = prepared_environment(group="dev")
     with tempfile.TemporaryDirectory(prefix="torchfast-wheel-") as name:
         scratch = Path(name)
-        build = [python, "-m", "build", "--wheel", "--no-isolation", "--outdir", scratch, ROOT]
-        run(build, folder=scratch)
+        options: list[str | Path] = ["--wheel", "--no-isolation", "--outdir", scratch]
+        run([python, "-m", "build", *options, ROOT], folder=scratch)
         built = next(scratch.glob("torchfast-*.whl"))
         check_contents(built)
         check_installed(built, scratch)

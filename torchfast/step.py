@@ -43,6 +43,7 @@ from torchfast._core.errors import ClosedError
 from torchfast._core.loss import (
     LossParts,
     Number,
+    Shares,
     check_differentiable,
     mean_metrics,
     total,
@@ -338,27 +339,31 @@ class TrainStep:
 
     def _combine(self, parts: list[LossParts]) -> Tensor:
         """Bring the group to one loss and one dict of metrics; divide weighted gradients."""
-        weights = [part.weight for part in parts if part.weight is not None]
+        shares = self._weigh(parts)
         loss = total([part.loss for part in parts])
-        if not weights:
-            self.metrics = mean_metrics([p.metrics for p in parts], None)
-        else:
-            if len(weights) != len(parts):
-                raise TypeError(
-                    f"loss_fn returned a weight for {len(weights)} of {len(parts)} micro-batches; "
-                    "return one always or never"
-                )
-            on_device = [self._as_tensor(weight) for weight in weights]
-            weight = total(on_device)
-            self._divide_gradients(weight)
-            loss = loss / weight
-            self.metrics = mean_metrics([p.metrics for p in parts], [w / weight for w in on_device])
+        if shares is not None:
+            self._divide_gradients(shares.total)
+            loss = loss / shares.total
+        self.metrics = mean_metrics([part.metrics for part in parts], shares)
         if self.max_grad_norm is not None and "grad_norm" in self.metrics:
             raise ValueError(
                 "loss_fn returned a metric named 'grad_norm', which is the name of the gradient "
                 "norm that clipping reports; rename it"
             )
         return loss
+
+    def _weigh(self, parts: list[LossParts]) -> Shares | None:
+        """Return the group's weights on the device, or None where there are none."""
+        weights = [part.weight for part in parts if part.weight is not None]
+        if not weights:
+            return None
+        if len(weights) != len(parts):
+            raise TypeError(
+                f"loss_fn returned a weight for {len(weights)} of {len(parts)} micro-batches; "
+                "return one always or never"
+            )
+        on_device = [self._as_tensor(weight) for weight in weights]
+        return Shares(on_device, total(on_device))
 
     def _as_tensor(self, weight: Number) -> Tensor:
         if isinstance(weight, Tensor):

@@ -78,6 +78,8 @@ def to_device(batch: T, device: torch.device, *, channels_last: bool = False) ->
     Returns:
         The same object if nothing had to move.
     """
+    if not channels_last and _is_there(batch, device):
+        return batch
     memo: dict[int, Tensor] = {}
 
     def place(tensor: Tensor) -> Tensor:
@@ -105,6 +107,18 @@ def tensors(batch: object) -> Iterator[Tensor]:
 def count_samples(batch: object) -> int | None:
     """Return the first dimension of the first tensor that has one, read without the device."""
     return next((int(t.shape[0]) for t in tensors(batch) if t.dim() > 0), None)
+
+
+def _is_there(batch: Any, device: torch.device) -> bool:
+    """Whether a batch of plain containers has nothing to move: the steady case, so it is fast."""
+    kind = type(batch)
+    if kind is Tensor:
+        return bool(batch.device == device)
+    if kind is tuple or kind is list:
+        return all(_is_there(item, device) for item in batch)
+    if kind is dict:
+        return all(_is_there(item, device) for item in batch.values())
+    return batch is None or kind in (str, int, float, bool)
 
 
 def _place(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:

@@ -26,6 +26,13 @@ class LossParts(NamedTuple):
     weight: Number | None
 
 
+class Shares(NamedTuple):
+    """The weights of a group's micro-batches, shape ``()`` each, and their sum."""
+
+    weights: list[Tensor]
+    total: Tensor
+
+
 def unpack_loss(result: object) -> LossParts:
     """Return the parts of what ``loss_fn(model, batch)`` returned.
 
@@ -63,19 +70,20 @@ def total(values: list[Tensor]) -> Tensor:
     return result
 
 
-def mean_metrics(
-    metrics: list[dict[str, Number]], shares: list[Tensor] | None
-) -> dict[str, Number]:
+def mean_metrics(metrics: list[dict[str, Number]], shares: Shares | None) -> dict[str, Number]:
     """Average each metric over the group, by weight where there are weights."""
     if len(metrics) == 1:
         return metrics[0]
     means: dict[str, Number] = {}
-    for name in metrics[0]:
-        values = [m[name] for m in metrics if name in m]
-        if shares is None or len(values) < len(metrics):
+    for name in dict.fromkeys(name for held in metrics for name in held):
+        indices = [i for i, held in enumerate(metrics) if name in held]
+        values = [metrics[i][name] for i in indices]
+        if shares is None:
             means[name] = sum(values) / len(values)
         else:
-            means[name] = sum(v * s for v, s in zip(values, shares, strict=True))
+            weights = [shares.weights[i] for i in indices]
+            weighted = [v * w for v, w in zip(values, weights, strict=True)]
+            means[name] = sum(weighted) / total(weights)
     return means
 
 

@@ -22,6 +22,7 @@ from torchfast._core.device import has_fast_bf16, has_tf32
 from torchfast._core.errors import PlanError
 from torchfast.precision.options import PrecisionOptions
 
+_NOTHING = nullcontext()  # holds nothing, so one serves every step
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,7 +53,7 @@ class PrecisionPolicy:
         # One context object, entered again at every forward; torch allows it, and a new one
         # each time would cost a few microseconds more.
         self._forward: AbstractContextManager[Any] = (
-            nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+            _NOTHING if dtype is None else torch.autocast(device.type, dtype=dtype)
         )
         self._fp32 = {"fp32": "ieee", "tf32": "tf32"}.get(self.format)
         self._has_switches = device.type == "cuda"
@@ -64,7 +65,7 @@ class PrecisionPolicy:
     def step(self) -> AbstractContextManager[None]:
         """Return the context of forward, backward and update together."""
         if self._fp32 is None or not self._has_switches:
-            return nullcontext()
+            return _NOTHING
         return fp32_precision(self._fp32)
 
     @staticmethod

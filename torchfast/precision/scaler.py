@@ -5,7 +5,8 @@ are divided by it before clipping. A non-finite gradient means the scale was too
 is skipped and the scale shrinks. torch.amp.GradScaler decides this by reading a flag on the host
 once a step, which stalls the queue, unless the optimizer is fused. Three ways here, best first:
 
-1. fused optimizers take the flag in their kernel;
+1. fused optimizers take the flag in their kernel (SGD with momentum from its second update on:
+   torch leaves its buffer uninitialised when the first is skipped);
 2. the others run their update, and a select on the device puts parameters and state back where
    the flag is set. It costs a copy of both for the length of the update;
 3. where state lives on the host (counters of unknown optimizers; torch's own before their first
@@ -67,13 +68,12 @@ class LossScaler:
     def step(self) -> None:
         """Update where all gradients are finite; adapt the scale; count a skipped update."""
         found_inf = self._found_inf()
-        if not self._is_fused() and self._can_select():
+        if self._is_fused() and not self._lacks_momentum():
+            self._scaler.step(self.optimizer)
+        elif not self._is_fused() and self._can_select():
             self._select_step(found_inf)
         else:
-            self._scaler.step(self.optimizer)
-            # A skipped first update would make the next scheduler step warn that the optimizer
-            # was never called; the scheduler counts skipped updates on purpose.
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+            self._step_by_host()
         self._scaler.update()
         self.num_skipped += found_inf > 0
 
@@ -121,6 +121,32 @@ class LossScaler:
                 ):
                     return False
         return True
+
+    def _lacks_momentum(self) -> bool:
+        """Whether fused SGD has yet to make a momentum buffer.
+
+        torch allocates it uninitialised and counts a skipped first update as done, so the next
+        one would read whatever the memory held.
+        """
+        if not isinstance(self.optimizer, torch.optim.SGD):
+            return False
+        return any(
+            parameter.grad is not None
+            and self.optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+            for group in self.optimizer.param_groups
+            if group["momentum"] != 0
+            for parameter in group["params"]
+        )
+
+    def _step_by_host(self) -> None:
+        """Let GradScaler read the flag on the host and not call the optimizer where it is set."""
+        fused = self.optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+        self._scaler.step(self.optimizer)
+        if fused is not None:
+            self.optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+        # A skipped first update would make the next scheduler step warn that the optimizer was
+        # never called; the scheduler counts skipped updates on purpose.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _select_step(self, found_inf: Tensor) -> None:
         kept = [

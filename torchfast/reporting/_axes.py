@@ -40,8 +40,6 @@ def x_axis_of(values: Sequence[float]) -> Axis:
 def y_axis_of(values: Sequence[float], log_y: bool) -> Axis:
     """Return the axis of the values; all are positive if it is to be logarithmic."""
     low, high = min(values, default=0.1), max(values, default=1.0)
-    if log_y and low == high:
-        low, high = low / 2, high * 2
     if log_y and high / low >= 3:
         return _log_axis(low, high)
     # A range too short for 1, 2, 5 has even ticks on the logarithmic scale too: the lowest
@@ -61,7 +59,7 @@ def _log_axis(low: float, high: float) -> Axis:
     ticks = ladder[first : last + 1]
     if len(ticks) > 9:
         decades = [tick for tick in ticks if f"{tick:e}".startswith("1.")]
-        ticks = decades[:: math.ceil(len(decades) / 8)]
+        ticks = decades[:: math.ceil(len(decades) / 10)]
     labelled = [label for tick in ticks for label in _labelled([tick], tick)]
     return Axis(ladder[first], ladder[last], labelled, math.log10)
 
@@ -85,7 +83,7 @@ def _nice_step(span: float, most: int) -> float:
 def _labelled(ticks: Sequence[float], step: float) -> list[tuple[float, str]]:
     """Label ticks that lie `step` apart, in thousands or millions where that is shorter."""
     top = max(abs(tick) for tick in ticks)
-    if not 1e-3 <= top < 1e9:
+    if top and not 1e-3 <= top < 1e9:
         digits = max(0, math.floor(math.log10(top)) - math.floor(math.log10(step)))
         return [(tick, _scientific(tick, digits)) for tick in ticks]
     unit, suffix = 1.0, ""

@@ -28,7 +28,7 @@ _FIRST_TO_GO: Final = (
 
 def fields_of(record: Mapping[str, object], total_steps: int | None, unit: str) -> dict[str, str]:
     """Return what is shown of a record, in the order in which it is shown."""
-    fields = {}
+    fields: dict[str, str] = {}
     for name in _SHOWN:
         value = record.get(name)
         if name == "step_ms" and value is not None:
@@ -94,7 +94,7 @@ def _rate(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    if abs(value) < 1:
+    if abs(value) < 0.995:
         return f"{value:.2g}"
     return f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _NON_FINITE: Final = ("nan", "inf", "-inf")
 _BLOCK_BYTES: Final = 1 << 16
@@ -137,7 +137,7 @@ class JSONLWriter:
         # file that was given by mistake, and is kept.
         if tail[:1] in (b"{", b"\0") and _parsed(tail) is None:
             self._file.truncate(self._path.stat().st_size - len(tail))
-            _logger.warning(
+            logger.warning(
                 "%s: removed a half-written last line (%d bytes), which a killed run left",
                 self._path,
                 len(tail),

@@ -24,7 +24,7 @@ from typing import Final, Self, TextIO, final
 
 from torchfast.reporting._fields import fields_of, joined
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _MODES: Final = ("auto", "terminal", "plain", "off")
 _MIN_INTERVAL_S: Final = 0.1
@@ -208,7 +208,7 @@ class ProgressLine:
         self._open_on = None
         # With stderr closed, the logging module itself raises while it reports that.
         with suppress(Exception):
-            _logger.warning(
+            logger.warning(
                 "the progress line is off from here on, its stream failed (%s); "
                 "give ProgressLine another stream, or mode='off'",
                 self._failure,

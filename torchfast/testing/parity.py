@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -124,9 +125,12 @@ def assert_parity(
         (True, 5)
     """
     check_int("accumulate", accumulate, minimum=1)
-    check_callable("optimizer", optimizer, "optimizer(parameters)")
     if isinstance(optimizer, Optimizer):
-        raise TypeError("optimizer must be a callable parameters -> Optimizer: two are needed")
+        raise TypeError(
+            "optimizer must be a callable parameters -> Optimizer, since two are needed, got a "
+            f"{type(optimizer).__name__}"
+        )
+    check_callable("optimizer", optimizer, "optimizer(parameters)")
     if not batches:
         raise ValueError("assert_parity needs at least one batch, got none")
     chosen = Plan.of(plan)
@@ -246,7 +250,7 @@ class _Pair:
             exact=exact,
             num_steps=len(losses),
             losses=tuple(plain for plain, _ in losses),
-            loss_error=max(abs(b - a) / max(abs(a), 1e-12) if a != b else 0.0 for a, b in losses),
+            loss_error=float(np.max([_relative(a, b) for a, b in losses])),  # keeps NaN
             update_error=update_error,
         )
 
@@ -283,6 +287,10 @@ def _check_close(result: ParityResult, tolerance: Tolerance, plan: object, pair:
             f"parameters' change differs by {result.update_error:.3g} of its norm "
             f"(tolerance {tolerance.update}), though losses agree within {result.loss_error:.3g}"
         )
+
+
+def _relative(expected: float, actual: float) -> float:
+    return 0.0 if expected == actual else abs(actual - expected) / max(abs(expected), 1e-12)
 
 
 def _twins(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Module, nn.Module]:

@@ -1,0 +1,64 @@
+"""Where a measurement was made, and the file it goes to."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchfast
+
+ROOT = Path(__file__).parent.parent
+
+
+def machine() -> dict[str, Any]:
+    """Return what a reader needs to know of the machine and the software."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "gpu": gpu,
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchfast": torchfast.__version__,
+        "commit": _commit(),
+    }
+
+
+def write(path: Path, figures: dict[str, Any]) -> None:
+    """Write figures with machine, command and date as JSON."""
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": _command(),
+        "machine": machine(),
+        **figures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _command() -> str:
+    """Return the command that ran, without the place of its output."""
+    arguments = list(sys.argv)
+    if "--out" in arguments:
+        position = arguments.index("--out")
+        del arguments[position : position + 2]
+    return "PYTHONPATH=. python " + shlex.join(arguments)
+
+
+def _commit() -> str:
+    """Return the commit that ran; a copy without its history is told by the environment."""
+    if "TORCHFAST_COMMIT" in os.environ:
+        return os.environ["TORCHFAST_COMMIT"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

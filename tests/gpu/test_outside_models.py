@@ -1,0 +1,65 @@
+"""Models that nobody here wrote train through a step unchanged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.outside_models import MODELS, optimizer, scheduler, without_dropout
+from torchfast import ParityError, Plan, PrecisionOptions, TrainStep
+from torchfast.testing import Tolerance, assert_parity
+
+pytest.importorskip("timm")
+pytest.importorskip("transformers")
+
+
+def check(name, plan, *, steps=4, tolerance=None, dropout=True):
+    outside = MODELS[name]
+    generator = torch.Generator().manual_seed(0)
+    return assert_parity(
+        outside.build if dropout else lambda: without_dropout(outside.build()),
+        optimizer,
+        outside.loss_fn,
+        [outside.batch(generator) for _ in range(2 * steps - 1)],
+        plan,
+        accumulate=2,
+        max_grad_norm=1.0,
+        lr_scheduler=scheduler,
+        device="cuda",
+        tolerance=tolerance,
+    )
+
+
+@pytest.mark.parametrize("plan", ["eager", "exact"])
+@pytest.mark.parametrize("name", MODELS)
+def test_ends_bitwise_where_the_plain_loop_ends(name, plan):
+    result = check(name, plan)
+    assert result.exact
+    assert result.num_steps == 4
+
+
+def test_a_broken_step_is_found(monkeypatch):
+    original = TrainStep._backward
+    monkeypatch.setattr(TrainStep, "_backward", lambda self, batch, n: original(self, batch, 1))
+    with pytest.raises(ParityError, match="step 1 of 4: loss"):
+        check("timm ResNet", "exact")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "fast",
+        Plan(precision="tf32"),
+        Plan(precision=PrecisionOptions(format="fp16", init_scale=1024.0)),
+    ],
+    ids=["fast", "tf32", "fp16"],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_close_plans_train_it_too(name, plan):
+    # Without dropout, whose masks on a GPU depend on the dtype. AdamW's first steps divide by
+    # moments that are still noise, so a change of sign in small gradients moves the update far
+    # more than the loss: the loss is what is held tight.
+    tolerance = Tolerance(loss=0.05, update=1.0)
+    result = check(name, plan, steps=6, tolerance=tolerance, dropout=False)
+    assert not result.exact
+    assert 0 < result.loss_error < 0.05
