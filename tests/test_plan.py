@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import pickle
-import re
 
 import pytest
 
@@ -196,4 +195,3 @@ def test_what_is_refused_and_how(call, error, message):
     with pytest.raises(error, match=message) as caught:
         call()
     assert type(caught.value) is error
-    assert re.search(message, str(caught.value))

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal, final
@@ -162,6 +163,7 @@ class FitLoop:
         self._history: list[Record] = []
         self._evaluation: dict[str, float] = {}
         self._evaluated_at = -1
+        self._log_failed = False
         self._last_step_ms: float | None = None
         self._peak_flops = options.peak_flops or peak_flops(step.device)
 
@@ -169,6 +171,13 @@ class FitLoop:
         """Run to the end, or to a signal, and return what was done."""
         options = self._options
         self._started = time.perf_counter()
+        if not self._step.model.training:
+            warnings.warn(
+                f"{type(self._step.model).__name__} is in eval mode, so dropout is off and "
+                "BatchNorm does not learn its statistics; call model.train() before fit() unless "
+                "that is meant",
+                stacklevel=4,
+            )
         with (
             ProgressLine(
                 options.progress, total_steps=self._total(), unit=options.unit
@@ -178,15 +187,15 @@ class FitLoop:
         ):
             try:
                 self._epochs()
-                ended_by_itself = self._signals.received is None
-                if (
-                    options.evaluate is not None
-                    and ended_by_itself
-                    and self._evaluated_at != self._done
-                ):
+                is_due = self._evaluated_at != self._done and self._signals.received is None
+                if options.evaluate is not None and is_due:
                     self._evaluate()
-            finally:
                 self._flush(wait=True)
+            except BaseException:
+                # What was measured is kept, and must not hide what went wrong.
+                with suppress(Exception):
+                    self._flush(wait=True)
+                raise
             self._emit("end", None)
         return FitResult(
             num_steps=self._done,
@@ -354,8 +363,15 @@ class FitLoop:
 
     def _keep(self, record: Record) -> None:
         self._history.append(record)
-        if self._log is not None:
+        if self._log is None:
+            return
+        try:
             self._log.write(record)
+        except OSError as error:
+            # A full disk costs the log a record, not the run its training.
+            if not self._log_failed:
+                logger.warning("a record was not logged, training goes on: %s", error)
+            self._log_failed = True
 
     def _emit(self, kind: Any, record: Record | None, loss: Tensor | None = None) -> None:
         for callback in self._options.callbacks:

@@ -157,8 +157,9 @@ class Trainer:
     ) -> FitResult:
         """Train over ``loader``, again and again until ``steps`` or ``epochs`` are done.
 
-        SIGINT (Ctrl-C) and SIGTERM end the loop after the step in progress; ``fit`` then returns,
-        and the result says so. A second one acts at once.
+        The model's train and eval modes are left as they are; a model in eval mode gets a
+        warning. SIGINT (Ctrl-C) and SIGTERM end the loop after the step in progress; ``fit`` then
+        returns, and the result says so. A second one acts at once.
 
         Args:
             loader: Any iterable of batches; ``set_epoch`` is called on it, its samplers and its
