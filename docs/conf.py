@@ -52,6 +52,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"torch\..+"),
     (r"py:.*", r"(collections|contextlib|os|pathlib)\..+"),
     (r"py:class", r"T|torchfast\..+\.T"),  # type variables
+    (r"py:obj", r"log_y|mode|path|text|total_steps"),  # arguments, in torchfast.reporting
 ]
 
 

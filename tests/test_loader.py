@@ -245,7 +245,6 @@ def test_one_tensor_twice_stays_one_tensor():
     assert moved["a"] is not moved["b"][1][1]
 
 
-@pytest.mark.xfail(reason="bug: to_device keeps ids of tensors that are gone")
 def test_tensors_that_a_mapping_makes_on_demand_are_not_mixed_up():
     moved = to_device(Lazy(), META)
     assert [moved[key].shape[0] for key in range(0, 9, 2)] == [1, 3, 5, 7, 9]

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import StepLR
 
 from models import DropoutNet, make_batches, mean_loss
-from torchfast import Trainer
+from torchfast import Plan, Trainer
 from torchfast.graphs import OptimizerForm
 
 FUSED = ["Adagrad", "Adam", "AdamW", "SGD"]
@@ -137,7 +137,9 @@ def test_saved_state_continues_in_a_plain_loop():
     model = nn.Linear(8, 4)
     twin = copy.deepcopy(model)
     batches = make_batches(6)
-    with Trainer(model, partial(optim.AdamW, lr=0.01), mean_loss, "fast") as trainer:
+    with Trainer(
+        model, partial(optim.AdamW, lr=0.01), mean_loss, Plan(optimizer="fused")
+    ) as trainer:
         for batch in batches[:3]:
             trainer.step(batch)
         saved = copy.deepcopy(trainer.state_dict())

@@ -184,7 +184,12 @@ REFUSED = [
     (
         lambda: Plan.from_json('{"precision": {"format": "fp16", "init_scal": 2}}'),
         PlanError,
-        r"precision of a plan in JSON: .*'init_scal'; did you mean 'init_scale'",
+        r"not a plan in JSON: .*'init_scal'; did you mean 'init_scale'",
+    ),
+    (
+        lambda: Plan.from_json('{"channels_last": 1}'),
+        PlanError,
+        r"not a plan in JSON: channels_last must be True or False, got 1",
     ),
     (lambda: Plan.from_json('{"precision": "bf17"}'), PlanError, r"got 'bf17'; did you mean"),
 ]

@@ -39,7 +39,7 @@ def switches():
 @pytest.mark.parametrize("value", ["ieee", "tf32"])
 def test_fp32_switches_are_put_back(value):
     before = switches()
-    with fp32_precision(value):
+    with fp32_precision(value, "cuda"):
         assert torch.backends.cuda.matmul.fp32_precision == value
         assert torch.backends.cudnn.conv.fp32_precision == value
     assert switches() == before
@@ -47,9 +47,27 @@ def test_fp32_switches_are_put_back(value):
 
 def test_fp32_switches_are_put_back_after_an_error():
     before = switches()
-    with pytest.raises(ZeroDivisionError), fp32_precision("tf32"):
+    with pytest.raises(ZeroDivisionError), fp32_precision("tf32", "cuda"):
         raise ZeroDivisionError
     assert switches() == before
+
+
+def test_fp32_is_full_precision_on_a_cpu_too(monkeypatch):
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return mean_loss(model, batch)
+
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        for plan in (Plan(precision="fp32"), Plan()):
+            TrainStep(net(), OPTIMIZERS["SGD"], loss_fn, plan)(make_batches(1)[0])
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert seen == ["ieee", "bf16"]
 
 
 def test_autocast_covers_the_forward_alone():
@@ -248,6 +266,17 @@ def test_fp16_says_when_it_reads_the_host():
     step = TrainStep(net(), OPTIMIZERS["AdamW fused"], mean_loss, fp16())
     step(make_batches(1)[0])
     assert step.report().stepped_aside == ()
+
+
+def test_a_skipped_first_update_steps_the_scheduler_in_peace():
+    """Otherwise torch warns that the scheduler ran before the optimizer, which is an error here."""
+    scheduler = partial(optim.lr_scheduler.StepLR, step_size=1)
+    step = TrainStep(
+        net(), OPTIMIZERS["RMSprop"], mean_loss, fp16(init_scale=2.0**24), lr_scheduler=scheduler
+    )
+    step(make_batches(1, size=32)[0])
+    assert step.num_skipped == 1
+    assert step.lr_scheduler.last_epoch == 1
 
 
 def test_scaling_state_is_resumed():

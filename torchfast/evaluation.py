@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,28 +13,45 @@ from torchfast._core.errors import EmptyEpochError
 from torchfast._core.loss import LossParts, Number
 from torchfast._core.reading import Reading
 from torchfast._core.rng import preserved_rng
+from torchfast.data import DeviceLoader
 from torchfast.step import TrainStep
+
+
+class EvaluationCutError(Exception):
+    """An evaluation was told to stop before its end."""
+
+
+@contextmanager
+def undisturbed(step: TrainStep) -> Iterator[None]:
+    """Put every module's mode and every random generator back, whatever the body does."""
+    modes = [(module, module.training) for module in step.model.modules()]
+    try:
+        with preserved_rng(step.device):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def evaluate(
     step: TrainStep, batches: Iterable[Any], should_stop: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
-    """Return mean loss and metrics over ``batches``: see ``Trainer.evaluate``."""
-    modes = [(module, module.training) for module in step.model.modules()]
-    step.model.eval()
-    try:
-        with preserved_rng(step.device), torch.no_grad():
-            parts = []
-            for batch in batches:
-                loss, metrics, weight = step.compute_loss(batch)
-                parts.append(LossParts(loss.detach(), metrics, weight))
-                if should_stop():
-                    break
-    finally:
-        for module, training in modes:
-            module.training = training
-        # Under an autocast of the user's own, casts made here have no graph; none may be reused.
-        torch.clear_autocast_cache()
+    """Return mean loss and metrics over ``batches``: see ``Trainer.evaluate``.
+
+    Raises:
+        EmptyEpochError: No batch.
+        EvaluationCutError: ``should_stop`` said so; half a data set is no evaluation.
+    """
+    if isinstance(batches, DeviceLoader):
+        batches = batches.loader  # one loss a batch, not one a group
+    parts: list[LossParts] = []
+    with undisturbed(step), torch.no_grad():
+        step.model.eval()
+        for batch in batches:
+            if should_stop():
+                raise EvaluationCutError
+            loss, metrics, weight = step.compute_loss(batch)
+            parts.append(LossParts(loss.detach(), metrics, weight))
     if not parts:
         raise EmptyEpochError("evaluation got no batch; its loader is empty or used up")
     return _means(parts, step.device)
@@ -49,11 +67,11 @@ def _means(parts: list[LossParts], device: torch.device) -> dict[str, float]:
     host = Reading(values, device).read()
     weights = [host[f"{index} weight"] for index in range(len(parts))]
     total = sum(weights)
-    losses = sum(host[f"{index} loss"] for index in range(len(parts)))
-    means = {"loss": losses / total if total else math.nan}
-    for name in parts[0].metrics:
+    means: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
         held = [i for i in range(len(parts)) if f"{i} metric {name}" in host]
         weight = sum(weights[i] for i in held)
         weighted = sum(host[f"{i} metric {name}"] * weights[i] for i in held)
         means[name] = weighted / weight if weight else math.nan
-    return means
+    losses = sum(host[f"{index} loss"] for index in range(len(parts)))
+    return {**means, "loss": losses / total if total else math.nan}

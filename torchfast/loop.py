@@ -9,28 +9,31 @@ after the step it tells of and the device never waits for the host.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
-import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from torchfast._core.arguments import check_callable, check_int, check_positive
-from torchfast._core.batches import MicroBatches, count_samples
-from torchfast._core.device import memory_peak_bytes, peak_flops
+from torchfast._core.arguments import (
+    check_callable,
+    check_choice,
+    check_int,
+    check_iterable,
+    check_positive,
+)
+from torchfast._core.device import peak_flops
 from torchfast._core.errors import EmptyEpochError
 from torchfast._core.loss import Number
-from torchfast._core.reading import Laps, Reading, StepClock
 from torchfast._core.signals import StopSignals
 from torchfast.data import DeviceLoader
-from torchfast.evaluation import evaluate
+from torchfast.evaluation import EvaluationCutError, evaluate, undisturbed
+from torchfast.records import IntervalRecords, Record
 from torchfast.reporting import JSONLWriter, ProgressLine
 from torchfast.step import TrainStep
 
@@ -38,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 _END = object()
 
-Record = dict[str, Any]
 ProgressMode = Literal["auto", "terminal", "plain", "off"]
 Evaluate = Iterable[Any] | Callable[[Any], Mapping[str, float]]
 
@@ -123,7 +125,14 @@ class FitOptions:
         if self.evaluate is None and self.evaluate_every is not None:
             raise ValueError(f"evaluate_every={self.evaluate_every} needs evaluate=, got None")
         if not (self.evaluate is None or callable(self.evaluate)):
-            DeviceLoader(self.evaluate, torch.device("cpu"))  # raises unless iterable
+            check_iterable("evaluate", self.evaluate, "batches, or a callable model -> mapping")
+        if not isinstance(self.progress, bool):
+            check_choice("progress", self.progress, get_args(ProgressMode))
+        if not isinstance(self.log_path, str | PathLike | None):
+            raise TypeError(
+                f"log_path must be a path or None, got {self.log_path!r} "
+                f"({type(self.log_path).__name__})"
+            )
         if not isinstance(self.callbacks, list | tuple):
             raise TypeError(
                 f"callbacks must be a list of functions, got {type(self.callbacks).__name__}"
@@ -156,16 +165,17 @@ class FitLoop:
         self._epochs_done = 0
         self._stop_reason: str | None = None
         self._signals = StopSignals()
-        self._clock = StepClock(step.device)
-        self._losses: list[Tensor] = []
-        self._items = 0
-        self._pending: list[tuple[Record, Reading, Laps, int]] = []
+        self._records = IntervalRecords(
+            step,
+            options.count_items,
+            options.unit,
+            options.flops_per_item,
+            options.peak_flops or peak_flops(step.device),
+        )
         self._history: list[Record] = []
         self._evaluation: dict[str, float] = {}
         self._evaluated_at = -1
         self._log_failed = False
-        self._last_step_ms: float | None = None
-        self._peak_flops = options.peak_flops or peak_flops(step.device)
 
     def run(self) -> FitResult:
         """Run to the end, or to a signal, and return what was done."""
@@ -180,16 +190,16 @@ class FitLoop:
             )
         with (
             ProgressLine(
-                options.progress, total_steps=self._total(), unit=options.unit
+                options.progress, total_steps=self._last_step() or None, unit=options.unit
             ) as self._line,
             _log_file(options.log_path) as self._log,
             self._signals,
         ):
             try:
                 self._epochs()
-                is_due = self._evaluated_at != self._done and self._signals.received is None
-                if options.evaluate is not None and is_due:
-                    self._evaluate()
+                if self._records.has_steps:
+                    self._records.stage(self._place())
+                self._evaluate()
                 self._flush(wait=True)
             except BaseException:
                 # What was measured is kept, and must not hide what went wrong.
@@ -201,7 +211,7 @@ class FitLoop:
             num_steps=self._done,
             num_epochs=self._epochs_done,
             seconds=time.perf_counter() - self._started,
-            stopped_by=self._stop_reason or "steps",
+            stopped_by=self._signals.received or self._stop_reason or "steps",
             history=self._history,
             evaluation=self._evaluation,
         )
@@ -209,7 +219,7 @@ class FitLoop:
     # --- the loop ------------------------------------------------------------------------------
 
     def _epochs(self) -> None:
-        self._clock.start()
+        self._records.clock.start()
         self._check_end()
         while self._stop_reason is None:
             self._loader.set_epoch(self._epoch)
@@ -222,7 +232,7 @@ class FitLoop:
                         "can start again"
                     )
                 self._epochs_done += 1
-                if self._options.evaluate is not None and self._options.evaluate_every is None:
+                if self._options.evaluate_every is None:
                     self._evaluate()
                 self._emit("epoch", None)
                 self._epoch += 1
@@ -231,22 +241,21 @@ class FitLoop:
     def _run_epoch(self) -> bool:
         """Train on one epoch; return whether it came to its end."""
         options = self._options
+        before, length = self._done, self._epoch_length()
         batches = iter(self._loader)
         while (batch := self._next(batches)) is not _END:
             loss = self._step(batch)
             self._done += 1
-            self._clock.tick()
-            self._losses.append(loss)
-            self._items += self._count(batch)
+            self._records.add(loss, batch)
             self._emit("step", None, loss)
             if self._done % options.log_every == 0:
-                self._stage()
+                self._records.stage(self._place())
             self._flush(wait=False)
             if options.evaluate_every and self._done % options.evaluate_every == 0:
                 self._evaluate()
             self._check_end()
             if self._stop_reason is not None:
-                return False
+                return self._done - before == length
         return self._signals.received is None
 
     def _next(self, batches: Iterator[Any]) -> Any:
@@ -274,14 +283,21 @@ class FitLoop:
         self._stop_reason = self._stop_reason or "callback"
 
     def _evaluate(self) -> None:
+        """Evaluate what these steps made, unless that was done or a signal calls for the end."""
         evaluation = self._options.evaluate
-        assert evaluation is not None
+        if evaluation is None or self._evaluated_at == self._done or self._signals.received:
+            return
+        self._records.clock.pause()  # the time spent here belongs to no step
         self._flush(wait=True)
-        values = (
-            dict(evaluation(self._step.model))
-            if callable(evaluation)
-            else evaluate(self._step, evaluation, lambda: self._signals.received is not None)
-        )
+        try:
+            values = self._evaluated(evaluation)
+        except EvaluationCutError:
+            return
+        except Exception:
+            if self._signals.received is None:
+                raise
+            logger.warning("the evaluation failed while stopping on %s", self._signals.received)
+            return
         self._evaluation = values
         self._evaluated_at = self._done
         if self._plateau is not None:
@@ -295,64 +311,32 @@ class FitLoop:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         self._line.message(f"step {record['step']}  evaluation: {shown}")
         self._emit("evaluate", record)
-        self._clock.start()  # the time spent here belongs to no step
+        self._records.clock.start()
+
+    def _evaluated(self, evaluation: Evaluate) -> dict[str, float]:
+        if callable(evaluation):
+            with undisturbed(self._step):
+                values = evaluation(self._step.model)
+            if not isinstance(values, Mapping):
+                raise TypeError(
+                    "evaluate must return a mapping of names to floats, got "
+                    f"{type(values).__name__}"
+                )
+            return {name: float(value) for name, value in values.items()}
+        return evaluate(self._step, evaluation, lambda: self._signals.received is not None)
 
     # --- what is told --------------------------------------------------------------------------
 
-    def _stage(self) -> None:
-        """Begin to read the interval that ends with this step."""
-        mean = torch.stack(self._losses).mean(dtype=torch.float32)
-        values: dict[str, Tensor | float] = {"loss": mean}
-        values |= {f"metric {name}": value for name, value in self._step.metrics.items()}
-        rates = [float(group["lr"]) for group in self._step.optimizer.param_groups]
-        record = {**self._place(), "lr": rates[0] if len(set(rates)) == 1 else rates}
-        reading = Reading(values, self._step.device)
-        self._pending.append((record, reading, self._clock.collect(), self._items))
-        self._losses = []
-        self._items = 0
-
     def _flush(self, *, wait: bool) -> None:
-        """Emit the records whose readings have arrived; with ``wait``, all of them."""
-        while self._pending and (wait or self._pending[0][1].is_ready):
-            record, reading, laps, items = self._pending.pop(0)
-            values = reading.read()
-            record["loss"] = values.pop("loss")
-            metrics = {name.removeprefix("metric "): value for name, value in values.items()}
-            if self._step.max_grad_norm is not None:
-                record["grad_norm"] = metrics.pop("grad_norm")
-            if metrics:
-                record["metrics"] = metrics
-            self._add_rates(record, laps.milliseconds(), items)
+        """Tell the records that have arrived; with ``wait``, all that are on their way."""
+        for record in self._records.arrived(wait=wait):
+            total = self._total()
+            if total is not None and self._records.mean_step_ms is not None:
+                left = max(0, total - self._done)
+                record["eta_s"] = left * self._records.mean_step_ms / 1e3
             self._keep(record)
             self._line.update(record)
             self._emit("log", record)
-
-    def _add_rates(self, record: Record, times: list[float], items: int) -> None:
-        if times:
-            total_ms = sum(times)
-            self._last_step_ms = total_ms / len(times)
-            ordered = sorted(times)
-            record["step_ms"] = {
-                "p50": statistics.median(ordered),
-                "p90": ordered[min(len(ordered) - 1, int(len(ordered) * 0.9))],
-                "max": ordered[-1],
-            }
-            if items and total_ms > 0:
-                self._add_throughput(record, items / total_ms * 1e3)
-        total = self._total()
-        if total is not None and self._last_step_ms is not None:
-            record["eta_s"] = max(0, total - self._done) * self._last_step_ms / 1e3
-        memory = memory_peak_bytes(self._step.device)
-        if memory is not None:
-            record["memory_bytes"] = memory
-
-    def _add_throughput(self, record: Record, items_per_s: float) -> None:
-        record["items_per_s"] = items_per_s
-        record["unit"] = self._options.unit
-        if self._options.flops_per_item is not None:
-            record["flops_per_s"] = items_per_s * self._options.flops_per_item
-            if self._peak_flops is not None:
-                record["mfu"] = record["flops_per_s"] / self._peak_flops
 
     def _place(self) -> Record:
         return {
@@ -387,21 +371,28 @@ class FitLoop:
                 )
             )
 
-    def _count(self, batch: Any) -> int:
-        batches = batch if isinstance(batch, MicroBatches) else (batch,)
-        count = self._options.count_items or (lambda b: count_samples(b) or 0)
-        return sum(count(b) for b in batches)
-
     def _total(self) -> int | None:
         """Return how many steps there will be, where that is known."""
         options = self._options
         if options.epochs is None:
             return options.steps
-        try:
-            total = len(self._loader) * options.epochs
-        except TypeError:
+        length = self._epoch_length()
+        if length is None:
             return options.steps
+        total = length * options.epochs
         return total if options.steps is None else min(total, options.steps)
+
+    def _last_step(self) -> int | None:
+        """Return the trainer's own count at the end, where that is known."""
+        total = self._total()
+        return None if total is None else self._step.num_steps + total
+
+    def _epoch_length(self) -> int | None:
+        """Return how many steps an epoch has, where the loader knows."""
+        try:
+            return len(self._loader)
+        except TypeError:
+            return None
 
 
 def _log_file(path: str | PathLike[str] | None) -> AbstractContextManager[JSONLWriter | None]:

@@ -3,9 +3,8 @@
 One field a lever, each a plain scalar or an options object. A plan decides nothing by itself: the
 step reads it, asks the device what is possible, and says in its report what came of it.
 
-A step applies model transforms before the optimizer exists, in this order: channels_last, then
-the optimizer, then its form. What changes parameter storage must come before what keeps state
-beside the parameters.
+A step applies a plan in this order: channels_last, which lays the storage of parameters out anew
+but keeps the parameter objects, and with them the optimizer's state; then the optimizer's form.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Plan:
         """Return the plan that `to_json` wrote.
 
         Raises:
-            PlanError: Not a JSON object, or a field that this version does not know.
+            PlanError: Not a JSON object, or a field or value that this version does not know.
         """
         try:
             values = json.loads(text)
@@ -112,12 +111,12 @@ class Plan:
             if name not in _fields(cls):
                 known = _fields(cls)
                 raise PlanError(f"Plan has no field {name!r}{suggestion(name, known)}")
-        if isinstance(values.get("precision"), dict):
-            try:
+        try:
+            if isinstance(values.get("precision"), dict):
                 values["precision"] = PrecisionOptions(**values["precision"])
-            except TypeError as error:
-                raise PlanError(f"precision of a plan in JSON: {error}") from error
-        return cls(**values)
+            return cls(**values)
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"not a plan in JSON: {error}") from error
 
     def _changed(self) -> dict[str, Any]:
         fields = dataclasses.fields(self)

@@ -134,6 +134,11 @@ class TrainStep:
         self.optimizer = build_optimizer(optimizer, model)
         if not is_new:
             move_to(self.device, model, self.optimizer)
+        self.lr_scheduler = build_scheduler(lr_scheduler, self.optimizer)
+        self._steps_scheduler = lr_scheduler is not None and not isinstance(
+            self.lr_scheduler, ReduceLROnPlateau
+        )
+        # Nothing below refuses an argument, and nothing above has changed a form or a layout.
         self._layout = ChannelsLast(model, self.plan.channels_last)
         self._form = self._optimizer_form()
         self._layout.align(self.optimizer)
@@ -141,10 +146,6 @@ class TrainStep:
             LossScaler(self.plan.precision_options, self.optimizer, self.device)
             if self._precision.format == "fp16"
             else None
-        )
-        self.lr_scheduler = build_scheduler(lr_scheduler, self.optimizer)
-        self._steps_scheduler = lr_scheduler is not None and not isinstance(
-            self.lr_scheduler, ReduceLROnPlateau
         )
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
         self._closed = False

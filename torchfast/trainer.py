@@ -214,7 +214,8 @@ class Trainer:
         """Return the mean loss and metrics of ``loss_fn`` over ``batches``.
 
         In eval mode and without gradients; every module's mode, and every random generator, is
-        put back. Batches count equally unless ``loss_fn`` returns weights.
+        put back. Batches count equally unless ``loss_fn`` returns weights. ``"loss"`` is the loss,
+        also where a metric has that name.
 
         Raises:
             EmptyEpochError: No batch.

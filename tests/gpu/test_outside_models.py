@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ pytest.importorskip("timm")
 pytest.importorskip("transformers")
 
 
-def check(name, plan, *, steps=4, tolerance=None, dropout=True):
+def check(name, plan, *, steps=4, tolerance=None, dropout=True, optimizer=optimizer):
     outside = MODELS[name]
     generator = torch.Generator().manual_seed(0)
     return assert_parity(
@@ -56,10 +58,15 @@ def test_a_broken_step_is_found(monkeypatch):
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_close_plans_train_it_too(name, plan):
-    # Without dropout, whose masks on a GPU depend on the dtype. AdamW's first steps divide by
-    # moments that are still noise, so a change of sign in small gradients moves the update far
-    # more than the loss: the loss is what is held tight.
-    tolerance = Tolerance(loss=0.05, update=1.0)
-    result = check(name, plan, steps=6, tolerance=tolerance, dropout=False)
+    # Without dropout, whose masks on a GPU depend on the dtype, and with SGD: AdamW's first steps
+    # divide by moments that are still noise, so the sign of a small gradient decides a full step.
+    result = check(
+        name,
+        plan,
+        steps=6,
+        tolerance=Tolerance(loss=0.05, update=0.5),
+        dropout=False,
+        optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    )
     assert not result.exact
     assert 0 < result.loss_error < 0.05

@@ -50,6 +50,15 @@ def check_callable(name: str, value: object, signature: str) -> None:
         raise TypeError(f"{name} must be callable as {signature}, got {_describe(value)}")
 
 
+def check_iterable(name: str, value: object, of: str) -> None:
+    """Raise unless ``value`` can be iterated, without starting to.
+
+    ``iter()`` itself would start loader workers and draw random numbers.
+    """
+    if not (hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")):
+        raise TypeError(f"{name} must be an iterable of {of}, got {_describe(value)}")
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

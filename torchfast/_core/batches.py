@@ -80,14 +80,14 @@ def to_device(batch: T, device: torch.device, *, channels_last: bool = False) ->
     """
     if not channels_last and _is_there(batch, device):
         return batch
-    memo: dict[int, Tensor] = {}
+    # The source is kept beside its copy: a tensor that a container makes on demand could
+    # otherwise be gone, and its id be another's.
+    memo: dict[int, tuple[Tensor, Tensor]] = {}
 
     def place(tensor: Tensor) -> Tensor:
-        moved = memo.get(id(tensor))
-        if moved is None:
-            moved = _place(tensor, device, channels_last)
-            memo[id(tensor)] = moved
-        return moved
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor, _place(tensor, device, channels_last)
+        return memo[id(tensor)][1]
 
     return _map(batch, place, device)  # type: ignore[no-any-return]
 

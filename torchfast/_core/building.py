@@ -81,6 +81,10 @@ def build_scheduler(source: Any, optimizer: Optimizer) -> Any:
                 f"({type(scheduler).__name__})"
             )
         scheduler = scheduler(optimizer)
+        if not callable(getattr(scheduler, "step", None)):
+            raise TypeError(
+                f"the lr_scheduler callable must return a scheduler, got {type(scheduler).__name__}"
+            )
     elif isinstance(scheduler, type):
         raise TypeError(
             f"lr_scheduler must be an instance or a callable optimizer -> scheduler, got the class "

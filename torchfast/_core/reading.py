@@ -71,10 +71,16 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[torch.cuda.Event | float] = []
+        self._paused: list[list[torch.cuda.Event | float]] = []
 
     def start(self) -> None:
-        """Begin anew; what was not collected is dropped."""
+        """Begin to time, at first or after `pause`."""
         self._marks = [self._mark()]
+
+    def pause(self) -> None:
+        """Leave out what comes until `start`; the steps so far are kept."""
+        self._paused.append(self._marks)
+        self._marks = []
 
     def tick(self) -> None:
         """Note the end of a step."""
@@ -82,7 +88,8 @@ class StepClock:
 
     def collect(self) -> Laps:
         """Return the steps since the last call, and go on from here."""
-        laps = Laps(self._marks)
+        laps = Laps([*self._paused, self._marks])
+        self._paused = []
         self._marks = self._marks[-1:]
         return laps
 
@@ -96,15 +103,16 @@ class StepClock:
 
 @final
 class Laps:
-    """The marks of some steps, in order."""
+    """The marks of some steps, in order, in stretches without a pause."""
 
-    def __init__(self, marks: list[torch.cuda.Event | float]) -> None:
-        self._marks = marks
+    def __init__(self, stretches: list[list[torch.cuda.Event | float]]) -> None:
+        self._stretches = stretches
 
     def milliseconds(self) -> list[float]:
         """Return the time of each step."""
         times: list[float] = []
-        for before, after in zip(self._marks, self._marks[1:], strict=False):
+        pairs = ((s[i], s[i + 1]) for s in self._stretches for i in range(len(s) - 1))
+        for before, after in pairs:
             if isinstance(before, float) and isinstance(after, float):
                 times.append((after - before) * 1e3)
             elif isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,9 @@ def check_training_state(
     _check_optimizer(state["optimizer"], optimizer)
 
 
-def _check_model(saved: Mapping[str, Any], model: nn.Module) -> None:
+def _check_model(saved: object, model: nn.Module) -> None:
+    if not isinstance(saved, Mapping):
+        raise StateMismatchError(f"model state must be a mapping, got {type(saved).__name__}")
     own = model.state_dict()
     problems = [f"missing {key!r}" for key in own if key not in saved]
     problems += [f"unexpected {key!r}" for key in saved if key not in own]
@@ -68,7 +69,12 @@ def _check_model(saved: Mapping[str, Any], model: nn.Module) -> None:
         )
 
 
-def _check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+def _check_optimizer(saved: object, optimizer: Optimizer) -> None:
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        raise StateMismatchError(
+            "optimizer state must be what optimizer.state_dict() returned, with 'state' and "
+            f"'param_groups', got {type(saved).__name__}"
+        )
     found = [len(group["params"]) for group in saved["param_groups"]]
     expected = [len(group["params"]) for group in optimizer.param_groups]
     if found != expected:
@@ -76,6 +82,15 @@ def _check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
             f"optimizer state has parameter groups of sizes {found}, {type(optimizer).__name__} "
             f"has {expected}; build the optimizer as it was"
         )
+    for index, (theirs, ours) in enumerate(
+        zip(saved["param_groups"], optimizer.param_groups, strict=True)
+    ):
+        lacking = sorted(set(optimizer.defaults) & set(ours) - set(theirs))
+        if lacking:
+            raise StateMismatchError(
+                f"optimizer state lacks {lacking} in parameter group {index}, which "
+                f"{type(optimizer).__name__} has; it was saved by another kind of optimizer"
+            )
     # Positions, not names, tie state to parameters, so shapes are the only check there is.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for position, entries in saved["state"].items():

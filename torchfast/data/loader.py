@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 
-from torchfast._core.arguments import check_int
+from torchfast._core.arguments import check_int, check_iterable
 from torchfast._core.batches import MicroBatches, to_device
 
 
@@ -42,12 +42,9 @@ class DeviceLoader:
         accumulate: int = 1,
         channels_last: bool = False,
     ) -> None:
-        # Not iter(loader): that would start workers and draw random numbers.
-        if not (hasattr(type(loader), "__iter__") or hasattr(type(loader), "__getitem__")):
-            raise TypeError(
-                f"loader must be an iterable of batches, got {loader!r} ({type(loader).__name__})"
-            )
-        self.loader = loader
+        check_iterable("loader", loader, "batches")
+        # Wrapped twice, it would group groups.
+        self.loader: Iterable[Any] = loader.loader if isinstance(loader, DeviceLoader) else loader
         self.device = device
         self.accumulate = check_int("accumulate", accumulate, minimum=1)
         self._channels_last = channels_last

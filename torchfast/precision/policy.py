@@ -56,7 +56,7 @@ class PrecisionPolicy:
             _NOTHING if dtype is None else torch.autocast(device.type, dtype=dtype)
         )
         self._fp32 = {"fp32": "ieee", "tf32": "tf32"}.get(self.format)
-        self._has_switches = device.type == "cuda"
+        self._kind = device.type
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of one forward."""
@@ -64,9 +64,9 @@ class PrecisionPolicy:
 
     def step(self) -> AbstractContextManager[None]:
         """Return the context of forward, backward and update together."""
-        if self._fp32 is None or not self._has_switches:
+        if self._fp32 is None:
             return _NOTHING
-        return fp32_precision(self._fp32)
+        return fp32_precision(self._fp32, self._kind)
 
     @staticmethod
     def after_update() -> None:
@@ -75,17 +75,19 @@ class PrecisionPolicy:
 
 
 @contextmanager
-def fp32_precision(value: str) -> Iterator[None]:
-    """Set how CUDA computes fp32 products and convolutions; put the old values back after.
+def fp32_precision(value: str, kind: str) -> Iterator[None]:
+    """Set how fp32 products and convolutions are computed; put the old values back after.
 
     Args:
         value: ``"ieee"`` or ``"tf32"``.
+        kind: ``"cuda"`` or ``"cpu"``.
     """
     # The new interface alone: mixing it with allow_tf32 makes torch raise.
-    holders: tuple[Any, ...] = (
-        torch.backends.cuda.matmul,
-        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
-        torch.backends.cudnn.rnn,
+    backends: Any = torch.backends
+    holders = (
+        (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
+        if kind == "cuda"
+        else (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
     )
     old = [holder.fp32_precision for holder in holders]
     try:
@@ -109,6 +111,8 @@ def _resolve(options: PrecisionOptions, device: torch.device) -> tuple[str, Deci
             return decided("bf16", "applied", f"bf16 autocast: {device.type} computes it natively")
         why = f"{device.type} here has no matrix units for bf16, so it would be slower"
         return decided("as_given", "stepped aside", f"number formats as given: {why}")
+    if asked == "fp32" and device.type not in ("cuda", "cpu"):
+        return decided("as_given", "left alone", f"{device.type} has no fp32 switches to set")
     if asked == "tf32" and not has_tf32(device):
         why = f"{device.type} here has no tf32 units; 'bf16' is the format to try instead"
         return decided("as_given", "stepped aside", f"fp32 as given: {why}")

@@ -35,8 +35,9 @@ class LossScaler:
         device: Where the flag lives.
 
     Numerics: The update is GradScaler's: same scale, same skipped steps.
-    Synchronizes: Never with fused optimizers; otherwise until the optimizer has state, and at
-        every update for optimizers that keep state on the host (`reads_host`).
+    Synchronizes: Never with fused Adam, AdamW and Adagrad. Until it has momentum, with fused SGD;
+        until they have state, with the other optimizers; and at every update with those that keep
+        state on the host, as `decision` says.
     """
 
     def __init__(
@@ -46,11 +47,6 @@ class LossScaler:
         self.num_skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._scaler = torch.amp.GradScaler(device.type, **options.scaling)  # type: ignore[arg-type]
         self._is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim")
-
-    @property
-    def reads_host(self) -> bool:
-        """Whether each update reads the flag on the host, as things stand now."""
-        return not self._is_fused() and not self._can_select()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale."""
@@ -95,12 +91,15 @@ class LossScaler:
         if self._is_fused():
             detail = "skipped updates are decided inside the fused update"
             return Decision(lever="loss scaling", outcome="applied", detail=detail)
+        if self._is_torch_optimizer and not self.optimizer.state:
+            detail = f"until {name} has state, each update reads one flag on the host"
+            return Decision(lever="loss scaling", outcome="applied", detail=detail)
         if self._can_select():
             detail = f"skipped updates of {name} are undone on the device"
             return Decision(lever="loss scaling", outcome="applied", detail=detail)
         detail = (
-            f"{name} keeps state on the host (or has none yet), so each update reads one flag "
-            "there; AdamW, Adam and SGD need no such read, nor does precision='bf16'"
+            f"{name} keeps state on the host, or its state is not known, so each update reads one "
+            "flag there; AdamW, Adam and SGD need no such read, nor does precision='bf16'"
         )
         return Decision(lever="loss scaling", outcome="stepped aside", detail=detail)
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchfast._core.arguments import check_callable, check_int, explain_keywords
 from torchfast._core.batches import MicroBatches, to_device
@@ -178,6 +179,11 @@ class _Pair:
         start = get_rng_state(self.device)
         self._optimizer = optimizer(self.plain.parameters())
         self._scheduler = build_scheduler(lr_scheduler, self._optimizer)
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "assert_parity steps lr_scheduler after each update, but ReduceLROnPlateau is "
+                "stepped on evaluations; leave it out"
+            )
         self._plain_rng = get_rng_state(self.device)
         set_rng_state(start, self.device)
         self._step = TrainStep(

@@ -1,0 +1,128 @@
+"""What a loop tells of an interval of steps, read late so that the device never waits.
+
+The losses of an interval stay on the device until a record is due. Then their mean, the metrics of
+its last step and learning rates that are tensors are staged behind an event, and the record is
+made some steps later, when the event has passed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from torchfast._core.batches import MicroBatches, count_samples
+from torchfast._core.device import memory_peak_bytes
+from torchfast._core.reading import Laps, Reading, StepClock
+from torchfast.step import TrainStep
+
+Record = dict[str, Any]
+
+
+@final
+class IntervalRecords:
+    """Collects steps, and makes a record of each interval of them.
+
+    Args:
+        step: The step that is run; its metrics and learning rates are told.
+        count_items: ``batch -> int``; None means the first dimension of the first tensor.
+        unit: What is counted.
+        flops_per_item: For ``flops_per_s`` and ``mfu``, or None.
+        peak_flops: What 100 % is, or None.
+
+    Synchronizes: Only `arrived` with ``wait``.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        count_items: Callable[[Any], int] | None,
+        unit: str,
+        flops_per_item: float | None,
+        peak_flops: float | None,
+    ) -> None:
+        self._step = step
+        self._count_items = count_items or _samples
+        self._unit = unit
+        self._flops_per_item = flops_per_item
+        self._peak_flops = peak_flops
+        self.clock = StepClock(step.device)
+        self.mean_step_ms: float | None = None
+        self._losses: list[Tensor] = []
+        self._items = 0
+        self._staged: list[tuple[Record, Reading, Laps, int]] = []
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether steps were added since the last record was staged."""
+        return bool(self._losses)
+
+    def add(self, loss: Tensor, batch: Any) -> None:
+        """Note the end of a step."""
+        self.clock.tick()
+        self._losses.append(loss)
+        batches = batch if isinstance(batch, MicroBatches) else (batch,)
+        self._items += sum(self._count_items(b) for b in batches)
+
+    def stage(self, record: Record) -> None:
+        """Begin to read the interval that ends here, for ``record``."""
+        rates = [group["lr"] for group in self._step.optimizer.param_groups]
+        values: dict[str, Tensor | float] = {
+            "loss": torch.stack(self._losses).mean(dtype=torch.float32),
+            **{f"lr {index}": rate for index, rate in enumerate(rates)},
+            **{f"metric {name}": value for name, value in self._step.metrics.items()},
+        }
+        reading = Reading(values, self._step.device)
+        self._staged.append((record, reading, self.clock.collect(), self._items))
+        self._losses = []
+        self._items = 0
+
+    def arrived(self, *, wait: bool) -> Iterator[Record]:
+        """Yield the records whose readings have come; with ``wait``, all that are staged."""
+        while self._staged and (wait or self._staged[0][1].is_ready):
+            record, reading, laps, items = self._staged.pop(0)
+            self._add_values(record, reading.read())
+            self._add_times(record, laps.milliseconds(), items)
+            memory = memory_peak_bytes(self._step.device)
+            if memory is not None:
+                record["memory_bytes"] = memory
+            yield record
+
+    def _add_values(self, record: Record, values: dict[str, float]) -> None:
+        rates = [value for name, value in values.items() if name.startswith("lr ")]
+        metrics = {
+            name.removeprefix("metric "): value
+            for name, value in values.items()
+            if name.startswith("metric ")
+        }
+        record["lr"] = rates[0] if len(set(rates)) == 1 else rates
+        record["loss"] = values["loss"]
+        if self._step.max_grad_norm is not None:
+            record["grad_norm"] = metrics.pop("grad_norm")
+        if metrics:
+            record["metrics"] = metrics
+
+    def _add_times(self, record: Record, times: list[float], items: int) -> None:
+        total_ms = sum(times)
+        ordered = sorted(times)
+        self.mean_step_ms = total_ms / len(times)
+        record["step_ms"] = {
+            "p50": statistics.median(ordered),
+            "p90": ordered[min(len(ordered) - 1, int(len(ordered) * 0.9))],
+            "max": ordered[-1],
+        }
+        if not items or total_ms <= 0:
+            return
+        record["items_per_s"] = items / total_ms * 1e3
+        record["unit"] = self._unit
+        if self._flops_per_item is not None:
+            record["flops_per_s"] = record["items_per_s"] * self._flops_per_item
+            if self._peak_flops is not None:
+                record["mfu"] = record["flops_per_s"] / self._peak_flops
+
+
+def _samples(batch: Any) -> int:
+    return count_samples(batch) or 0
