@@ -125,10 +125,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     job = example()
-    train_text, held_out_text = (
-        torch.frombuffer(text, dtype=torch.uint8).to(args.device)
-        for text in job.read_standard_library()
-    )
+    train_text, held_out_text = (text.to(args.device) for text in job.read_standard_library())
     runs = [
         train(job, (train_text, held_out_text), fmt, seed, args)
         for seed in range(args.seeds)

@@ -1,17 +1,15 @@
-"""What all tests share: one thread a worker, and the profiles of hypothesis."""
+"""What all tests share: one thread a process, and the profiles of hypothesis."""
 
 import os
 
-# Workers of xdist share the cores, so each computes with one thread, and so do the processes that
-# its tests start. It has to be said before torch is imported.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"
+# Steps of a few microseconds are not made faster by threads, and workers of xdist share the cores.
+# It has to be said before torch is imported, and holds for processes that tests start as well.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from hypothesis import settings
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+torch.set_num_threads(1)
 
 # A training step has no useful deadline: its first call compiles, allocates and loads libraries.
 settings.register_profile("dev", deadline=None)

@@ -96,7 +96,7 @@ ROWS = [
         "6",
         lambda: build(optimizer=optim.AdamW),
         TypeError,
-        r"got the class AdamW; write functools.partial\(torch.optim.AdamW, lr=...\)",
+        r"got the class AdamW; write functools.partial\(AdamW, lr=...\)",
     ),
     Row("6", lambda: build(optimizer=3), TypeError, r"optimizer must be a .* got 3 \(int\)"),
     Row("6", lambda: build(optimizer=None), TypeError, r"optimizer must be a .* got None"),

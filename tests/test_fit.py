@@ -1120,3 +1120,31 @@ def test_a_callable_that_evaluates_leaves_no_trace():
     assert [m.training for m in plain.model.modules()] == [
         m.training for m in evaluated.model.modules()
     ]
+
+
+def test_the_learning_rate_of_a_record_is_its_steps():
+    trainer = make_trainer(lr_scheduler=partial(schedulers.StepLR, step_size=1, gamma=0.5))
+    start = trainer.optimizer.param_groups[0]["lr"]
+    result = fit(trainer=trainer, steps=3, log_every=1)
+    assert [r["lr"] for r in result.history] == [start, start / 2, start / 4]
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        seen = []
+        result = fit(
+            steps=2,
+            callbacks=[lambda event: seen.append(os.kill(os.getpid(), signal.SIGINT))],
+        )
+        assert (result.num_steps, result.stopped_by) == (2, "steps")
+        assert seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_closing_evaluation_belongs_to_the_last_epoch():
+    events = []
+    fit(epochs=2, evaluate=BATCHES, evaluate_every=10_000, callbacks=[events.append])
+    assert [e.record["epoch"] for e in events if e.kind == "evaluate"] == [1]
+    assert [e.epoch for e in events if e.kind == "end"] == [1]

@@ -20,7 +20,7 @@ PLANS = [
     Plan(channels_last=True, optimizer="fused"),
     Plan(precision=FP16),
     Plan(precision=PrecisionOptions(format="fp16", growth_factor=1.5, backoff_factor=0.25)),
-    Plan(precision=PrecisionOptions()),
+    Plan(precision=PrecisionOptions(format="bf16")),
 ]
 
 
@@ -81,6 +81,12 @@ def test_a_plan_is_a_value(plan):
     assert hash(same) == hash(plan)
     assert copy.deepcopy(plan) == plan
     assert {plan: 1}[same] == 1
+
+
+def test_a_plan_has_one_way_to_be_written():
+    assert Plan(precision=PrecisionOptions()) == Plan()
+    assert Plan(precision=PrecisionOptions(format="bf16")) == Plan(precision="bf16")
+    assert Plan(precision=FP16) != Plan(precision="fp16")
 
 
 def test_plans_that_differ_are_not_equal():

@@ -222,6 +222,7 @@ class FitLoop:
         self._records.clock.start()
         self._check_end()
         while self._stop_reason is None:
+            self._epoch = self._epochs_done
             self._loader.set_epoch(self._epoch)
             before = self._done
             if self._run_epoch():
@@ -235,7 +236,6 @@ class FitLoop:
                 if self._options.evaluate_every is None:
                     self._evaluate()
                 self._emit("epoch", None)
-                self._epoch += 1
             self._check_end()
 
     def _run_epoch(self) -> bool:
@@ -244,6 +244,7 @@ class FitLoop:
         before, length = self._done, self._epoch_length()
         batches = iter(self._loader)
         while (batch := self._next(batches)) is not _END:
+            self._records.begin()
             loss = self._step(batch)
             self._done += 1
             self._records.add(loss, batch)

@@ -56,7 +56,9 @@ class Plan:
     PRESETS: ClassVar[tuple[str, ...]] = ("eager", "exact", "fast")
 
     def __post_init__(self) -> None:
-        PrecisionOptions.of(self.precision)
+        options = PrecisionOptions.of(self.precision)
+        if not options.scaling:  # one way to write each plan, so that equal plans are equal
+            object.__setattr__(self, "precision", options.format)
         if not isinstance(self.channels_last, bool):
             raise TypeError(f"channels_last must be True or False, got {self.channels_last!r}")
         check_choice("optimizer", self.optimizer, ("as_given", "fused"), PlanError)

@@ -51,6 +51,7 @@ class IntervalRecords:
         self._peak_flops = peak_flops
         self.clock = StepClock(step.device)
         self.mean_step_ms: float | None = None
+        self._rates: list[Any] = []
         self._losses: list[Tensor] = []
         self._items = 0
         self._staged: list[tuple[Record, Reading, Laps, int]] = []
@@ -59,6 +60,10 @@ class IntervalRecords:
     def has_steps(self) -> bool:
         """Whether steps were added since the last record was staged."""
         return bool(self._losses)
+
+    def begin(self) -> None:
+        """Note the learning rates of the step that comes; its scheduler will change them."""
+        self._rates = [group["lr"] for group in self._step.optimizer.param_groups]
 
     def add(self, loss: Tensor, batch: Any) -> None:
         """Note the end of a step."""
@@ -69,10 +74,9 @@ class IntervalRecords:
 
     def stage(self, record: Record) -> None:
         """Begin to read the interval that ends here, for ``record``."""
-        rates = [group["lr"] for group in self._step.optimizer.param_groups]
         values: dict[str, Tensor | float] = {
             "loss": torch.stack(self._losses).mean(dtype=torch.float32),
-            **{f"lr {index}": rate for index, rate in enumerate(rates)},
+            **{f"lr {index}": rate for index, rate in enumerate(self._rates)},
             **{f"metric {name}": value for name, value in self._step.metrics.items()},
         }
         reading = Reading(values, self._step.device)

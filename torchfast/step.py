@@ -336,7 +336,9 @@ class TrainStep:
         if weight is None and num_micro_batches > 1:
             loss = loss / num_micro_batches
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-        return LossParts(loss.detach(), metrics, weight)
+        # A loss that is a parameter or a view of one would change with the update.
+        kept = loss.detach().clone() if loss.is_leaf or loss._is_view() else loss.detach()
+        return LossParts(kept, metrics, weight)
 
     def _combine(self, parts: list[LossParts]) -> Tensor:
         """Bring the group to one loss and one dict of metrics; divide weighted gradients."""

@@ -24,10 +24,10 @@ def build_optimizer(source: object, model: nn.Module) -> Optimizer:
         UnsupportedOptimizerError: Its ``step`` needs a closure.
     """
     if isinstance(source, type):
+        name = source.__name__
         raise TypeError(
             f"optimizer must be an instance or a callable parameters -> Optimizer, got the class "
-            f"{source.__name__}; write functools.partial(torch.optim.{source.__name__}, lr=...) "
-            f"or {source.__name__}(model.parameters(), lr=...)"
+            f"{name}; write functools.partial({name}, lr=...) or {name}(model.parameters(), lr=...)"
         )
     optimizer = source
     if not isinstance(optimizer, Optimizer):

@@ -85,11 +85,13 @@ def _check_optimizer(saved: object, optimizer: Optimizer) -> None:
     for index, (theirs, ours) in enumerate(
         zip(saved["param_groups"], optimizer.param_groups, strict=True)
     ):
-        lacking = sorted(set(optimizer.defaults) & set(ours) - set(theirs))
-        if lacking:
+        # A newer torch adds hyperparameters and fills them in itself; only another kind of
+        # optimizer both lacks some and brings others.
+        lacking, foreign = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+        if lacking and foreign:
             raise StateMismatchError(
-                f"optimizer state lacks {lacking} in parameter group {index}, which "
-                f"{type(optimizer).__name__} has; it was saved by another kind of optimizer"
+                f"optimizer state has {foreign} and lacks {lacking} in parameter group {index}, so "
+                f"it was saved by another kind of optimizer than {type(optimizer).__name__}"
             )
     # Positions, not names, tie state to parameters, so shapes are the only check there is.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
