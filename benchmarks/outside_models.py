@@ -73,8 +73,8 @@ def _seq2seq(generator: torch.Generator) -> dict[str, Tensor]:
 
 def _images(size: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
     def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        images = torch.randn(4, 3, size, size, generator=generator)
-        return images, torch.randint(10, (4,), generator=generator)
+        images = torch.randn(16, 3, size, size, generator=generator)
+        return images, torch.randint(10, (16,), generator=generator)
 
     return batch
 

@@ -45,11 +45,12 @@ def write(path: Path, figures: dict[str, Any]) -> None:
 
 
 def _command() -> str:
-    """Return the command that ran, without the place of its output."""
+    """Return the command that ran, without the places of its output."""
     arguments = list(sys.argv)
-    if "--out" in arguments:
-        position = arguments.index("--out")
-        del arguments[position : position + 2]
+    for option in ("--out", "--plot"):
+        if option in arguments:
+            position = arguments.index(option)
+            del arguments[position : position + 2]
     return "PYTHONPATH=. python " + shlex.join(arguments)
 
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import results
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from benchmarks import results
 from torchfast import Trainer
 
 LossFn = Callable[[nn.Module, Any], Tensor]

@@ -335,7 +335,7 @@ class TrainStep:
         check_differentiable(loss)
         if weight is None and num_micro_batches > 1:
             loss = loss / num_micro_batches
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         # A loss that is a parameter or a view of one would change with the update.
         kept = loss.detach().clone() if loss.is_leaf or loss._is_view() else loss.detach()
         return LossParts(kept, metrics, weight)

@@ -43,13 +43,13 @@ class Reading:
         if device.type == "cuda":
             pinned = torch.empty(len(scalars), dtype=dtype, pin_memory=True)
             self._host = pinned.copy_(self._host, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
 
     @property
     def is_ready(self) -> bool:
         """Whether `read` returns at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or bool(self._event.query())
 
     def read(self) -> dict[str, float]:
         """Return the values, in the order given; waits for the device if it has to."""
@@ -96,7 +96,7 @@ class StepClock:
     def _mark(self) -> torch.cuda.Event | float:
         if self._device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

@@ -1,0 +1,74 @@
+"""The examples do one job, and the README shows the whole difference between them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from torchfast._core.compare import differences
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run(name, folder, *options):
+    command = [sys.executable, str(EXAMPLES / name), "--device", "cpu", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_plain_loop_and_the_trainer_end_with_the_same_model(tmp_path):
+    plain = run("00_plain_loop.py", tmp_path, "--steps", "3")
+    planned = run("01_trainer.py", tmp_path, "--steps", "3")
+    models = [
+        torch.load(tmp_path / "runs" / kind / "model.pt", weights_only=True)
+        for kind in ("plain", "trainer")
+    ]
+    assert differences(*models) == []
+    # The same held-out figure and the same generated code, down to the last byte.
+    assert held_out(plain) == held_out(planned)
+    assert plain.partition("\n\n")[2] == planned.partition("\n\n")[2]
+    assert (tmp_path / "runs" / "trainer" / "curves.svg").read_text().startswith("<svg")
+    assert (tmp_path / "runs" / "trainer" / "log.jsonl").read_text().count("\n") >= 3
+
+
+def held_out(output):
+    found = re.search(r"held-out: ([\d.]+) bits per byte", output)
+    assert found
+    return float(found[1])
+
+
+def difference():
+    first, second = (
+        (EXAMPLES / name).read_text().splitlines() for name in ("00_plain_loop.py", "01_trainer.py")
+    )
+    lines = list(difflib.unified_diff(first, second, lineterm="", n=0))[2:]
+    return [re.sub(r"^@@.*@@$", "@@", line) for line in lines]
+
+
+def test_the_readme_shows_the_whole_difference():
+    block = re.search(r"<!-- diff -->\n```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block
+    assert block[1].splitlines() == difference()
+
+
+def test_the_difference_is_small_and_lines_vanish():
+    removed = sum(line.startswith("-") for line in difference())
+    added = sum(line.startswith("+") for line in difference())
+    assert added < removed
+    assert added + removed <= 80
+
+
+def test_every_example_is_short():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert all(length <= 200 for length in lengths.values()), lengths
