@@ -1,0 +1,232 @@
+"""Evaluation, alone and in a run: what it computes, when it happens, that it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import DataLoader, TensorDataset
+
+from fitting import (
+    BATCHES,
+    Watched,
+    evaluations,
+    fit,
+    frozen_norm,
+    list_loss,
+    make_trainer,
+    training,
+)
+from models import loss_and_metrics, make_batches, mean_loss, split, weighted_loss
+from torchfast._core.compare import differences
+from torchfast._core.rng import get_rng_state
+
+
+def test_evaluation_is_the_mean_over_batches():
+    trainer = make_trainer(loss_and_metrics)
+    values = trainer.evaluate(BATCHES)
+    model = trainer.model.eval()
+    with torch.no_grad():
+        parts = [loss_and_metrics(model, batch) for batch in BATCHES]
+    assert values == {
+        "loss": pytest.approx(np.mean([float(loss) for loss, _ in parts])),
+        "accuracy": pytest.approx(np.mean([float(m["accuracy"]) for _, m in parts])),
+    }
+    assert all(type(value) is float for value in values.values())
+
+
+def weighted_accuracy(model, batch):
+    loss, _, weight = weighted_loss(model, batch)
+    return loss, {"accuracy": loss_and_metrics(model, batch)[1]["accuracy"]}, weight
+
+
+def test_evaluation_by_weight_is_that_of_all_items_together():
+    batches = make_batches(5, ragged=True)
+    values = make_trainer(weighted_accuracy).evaluate(batches)
+    whole = tuple(torch.cat(parts) for parts in zip(*map(split, batches), strict=True))
+    expected = make_trainer(loss_and_metrics).evaluate([whole])
+    assert values == pytest.approx(expected)
+    assert values != pytest.approx(make_trainer(loss_and_metrics).evaluate(batches))
+
+
+def test_a_metric_named_loss_does_not_replace_the_loss():
+    trainer = make_trainer(lambda m, b: ((loss := mean_loss(m, b)) * 10, {"loss": loss}))
+    assert trainer.evaluate(BATCHES)["loss"] == pytest.approx(
+        10 * make_trainer().evaluate(BATCHES)["loss"]
+    )
+
+
+def test_a_metric_that_the_first_batch_lacks_is_there():
+    found = iter([{}, {"late": 1.0}, {"late": 3.0}])
+    trainer = make_trainer(lambda m, b: (mean_loss(m, b), next(found)))
+    assert trainer.evaluate(BATCHES[:3])["late"] == 2.0
+
+
+def test_evaluation_takes_a_prefetched_loader_under_accumulation():
+    trainer = make_trainer(accumulate=2)
+    expected = trainer.evaluate(BATCHES)
+    assert trainer.evaluate(trainer.prefetch(BATCHES)) == pytest.approx(expected)
+
+
+def test_fit_takes_a_prefetched_loader_under_accumulation():
+    trainer = make_trainer(accumulate=2)
+    assert fit(trainer.prefetch(BATCHES), trainer=trainer, epochs=1).num_steps == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_module_gets_its_own_mode_back(fails):
+    modes = []
+
+    def loss_fn(model, batch):
+        modes.append(any(module.training for module in model.modules()))
+        if fails and not model.training:
+            raise ZeroDivisionError
+        return mean_loss(model, batch)
+
+    trainer = make_trainer(loss_fn, net=frozen_norm)
+    before = {name: module.training for name, module in trainer.model.named_modules()}
+    buffers = copy.deepcopy(dict(trainer.model.named_buffers()))
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            trainer.evaluate(BATCHES)
+    else:
+        trainer.evaluate(BATCHES)
+    assert modes == [False] * (1 if fails else 4)
+    assert {name: module.training for name, module in trainer.model.named_modules()} == before
+    assert before["norm"] is False
+    assert before["conv"] is True
+    assert not differences(buffers, dict(trainer.model.named_buffers()))
+
+
+def test_evaluation_has_no_gradients():
+    def loss_fn(model, batch):
+        grads.append(torch.is_grad_enabled())
+        return mean_loss(model, batch)
+
+    grads = []
+    trainer = make_trainer(loss_fn)
+    trainer.step(BATCHES[0])
+    kept = [p.grad.clone() for p in trainer.model.parameters()]
+    metrics = trainer.metrics
+    trainer.evaluate(BATCHES[:1])
+    assert grads == [True, False]
+    assert all(
+        torch.equal(a, p.grad) for a, p in zip(kept, trainer.model.parameters(), strict=True)
+    )
+    assert trainer.metrics is metrics
+    assert torch.is_grad_enabled()
+
+
+def drawing_loss(model, batch):
+    """Draws from the host's generators in evaluation too."""
+    noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
+    return list_loss(model, batch) * (1 + 0.1 * noise)
+
+
+def test_evaluation_leaves_every_generator_alone():
+    data = DataLoader(TensorDataset(*BATCHES[0]), batch_size=2, shuffle=True)
+    trainer = make_trainer(drawing_loss)
+    before = get_rng_state(trainer.device)
+    trainer.evaluate(data)
+    assert not differences(before, get_rng_state(trainer.device))
+
+
+def test_a_run_with_evaluation_ends_where_one_without_does():
+    def run(**options):
+        trainer = make_trainer(drawing_loss)
+        train = DataLoader(TensorDataset(*BATCHES[0]), batch_size=2, shuffle=True)
+        result = fit(train, trainer=trainer, epochs=3, **options)
+        return trainer.state_dict(), [record["loss"] for record in training(result)]
+
+    shuffled = DataLoader(TensorDataset(*BATCHES[1]), batch_size=2, shuffle=True)
+    state, losses = run()
+    evaluated_state, evaluated_losses = run(evaluate=shuffled, evaluate_every=2)
+    assert losses == evaluated_losses
+    assert not differences(state, evaluated_state)
+
+
+@pytest.mark.parametrize(
+    ("asked", "at"),
+    [
+        ({"epochs": 2}, [4, 8]),
+        ({"steps": 6}, [4, 6]),
+        ({"steps": 7, "evaluate_every": 3}, [3, 6, 7]),
+        ({"steps": 6, "evaluate_every": 3}, [3, 6]),
+        ({"epochs": 1, "evaluate_every": 100}, [4]),
+    ],
+)
+@pytest.mark.parametrize("by", ["loader", "callable"])
+def test_when_evaluation_happens(by, asked, at):
+    trainer = make_trainer()
+    seen = []
+
+    def evaluate(model):
+        assert model is trainer.model
+        seen.append(trainer.num_steps)
+        return {"loss": float(trainer.num_steps)}
+
+    watched = Watched()
+    result = fit(trainer=trainer, evaluate=watched if by == "loader" else evaluate, **asked)
+    assert [record["step"] for record in evaluations(result)] == at
+    assert result.evaluation == evaluations(result)[-1]["evaluation"]
+    if by == "callable":
+        assert seen == at
+        assert result.evaluation == {"loss": float(at[-1])}
+    else:
+        assert watched.fetched == 4 * len(at)
+
+
+def test_the_last_evaluation_is_of_the_last_weights():
+    trainer = make_trainer()
+    result = fit(trainer=trainer, steps=3, evaluate=BATCHES, evaluate_every=2)
+    assert result.evaluation == trainer.evaluate(BATCHES)
+
+
+def test_a_plateau_scheduler_is_stepped_after_each_evaluation():
+    losses = iter([1.0, 1.0, 1.0, 1.0])
+    trainer = make_trainer(
+        lr_scheduler=lambda o: schedulers.ReduceLROnPlateau(o, patience=0, factor=0.5)
+    )
+    result = fit(
+        trainer=trainer, steps=8, evaluate=lambda model: {"loss": next(losses)}, evaluate_every=2
+    )
+    assert trainer.lr_scheduler.last_epoch == 4
+    rates = [record["lr"] for record in training(result)]
+    assert rates == [0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.0125
+
+
+def test_a_plateau_scheduler_without_evaluation_is_refused_before_a_step():
+    trainer = make_trainer(lr_scheduler=lambda o: schedulers.ReduceLROnPlateau(o))
+    with pytest.raises(ValueError, match="fit needs evaluate="):
+        fit(trainer=trainer, steps=1)
+    assert trainer.num_steps == 0
+
+
+def test_a_callable_that_evaluates_leaves_no_trace():
+    def evaluate(model):
+        model.eval()
+        torch.rand(3), random.random(), np.random.rand()
+        return {"loss": 1.0}
+
+    def run(**options):
+        trainer = make_trainer(net=frozen_norm)
+        fit(trainer=trainer, epochs=2, **options)
+        return trainer
+
+    plain, evaluated = run(), run(evaluate=evaluate)
+    assert not differences(plain.state_dict(), evaluated.state_dict())
+    assert [m.training for m in plain.model.modules()] == [
+        m.training for m in evaluated.model.modules()
+    ]
+
+
+def test_the_closing_evaluation_belongs_to_the_last_epoch():
+    events = []
+    fit(epochs=2, evaluate=BATCHES, evaluate_every=10_000, callbacks=[events.append])
+    assert [e.record["epoch"] for e in events if e.kind == "evaluate"] == [1]
+    assert [e.epoch for e in events if e.kind == "end"] == [1]
