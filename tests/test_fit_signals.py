@@ -299,7 +299,10 @@ def test_a_second_signal_acts_at_once(spawner, tmp_path, number):
     os.kill(job.pid, number)
     code, last, err = job.end()
     assert time.monotonic() - begun < 20
-    assert (code, last) == (-number, "blocked")
+    # Python ends by an uncaught KeyboardInterrupt's signal, unless a hook ran code after it; then
+    # it ends by 1.
+    assert code in ({-number, 1} if number == signal.SIGINT else {-number}), err
+    assert last == "blocked"
     assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
     assert job.logged() == [1, 2, 3]
 
