@@ -206,3 +206,15 @@ def test_the_optimizer_goes_on_without_us_after_close():
     trainer.close()
     trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
     assert not trainer.optimizer.param_groups[0]["fused"]
+
+
+def test_a_model_on_several_devices_stays_where_it_is():
+    """Only ``device=`` moves a model; without it, one spread by its user stays spread."""
+    for make in (SGD, lambda params: SGD(list(params))):
+        model = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4, device="meta")])
+        for optimizer in (make, make(model.parameters())):
+            trainer = Trainer(model, optimizer, lambda m, b: mean_loss(m[0], b))
+            assert [p.device.type for p in model.parameters()] == ["cpu", "cpu", "meta", "meta"]
+            trainer.step(make_batches(1)[0])
+            assert "some parameters lie on ['meta']" in str(trainer.report())
+            trainer.close()

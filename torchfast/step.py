@@ -129,10 +129,10 @@ class TrainStep:
 
         self._precision = PrecisionPolicy(self.plan.precision_options, self.device)
         is_new = not isinstance(optimizer, Optimizer)
-        if is_new:
+        if is_new and device is not None:
             model.to(self.device)
         self.optimizer = build_optimizer(optimizer, model)
-        if not is_new:
+        if not is_new and device is not None:
             move_to(self.device, model, self.optimizer)
         self.lr_scheduler = build_scheduler(lr_scheduler, self.optimizer)
         self._steps_scheduler = lr_scheduler is not None and not isinstance(
