@@ -112,7 +112,20 @@ def weighted_loss(model: nn.Module, batch: object) -> tuple[Tensor, dict[str, Te
     return F.cross_entropy(logits, targets, reduction="sum"), {}, weight
 
 
-LOSSES = {"mean": mean_loss, "metrics": loss_and_metrics, "weighted": weighted_loss}
+def counted_loss(model: nn.Module, batch: object) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """A sum over the targets that are not masked, with their number, an integer, as weight."""
+    inputs, targets = split(batch)
+    masked = targets.masked_fill(targets == 3, -100)
+    loss = F.cross_entropy(model(inputs), masked, reduction="sum")
+    return loss, {}, (masked != -100).sum()
+
+
+LOSSES = {
+    "mean": mean_loss,
+    "metrics": loss_and_metrics,
+    "weighted": weighted_loss,
+    "counted": counted_loss,
+}
 
 
 def make_batches(

@@ -369,8 +369,8 @@ class TrainStep:
         return Shares(on_device, total(on_device))
 
     def _as_tensor(self, weight: Number) -> Tensor:
-        if isinstance(weight, Tensor):
-            return weight
+        if isinstance(weight, Tensor) and weight.device == self.device:
+            return weight if weight.is_floating_point() else weight.float()
         # full() fills on the device; tensor() would copy from pageable memory and wait.
         return torch.full((), float(weight), device=self.device)
 

@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from models import BatchNormNet, DropoutNet, make_batches, mean_loss, weighted_loss
+from models import (
+    BatchNormNet,
+    DropoutNet,
+    counted_loss,
+    make_batches,
+    mean_loss,
+    weighted_loss,
+)
 from test_parity import OPTIMIZERS, SCHEDULERS
 from torchfast import MicroBatches, Plan, PrecisionOptions, Trainer, TrainStep
 from torchfast.testing import Tolerance, assert_parity
@@ -20,7 +27,7 @@ from torchfast.testing import Tolerance, assert_parity
 @pytest.mark.parametrize("plan", ["eager", "exact"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_is_exact(name, plan):
-    for loss_fn in (mean_loss, weighted_loss):
+    for loss_fn in (mean_loss, weighted_loss, counted_loss):
         result = assert_parity(
             DropoutNet,
             OPTIMIZERS[name],
