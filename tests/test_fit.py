@@ -305,7 +305,27 @@ def test_fit_is_a_loop_of_steps_is_the_plain_loop(accumulate, loss_fn):
     for a, b, c in zip(noted, losses, plain, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(b, c)
-    assert not differences(fitted.state_dict(), stepped.state_dict())
+    by_fit, by_step = fitted.state_dict(), stepped.state_dict()
+    assert (by_fit.pop("num_epochs"), by_step.pop("num_epochs")) == (2, 0)  # only fit has epochs
+    assert not differences(by_fit, by_step)
     assert not differences(model.state_dict(), fitted.model.state_dict())
     assert not differences(optimizer.state_dict(), fitted.optimizer.state_dict())
     assert not differences(get_rng_state(fitted.device), fitted.state_dict()["rng"])
+
+
+def test_epochs_go_on_where_the_last_fit_ended():
+    """A shuffle that depends on the epoch must not start over with each call, nor on resume."""
+    seen = []
+
+    class Shuffling(list):
+        def set_epoch(self, epoch):
+            seen.append(epoch)
+
+    trainer = make_trainer()
+    loader = Shuffling(BATCHES)
+    for _ in range(2):
+        fit(loader, trainer=trainer, epochs=2)
+    resumed = make_trainer()
+    resumed.load_state_dict(trainer.state_dict())
+    fit(loader, trainer=resumed, epochs=1)
+    assert seen == [0, 1, 2, 3, 4]

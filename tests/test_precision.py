@@ -306,7 +306,7 @@ def test_auto_takes_bf16_only_where_it_is_native(monkeypatch):
         monkeypatch.setattr(policy, "has_fast_bf16", lambda device, native=native: native)
         chosen = PrecisionPolicy(PrecisionOptions(format="auto"), CPU)
         assert chosen.format == ("bf16" if native else "as_given")
-        assert chosen.decision.outcome == ("applied" if native else "stepped aside")
+        assert chosen.decision.outcome == ("applied" if native else "left alone")
 
 
 def test_tf32_steps_aside_on_a_cpu():
@@ -384,3 +384,63 @@ def test_channels_last_leaves_a_model_without_convolutions_alone():
     decision = next(d for d in trainer.report().decisions if d.lever == "channels_last")
     assert decision.outcome == "left alone"
     assert "no 2-d convolution" in decision.detail
+
+
+def masked_loss(model, batch):
+    inputs, targets, mask = batch
+    losses = nn.functional.cross_entropy(model(inputs), targets, reduction="none")
+    return (losses * mask).sum(), {}, mask.sum()
+
+
+def test_fp16_skips_a_batch_of_no_weight():
+    """0 / 0 arises in the division by the weight, which the finite check has to see."""
+    step = TrainStep(net(), OPTIMIZERS["AdamW"], masked_loss, fp16(init_scale=256.0))
+    inputs, targets = make_batches(1)[0]
+    step((inputs, targets, torch.ones(len(targets))))
+    before = copy.deepcopy(step.model.state_dict())
+    step((inputs, targets, torch.zeros(len(targets))))
+    assert step.num_skipped == 1
+    assert all(torch.equal(v, before[k]) for k, v in step.model.state_dict().items())
+
+
+def test_fp16_clipping_refuses_gradients_that_nobody_unscales():
+    model = net()
+    head = model[2].parameters()
+    with pytest.raises(ValueError, match=r"2 are not \(0.weight, 0.bias\)"):
+        TrainStep(model, optim.SGD(head, lr=0.1), mean_loss, fp16(), max_grad_norm=1.0)
+
+
+def test_a_nested_evaluation_does_not_leave_autocast_on():
+    def loss_fn(model, batch):
+        trainer.evaluate([batch]) if model.training else None
+        return mean_loss(model, batch)
+
+    trainer = Trainer(net(), OPTIMIZERS["SGD"], loss_fn, Plan(precision="bf16"))
+    trainer.step(make_batches(1)[0])
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_inherited_fp32_switch_stays_inherited():
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with fp32_precision("ieee", "cuda"):
+            pass
+        torch.backends.fp32_precision = "none"
+        assert torch.backends.cuda.matmul.fp32_precision == "none"
+    finally:
+        torch.backends.fp32_precision = "none"
+
+
+def test_channels_last_leaves_shared_storage_tied():
+    class Twins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+            self.b.weight.data = self.a.weight.data
+
+        def forward(self, x):
+            return self.b(self.a(x)).mean((2, 3))
+
+    model = Twins()
+    Trainer(model, OPTIMIZERS["SGD"], mean_loss, Plan(channels_last=True))
+    assert model.a.weight.data_ptr() == model.b.weight.data_ptr()

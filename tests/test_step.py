@@ -304,3 +304,18 @@ def test_a_loss_that_is_a_parameter_is_safe_to_keep():
     step = TrainStep(Scalar(), partial(optim.SGD, lr=0.1), lambda model, batch: model(batch))
     losses = [step(True), step(True), step(False), step(False)]
     assert [round(float(loss), 3) for loss in losses] == [1.0, 0.9, 1.0, 0.9]
+
+
+def test_metrics_that_are_buffers_are_safe_to_keep():
+    model = DropoutNet()
+    model.register_buffer("seen", torch.zeros(()))
+
+    def loss_fn(model, batch):
+        model.seen += 1
+        return mean_loss(model, batch), {"seen": model.seen}
+
+    step = TrainStep(model, partial(optim.SGD, lr=0.1), loss_fn, accumulate=2)
+    step(MicroBatches(make_batches(2)))
+    first = step.metrics["seen"]
+    step(MicroBatches(make_batches(2)))
+    assert (float(first), float(step.metrics["seen"])) == (1.5, 3.5)

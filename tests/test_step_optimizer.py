@@ -218,3 +218,31 @@ def test_a_model_on_several_devices_stays_where_it_is():
             trainer.step(make_batches(1)[0])
             assert "some parameters lie on ['meta']" in str(trainer.report())
             trainer.close()
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    model = DropoutNet()
+    with pytest.raises(ValueError, match="holds no parameter of this DropoutNet"):
+        Trainer(copy.deepcopy(model), SGD(model.parameters()), mean_loss)
+
+
+def test_a_second_trainer_finds_what_the_user_gave():
+    """As a notebook cell that is run twice."""
+    model = DropoutNet()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    first = Trainer(model, optimizer, mean_loss, "fast")
+    assert optimizer.param_groups[0]["fused"] is True
+    second = Trainer(model, optimizer, mean_loss, "exact")
+    assert optimizer.param_groups[0]["fused"] is None
+    with pytest.raises(ClosedError):
+        first.step(make_batches(1)[0])
+    second.step(make_batches(1)[0])
+
+
+def test_what_steps_aside_is_warned_of_once(caplog):
+    Trainer(DropoutNet(), partial(optim.RMSprop, lr=0.1), mean_loss, "fast")
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "torch.optim.RMSprop has no fused implementation" in caplog.text
+    caplog.clear()
+    Trainer(DropoutNet(), SGD, mean_loss, "exact")
+    assert caplog.text == ""

@@ -121,6 +121,7 @@ def test_a_state_has_its_parts_and_no_more():
         "format",
         "plan",
         "num_steps",
+        "num_epochs",
         "model",
         "optimizer",
         "lr_scheduler",
@@ -308,3 +309,17 @@ def test_plans_exchange_states():
     fp16.load_state_dict(exact.state_dict())
     exact.load_state_dict(fp16.state_dict())
     assert exact.num_steps == 1
+
+
+def test_a_scheduler_of_another_kind_changes_nothing():
+    saver = make_trainer(lr_scheduler=partial(schedulers.CosineAnnealingLR, T_max=3))
+    saver.step(make_batches(1)[0])
+    for kind in (
+        partial(schedulers.LambdaLR, lr_lambda=lambda step: 1.0),
+        partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=9),
+    ):
+        loader = make_trainer(lr_scheduler=kind)
+        before = copy.deepcopy(loader.state_dict())
+        with pytest.raises(StateMismatchError, match="another kind of scheduler"):
+            loader.load_state_dict(saver.state_dict())
+        assert not differences(before, loader.state_dict())

@@ -52,6 +52,10 @@ def evaluate(
                 raise EvaluationCutError
             loss, metrics, weight = step.compute_loss(batch)
             parts.append(LossParts(loss.detach(), metrics, weight))
+    if len({part.weight is None for part in parts}) > 1:
+        raise TypeError(
+            "loss_fn returned a weight for some batches only; return one always or never"
+        )
     if not parts:
         raise EmptyEpochError("evaluation got no batch; its loader is empty or used up")
     return _means(parts, step.device)

@@ -54,7 +54,7 @@ class FitEvent:
         kind: ``"step"`` after every step, ``"log"`` when a record is read, ``"evaluate"``,
             ``"epoch"`` at the end of one, ``"end"``.
         num_steps: Updates done, those before this ``fit`` included.
-        epoch: Epoch of this ``fit``, from 0.
+        epoch: The trainer's count of epochs, from 0, those before this ``fit`` included.
         loss: The step's loss on the device; reading it makes the host wait.
         metrics: The step's metrics on the device, likewise.
         record: What was logged, for ``"log"`` and ``"evaluate"``; host numbers.
@@ -161,7 +161,7 @@ class FitLoop:
             raise ValueError("ReduceLROnPlateau is stepped on evaluations: fit needs evaluate=")
         self._plateau = step.lr_scheduler if is_plateau else None
         self._done = 0
-        self._epoch = 0
+        self._epoch = step.num_epochs
         self._epochs_done = 0
         self._stop_reason: str | None = None
         self._signals = StopSignals()
@@ -222,7 +222,7 @@ class FitLoop:
         self._records.clock.start()
         self._check_end()
         while self._stop_reason is None:
-            self._epoch = self._epochs_done
+            self._epoch = self._step.num_epochs
             self._loader.set_epoch(self._epoch)
             before = self._done
             if self._run_epoch():
@@ -233,6 +233,7 @@ class FitLoop:
                         "can start again"
                     )
                 self._epochs_done += 1
+                self._step.num_epochs += 1
                 if self._options.evaluate_every is None:
                     self._evaluate()
                 self._emit("epoch", None)

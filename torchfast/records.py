@@ -63,7 +63,8 @@ class IntervalRecords:
 
     def begin(self) -> None:
         """Note the learning rates of the step that comes; its scheduler will change them."""
-        self._rates = [group["lr"] for group in self._step.optimizer.param_groups]
+        rates = (group["lr"] for group in self._step.optimizer.param_groups)
+        self._rates = [r.clone() if isinstance(r, Tensor) else r for r in rates]
 
     def add(self, loss: Tensor, batch: Any) -> None:
         """Note the end of a step."""

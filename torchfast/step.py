@@ -12,6 +12,7 @@ with Python floats in its groups, no hooks, no proxies.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
@@ -31,9 +32,12 @@ from torchfast._core.batches import MicroBatches, to_device
 from torchfast._core.building import (
     build_optimizer,
     build_scheduler,
+    check_no_strays,
+    claim,
     device_decision,
     move_to,
     optimized,
+    release,
     scheduler_decision,
     untrained_decisions,
 )
@@ -54,6 +58,8 @@ from torchfast._core.state import FORMAT, check_training_state
 from torchfast.graphs import OptimizerForm
 from torchfast.plan import Plan
 from torchfast.precision import ChannelsLast, LossScaler, PrecisionPolicy
+
+logger = logging.getLogger(__name__)
 
 LossFn = Callable[[Any, Any], Any]
 OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -138,7 +144,10 @@ class TrainStep:
         self._steps_scheduler = lr_scheduler is not None and not isinstance(
             self.lr_scheduler, ReduceLROnPlateau
         )
+        if self._precision.format == "fp16" and self.max_grad_norm is not None:
+            check_no_strays(model, self.optimizer)
         # Nothing below refuses an argument, and nothing above has changed a form or a layout.
+        release(self.optimizer)
         self._layout = ChannelsLast(model, self.plan.channels_last)
         self._form = self._optimizer_form()
         self._layout.align(self.optimizer)
@@ -150,7 +159,12 @@ class TrainStep:
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
         self._closed = False
         self.num_steps = 0
+        self.num_epochs = 0  # counted by fit(), for set_epoch
         self.metrics: dict[str, Number] = {}
+        if self._form.form != "as_given" or self._layout.active:
+            claim(self.optimizer, self.close)
+        for decision in self.report().stepped_aside:
+            logger.warning("%s: %s", decision.lever, decision.detail)
 
     def __call__(self, batch: Any) -> Tensor:
         """Run one update and return its loss.
@@ -185,9 +199,11 @@ class TrainStep:
             if self._scaler is not None:
                 self._scaler.discard()
             parts = [self._backward(micro_batch, len(group)) for micro_batch in group]
+            loss = self._combine(parts)
             if self._scaler is not None:
+                # After the division, so that what it judges finite is what will be applied.
                 self._scaler.unscale()
-            return self._combine(parts)
+            return loss
 
     def update(self) -> None:
         """Run the second half of a step: clip, optimizer, scheduler. Always eager."""
@@ -201,9 +217,9 @@ class TrainStep:
             else:
                 self.optimizer.step()
         self._precision.after_update()
+        self.num_steps += 1
         if self._steps_scheduler:
             self.lr_scheduler.step()
-        self.num_steps += 1
 
     def compute_loss(self, batch: Any) -> LossParts:
         """Run ``loss_fn`` on one batch as a step does, without a backward pass."""
@@ -234,6 +250,7 @@ class TrainStep:
             "format": FORMAT,
             "plan": self.plan.to_json(),
             "num_steps": self.num_steps,
+            "num_epochs": self.num_epochs,
             "model": self.model.state_dict(),
             "optimizer": self._form.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else scheduler_state(),
@@ -252,9 +269,7 @@ class TrainStep:
             StateMismatchError: A newer format, or keys, shapes or parts that do not fit.
         """
         self._check_open()
-        check_training_state(
-            state, self.model, self.optimizer, has_scheduler=self.lr_scheduler is not None
-        )
+        check_training_state(state, self.model, self.optimizer, self.lr_scheduler)
         self.model.load_state_dict(state["model"])
         # A copy: torch keeps tensors that need no conversion, so two trainers that load one
         # state would share their moments.
@@ -264,6 +279,7 @@ class TrainStep:
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self.num_steps = state["num_steps"]
+        self.num_epochs = state["num_epochs"]
         set_rng_state(state["rng"], self.device)
 
     def report(self) -> Report:
@@ -292,8 +308,10 @@ class TrainStep:
             return
         self._closed = True
         self._load_hook.remove()
-        self._form.close()
-        self._layout.close(self.optimizer)
+        try:
+            self._form.close()
+        finally:
+            self._layout.close(self.optimizer)
 
     def __repr__(self) -> str:
         return (
@@ -346,7 +364,7 @@ class TrainStep:
         loss = total([part.loss for part in parts])
         if shares is not None:
             self._divide_gradients(shares.total)
-            loss = loss / shares.total
+            loss = loss / shares.total.to(loss.device)
         self.metrics = mean_metrics([part.metrics for part in parts], shares)
         if self.max_grad_norm is not None and "grad_norm" in self.metrics:
             raise ValueError(
@@ -369,10 +387,11 @@ class TrainStep:
         return Shares(on_device, total(on_device))
 
     def _as_tensor(self, weight: Number) -> Tensor:
-        if isinstance(weight, Tensor) and weight.device == self.device:
+        if isinstance(weight, Tensor) and weight.device.type != "cpu":
+            weight = weight.to(self.device, non_blocking=True)
             return weight if weight.is_floating_point() else weight.float()
         # full() fills on the device; tensor() would copy from pageable memory and wait.
-        return torch.full((), float(weight), device=self.device)
+        return torch.full((), float(weight), dtype=torch.float32, device=self.device)
 
     def _divide_gradients(self, weight: Tensor) -> None:
         gradients = {

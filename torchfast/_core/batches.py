@@ -123,7 +123,8 @@ def _is_there(batch: Any, device: torch.device) -> bool:
 
 def _place(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
     if tensor.device != device:
-        tensor = tensor.to(device, non_blocking=True)
+        # Towards the host, torch would not wait for the copy, and the step would read too early.
+        tensor = tensor.to(device, non_blocking=device.type != "cpu")
     if channels_last and tensor.dim() == 4 and tensor.layout is torch.strided:
         # After the copy: on the host the re-layout would run on one core and unpin the memory.
         tensor = tensor.contiguous(memory_format=torch.channels_last)
@@ -139,7 +140,10 @@ def _map(value: Any, fn: Callable[[Tensor], Tensor], device: torch.device | None
         if device is None:
             fn(value.data)
             return value
-        return value if value.data.device == device else value.to(device, non_blocking=True)  # type: ignore[arg-type]
+        if value.data.device == device:
+            return value
+        packed: Any = value
+        return packed.to(device, non_blocking=device.type != "cpu")
     if isinstance(value, tuple | list):
         items = [_map(item, fn, device) for item in value]
         return value if _same(items, value) else _rebuild_sequence(value, items)
@@ -186,8 +190,15 @@ def _rebuild_mapping(value: Any, mapped: dict[Any, Any]) -> Any:
     if isinstance(value, MutableMapping):
         # A copy keeps what the constructor would not take: a default factory, extra attributes.
         new = copy.copy(value)
+        kept = dict(value)
         for key, item in mapped.items():
             new[key] = item
+        if not _same(value.values(), kept.values()):
+            # Its copy shares what it wraps, so the writes above reached the user's own batch.
+            for key, item in kept.items():
+                value[key] = item
+            kind: Any = type(value)
+            return kind(mapped)
         return new
     return type(value)(mapped)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ def build_optimizer(source: object, model: nn.Module) -> Optimizer:
                 f"{type(optimizer).__name__}"
             )
     _check(optimizer)
+    own = {id(p) for p in model.parameters()}
+    if own.isdisjoint(id(p) for p in optimized(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} holds no parameter of this {type(model).__name__}, so "
+            "nothing would train; build it on this model's parameters (a copied, wrapped or "
+            "sharded model has new ones)"
+        )
     return optimizer
 
 
@@ -122,6 +130,23 @@ def move_to(device: torch.device, model: nn.Module, optimizer: Optimizer) -> Non
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+def claim(optimizer: Optimizer, close: Callable[[], None]) -> None:
+    """Note on the optimizer who has changed it, and how to undo that."""
+    optimizer._torchfast_close = weakref.WeakMethod(close)  # type: ignore[attr-defined]
+
+
+def release(optimizer: Optimizer) -> None:
+    """Close whoever changed the optimizer before, so that what is found is what the user gave.
+
+    A trainer built anew on the same optimizer, as in a notebook cell run twice, would otherwise
+    take the other's form for the user's.
+    """
+    reference = optimizer.__dict__.pop("_torchfast_close", None)
+    close = None if reference is None else reference()
+    if close is not None:
+        close()
+
+
 def optimized(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield every parameter that the optimizer holds."""
     return (p for group in optimizer.param_groups for p in group["params"])
@@ -144,8 +169,23 @@ def scheduler_decision(scheduler: Any, *, is_stepped: bool) -> Decision:
     if scheduler is None:
         detail = "none given; step yours after each update"
         return Decision(lever="lr_scheduler", outcome="left alone", detail=detail)
-    when = "after each update" if is_stepped else "by fit() after each evaluation"
+    when = "after each update" if is_stepped else "by fit() after each evaluation, else by you"
     return Decision(lever="lr_scheduler", outcome="applied", detail=f"{name} is stepped {when}")
+
+
+def check_no_strays(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise if a trainable parameter is not in the optimizer.
+
+    Under fp16 its gradient would never be unscaled nor zeroed, and enter the clipped norm.
+    """
+    held = {id(p) for p in optimized(optimizer)}
+    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if names:
+        raise ValueError(
+            f"with fp16 and max_grad_norm every trainable parameter must be in the optimizer, but "
+            f"{len(names)} are not ({', '.join(names[:3])}): their scaled gradients would enter "
+            "the norm; requires_grad_(False) them, or use precision='bf16'"
+        )
 
 
 def untrained_decisions(model: nn.Module, optimizer: Optimizer) -> list[Decision]:

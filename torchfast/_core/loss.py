@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -97,6 +98,8 @@ def _scalar_loss(loss: Tensor) -> Tensor:
 
 
 def _metrics(metrics: object) -> dict[str, Number]:
+    if metrics is None:
+        return {}
     if not isinstance(metrics, Mapping):
         raise TypeError(
             "loss_fn's second return value must be a mapping of metric names to scalars, got "
@@ -113,9 +116,11 @@ def _scalar(name: str, value: object) -> Number:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must be a scalar, got shape {tuple(value.shape)}")
-        return value.detach().reshape(())
-    if isinstance(value, int | float):
-        return value
+        # What is a parameter or buffer, or a view of one, would change after it was told.
+        kept = value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
+        return kept.reshape(())
+    if isinstance(value, Real):
+        return float(value)
     raise TypeError(f"{name} must be a scalar tensor or a number, got {_shape_of(value)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,23 @@ from torch.optim import Optimizer
 from torchfast._core.errors import StateMismatchError
 
 FORMAT = 1
-_KEYS = ("format", "model", "optimizer", "lr_scheduler", "scaler", "num_steps", "rng", "plan")
+_KEYS = (
+    "format",
+    "model",
+    "optimizer",
+    "lr_scheduler",
+    "scaler",
+    "num_steps",
+    "num_epochs",
+    "rng",
+    "plan",
+)
+_GENERATORS = ("python", "numpy", "torch")
 _SHOWN = 10
 
 
 def check_training_state(
-    state: object, model: nn.Module, optimizer: Optimizer, *, has_scheduler: bool
+    state: object, model: nn.Module, optimizer: Optimizer, scheduler: Any
 ) -> None:
     """Raise unless ``state`` fits this model, optimizer and scheduler.
 
@@ -39,10 +51,21 @@ def check_training_state(
             f"state has format {state['format']}, this version reads up to {FORMAT}; upgrade "
             "torchfast"
         )
+    has_scheduler = scheduler is not None
     if has_scheduler != (state["lr_scheduler"] is not None):
         raise StateMismatchError(
             f"state was saved {'without' if has_scheduler else 'with'} an lr_scheduler, this "
             f"trainer has {'one' if has_scheduler else 'none'}; build the trainer as it was"
+        )
+    lacking = [name for name in _GENERATORS if name not in state["rng"]]
+    if lacking:
+        raise StateMismatchError(f"state's 'rng' lacks {lacking}; load what state_dict() returned")
+    own = set(getattr(scheduler, "state_dict", dict)())
+    saved = set(state["lr_scheduler"] or {})
+    if own != saved:
+        raise StateMismatchError(
+            f"scheduler state has {sorted(saved - own)} and lacks {sorted(own - saved)}, so it was "
+            f"saved by another kind of scheduler than {type(scheduler).__name__}"
         )
     _check_model(state["model"], model)
     _check_optimizer(state["optimizer"], optimizer)

@@ -7,6 +7,7 @@ do not change, only strides, so the model's code need not know.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import final
 
 import torch
@@ -35,17 +36,19 @@ class ChannelsLast:
         convolutions = sum(isinstance(module, _CONVOLUTIONS) for module in model.modules())
         self.active = wanted and convolutions > 0
         if self.active:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                if tensor.dim() == 4 and not tensor.is_contiguous(
-                    memory_format=torch.channels_last
-                ):
+            tensors = [*model.parameters(), *model.buffers()]
+            holders = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
+            for tensor in tensors:
+                # Storage that others look into as well is theirs too: a new one would untie them.
+                is_own = holders[tensor.untyped_storage().data_ptr()] == 1
+                if is_own and tensor.dim() == 4 and not _is_nhwc(tensor):
                     tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
                     self._changed.append(tensor)
         self.decision = _decision(wanted, convolutions, len(self._changed))
 
     def align(self, optimizer: Optimizer) -> None:
         """Lay optimizer state out as its parameters are; fused updates demand it."""
-        _align(optimizer, self._changed)
+        _align(optimizer, [p for g in optimizer.param_groups for p in g["params"] if p.dim() == 4])
 
     def close(self, optimizer: Optimizer) -> None:
         """Put parameters and optimizer state back as they were."""
@@ -56,11 +59,16 @@ class ChannelsLast:
         self.active = False
 
 
+def _is_nhwc(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 def _align(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+            is_moment = isinstance(value, Tensor) and value.shape == parameter.shape
+            if is_moment and value.stride() != parameter.stride():
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if parameter.grad is not None and parameter.grad.shape == parameter.shape:
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)

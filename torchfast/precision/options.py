@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
 
@@ -52,6 +53,8 @@ class PrecisionOptions:
                 check_positive(name, getattr(self, name))
         if self.growth_interval is not None:
             check_int("growth_interval", self.growth_interval, minimum=1)
+        if self.init_scale is not None and math.isinf(self.init_scale):
+            raise PlanError(f"init_scale must be finite, got {self.init_scale}")
         if self.growth_factor is not None and self.growth_factor <= 1.0:
             raise PlanError(f"growth_factor must be > 1, got {self.growth_factor}")
         if self.backoff_factor is not None and self.backoff_factor >= 1.0:

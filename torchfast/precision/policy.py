@@ -50,17 +50,16 @@ class PrecisionPolicy:
                 f"precision={self.format!r} needs autocast, which torch does not have for "
                 f"{device.type!r}; use precision='fp32'"
             )
-        # One context object, entered again at every forward; torch allows it, and a new one
-        # each time would cost a few microseconds more.
-        self._forward: AbstractContextManager[Any] = (
-            _NOTHING if dtype is None else torch.autocast(device.type, dtype=dtype)
-        )
+        self._dtype = dtype
         self._fp32 = {"fp32": "ieee", "tf32": "tf32"}.get(self.format)
         self._kind = device.type
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of one forward."""
-        return self._forward
+        if self._dtype is None:
+            return _NOTHING
+        # A new one each time: an autocast object that is entered twice does not find its way out.
+        return torch.autocast(self._kind, dtype=self._dtype)
 
     def step(self) -> AbstractContextManager[None]:
         """Return the context of forward, backward and update together."""
@@ -96,7 +95,10 @@ def fp32_precision(value: str, kind: str) -> Iterator[None]:
         yield
     finally:
         for holder, before in zip(holders, old, strict=True):
-            holder.fp32_precision = before
+            # What was inherited goes back to being inherited, not to a value of its own.
+            holder.fp32_precision = "none"
+            if holder.fp32_precision != before:
+                holder.fp32_precision = before
 
 
 def _resolve(options: PrecisionOptions, device: torch.device) -> tuple[str, Decision]:
@@ -110,7 +112,7 @@ def _resolve(options: PrecisionOptions, device: torch.device) -> tuple[str, Deci
         if has_fast_bf16(device):
             return decided("bf16", "applied", f"bf16 autocast: {device.type} computes it natively")
         why = f"{device.type} here has no matrix units for bf16, so it would be slower"
-        return decided("as_given", "stepped aside", f"number formats as given: {why}")
+        return decided("as_given", "left alone", f"number formats as given: {why}")
     if asked == "fp32" and device.type not in ("cuda", "cpu"):
         return decided("as_given", "left alone", f"{device.type} has no fp32 switches to set")
     if asked == "tf32" and not has_tf32(device):

@@ -64,9 +64,10 @@ class LossScaler:
     def step(self) -> None:
         """Update where all gradients are finite; adapt the scale; count a skipped update."""
         found_inf = self._found_inf()
-        if self._is_fused() and not self._lacks_momentum():
+        is_fused = self._is_fused()
+        if is_fused and not self._lacks_momentum():
             self._scaler.step(self.optimizer)
-        elif not self._is_fused() and self._can_select():
+        elif not is_fused and self._can_select():
             self._select_step(found_inf)
         else:
             self._step_by_host()
@@ -104,7 +105,9 @@ class LossScaler:
         return Decision(lever="loss scaling", outcome="stepped aside", detail=detail)
 
     def _is_fused(self) -> bool:
-        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        # Both: a loaded state can take the flag off the groups and leave the attribute.
+        supported = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return bool(supported) and all(g.get("fused") for g in self.optimizer.param_groups)
 
     def _can_select(self) -> bool:
         """Whether all state that an update changes is there and lies beside its parameter."""
@@ -140,9 +143,11 @@ class LossScaler:
     def _step_by_host(self) -> None:
         """Let GradScaler read the flag on the host and not call the optimizer where it is set."""
         fused = self.optimizer.__dict__.pop("_step_supports_amp_scaling", None)
-        self._scaler.step(self.optimizer)
-        if fused is not None:
-            self.optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+        try:
+            self._scaler.step(self.optimizer)
+        finally:
+            if fused is not None:
+                self.optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
         # A skipped first update would make the next scheduler step warn that the optimizer was
         # never called; the scheduler counts skipped updates on purpose.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
