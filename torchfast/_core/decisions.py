@@ -1,7 +1,7 @@
 """What a plan did to a step: decisions, and the report made of them.
 
-Each leaf returns the decisions it took as values; nothing is logged from inside. The report is
-the one place where a user reads them.
+Each leaf returns the decisions it took as values and logs nothing. The step warns once, at
+construction, of those that stepped aside; the report has them all.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Why it is faster: the fused update is one or two kernels for all parameters, whe
 launches a dozen for each. When it is not: a model of one or two tensors.
 
 Two things switch a form back behind our back, and both are handled: ``load_state_dict`` restores
-the flags and the placement of the saved run, and ``add_param_group`` takes the defaults. What is
-saved is always the form as given, so a file loads into a plain loop.
+the flags and the placement of the saved run, and ``add_param_group`` takes the defaults. What
+`state_dict` returns is always the form as given, so a file loads into a plain loop.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _decision(optimizer: Optimizer, form: Form, obstacle: str | None) -> Decisio
             outcome="stepped aside",
             detail=f"{name} runs as given: {obstacle}",
         )
-    detail = f"{name} runs its {form} update; saved state keeps the form as given"
+    detail = f"{name} runs its {form} update; trainer.state_dict() keeps the form as given"
     return Decision(lever="optimizer", outcome="applied", detail=detail)
 
 
