@@ -41,7 +41,7 @@ from torchfast._core.building import (
     scheduler_decision,
     untrained_decisions,
 )
-from torchfast._core.decisions import Report
+from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ClosedError
 from torchfast._core.loss import (
@@ -49,6 +49,7 @@ from torchfast._core.loss import (
     Number,
     Shares,
     check_differentiable,
+    detached,
     mean_metrics,
     total,
     unpack_loss,
@@ -163,8 +164,9 @@ class TrainStep:
         self.metrics: dict[str, Number] = {}
         if self._form.form != "as_given" or self._layout.active:
             claim(self.optimizer, self.close)
-        for decision in self.report().stepped_aside:
-            logger.warning("%s: %s", decision.lever, decision.detail)
+        for decision in self._decisions():
+            if decision.outcome == "stepped aside":
+                logger.warning("%s: %s", decision.lever, decision.detail)
 
     def __call__(self, batch: Any) -> Tensor:
         """Run one update and return its loss.
@@ -287,20 +289,11 @@ class TrainStep:
 
         Synchronizes: Under fp16, to read the number of skipped updates.
         """
-        decisions = [
-            device_decision(self.device, self.model),
-            self._precision.decision,
-            self._layout.decision,
-            self._form.decision,
-            *([] if self._scaler is None else [self._scaler.decision()]),
-            scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),
-            *untrained_decisions(self.model, self.optimizer),
-        ]
         counters = {"steps": self.num_steps}
         if self._scaler is not None:
             counters["skipped"] = self.num_skipped
         title = f"plan {self._plan_name!r} on {self.device}"
-        return Report(title=title, decisions=tuple(decisions), counters=counters)
+        return Report(title=title, decisions=tuple(self._decisions()), counters=counters)
 
     def close(self) -> None:
         """Put the optimizer's form and the model's layout back; a second call does nothing."""
@@ -354,9 +347,7 @@ class TrainStep:
         if weight is None and num_micro_batches > 1:
             loss = loss / num_micro_batches
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-        # A loss that is a parameter or a view of one would change with the update.
-        kept = loss.detach().clone() if loss.is_leaf or loss._is_view() else loss.detach()
-        return LossParts(kept, metrics, weight)
+        return LossParts(detached(loss), metrics, weight)
 
     def _combine(self, parts: list[LossParts]) -> Tensor:
         """Bring the group to one loss and one dict of metrics; divide weighted gradients."""
@@ -405,6 +396,17 @@ class TrainStep:
         for gradient in gradients.values():
             if gradient.is_sparse or gradient.device != weight.device:
                 gradient.div_(weight.to(gradient.device))
+
+    def _decisions(self) -> list[Decision]:
+        return [
+            device_decision(self.device, self.model),
+            self._precision.decision,
+            self._layout.decision,
+            self._form.decision,
+            *([] if self._scaler is None else [self._scaler.decision()]),
+            scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),
+            *untrained_decisions(self.model, self.optimizer),
+        ]
 
     # --- the optimizer's form ---------------------------------------------------------------
 

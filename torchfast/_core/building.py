@@ -178,8 +178,7 @@ def check_no_strays(model: nn.Module, optimizer: Optimizer) -> None:
 
     Under fp16 its gradient would never be unscaled nor zeroed, and enter the clipped norm.
     """
-    held = {id(p) for p in optimized(optimizer)}
-    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    names = _strays(model, optimizer)
     if names:
         raise ValueError(
             f"with fp16 and max_grad_norm every trainable parameter must be in the optimizer, but "
@@ -190,8 +189,7 @@ def check_no_strays(model: nn.Module, optimizer: Optimizer) -> None:
 
 def untrained_decisions(model: nn.Module, optimizer: Optimizer) -> list[Decision]:
     """Name the trainable parameters that the optimizer does not hold, if there are any."""
-    held = {id(p) for p in optimized(optimizer)}
-    names = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    names = _strays(model, optimizer)
     if not names:
         return []
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -201,3 +199,9 @@ def untrained_decisions(model: nn.Module, optimizer: Optimizer) -> list[Decision
         "requires_grad_(False) frees both"
     )
     return [Decision(lever="parameters", outcome="left alone", detail=detail)]
+
+
+def _strays(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of trainable parameters that the optimizer does not hold."""
+    held = {id(p) for p in optimized(optimizer)}
+    return [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]

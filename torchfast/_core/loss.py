@@ -53,6 +53,14 @@ def unpack_loss(result: object) -> LossParts:
     )
 
 
+def detached(value: Tensor) -> Tensor:
+    """Return ``value`` without its graph, safe to keep.
+
+    What is a parameter or buffer, or a view of one, is cloned: it would change after it was told.
+    """
+    return value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
+
+
 def check_differentiable(loss: Tensor) -> None:
     """Raise LossError unless ``loss`` can start a backward pass."""
     if not loss.requires_grad:
@@ -116,9 +124,7 @@ def _scalar(name: str, value: object) -> Number:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must be a scalar, got shape {tuple(value.shape)}")
-        # What is a parameter or buffer, or a view of one, would change after it was told.
-        kept = value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
-        return kept.reshape(())
+        return detached(value).reshape(())
     if isinstance(value, Real):
         return float(value)
     raise TypeError(f"{name} must be a scalar tensor or a number, got {_shape_of(value)}")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
 
 Form = Literal["as_given", "fused", "capturable"]
@@ -90,7 +91,7 @@ class OptimizerForm:
         self.optimizer.defaults.update(self._given_defaults)
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({flag: saved[flag] for flag in _FLAGS if flag in saved})
-        for index, parameter in _indexed(self.optimizer):
+        for index, parameter in enumerate(optimized(self.optimizer)):  # as state_dict numbers them
             if parameter in self.optimizer.state:
                 self.optimizer.state[parameter].update(state["state"].get(index, {}))
         self.optimizer.__dict__.pop("_step_supports_amp_scaling", None)
@@ -131,7 +132,7 @@ def _obstacle(optimizer: Optimizer, form: Form, model: nn.Module) -> str | None:
     sparse = next((n for n, m in model.named_modules() if getattr(m, "sparse", None) is True), None)
     if sparse is not None:
         return f"module {sparse!r} has sparse gradients, which the {form} update does not take"
-    kinds = {(p.device, p.dtype) for g in optimizer.param_groups for p in g["params"]}
+    kinds = {(p.device, p.dtype) for p in optimized(optimizer)}
     for device, dtype in sorted(kinds, key=str):
         refusal = _probe(optimizer, form, device, dtype)
         if refusal is not None:
@@ -176,11 +177,6 @@ def _decision(optimizer: Optimizer, form: Form, obstacle: str | None) -> Decisio
         )
     detail = f"{name} runs its {form} update; trainer.state_dict() keeps the form as given"
     return Decision(lever="optimizer", outcome="applied", detail=detail)
-
-
-def _indexed(optimizer: Optimizer) -> list[tuple[int, Tensor]]:
-    """Return the parameters with the indices that ``state_dict`` gives them."""
-    return list(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
 def _with_host_scalars(

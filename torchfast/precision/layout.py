@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
@@ -48,7 +49,7 @@ class ChannelsLast:
 
     def align(self, optimizer: Optimizer) -> None:
         """Lay optimizer state out as its parameters are; fused updates demand it."""
-        _align(optimizer, [p for g in optimizer.param_groups for p in g["params"] if p.dim() == 4])
+        _align(optimizer, [p for p in optimized(optimizer) if p.dim() == 4])
 
     def close(self, optimizer: Optimizer) -> None:
         """Put parameters and optimizer state back as they were."""
