@@ -11,11 +11,13 @@ difference from fp32, seed by seed, is smaller.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import statistics
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,12 +25,22 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks import results
-from benchmarks.step_overhead import example
 from torchfast import Plan, Trainer
 from torchfast.reporting import plot_lines
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16")
 BITS = 1 / math.log(2)
+
+
+def example() -> ModuleType:
+    """Return the plain example as a module: its GPT is the main job."""
+    path = results.ROOT / "examples" / "00_plain_loop.py"
+    spec = importlib.util.spec_from_file_location("plain_loop_example", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Windows:

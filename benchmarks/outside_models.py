@@ -1,21 +1,16 @@
-"""Models that nobody here wrote, small and with random weights, trained as they are.
+"""Models that nobody here wrote: a registry of timm and transformers architectures.
 
-    PYTHONPATH=. python benchmarks/outside_models.py [--out FILE]
-
-For each model: whether ``Trainer`` under the plans ``eager`` and ``exact`` ends bitwise where the
-plain loop ends (deterministic algorithms, accumulation, clipping, a schedule), and how often fifty
-steady steps make the host wait, in the plain loop and in the trainer, as torch's sync debug mode
-counts it. The waits that both have are the model's own.
+All are small, have random weights and are built without a download; ``benchmarks/sweep.py`` trains
+each of them. Neither package is imported before a model is built, and every entry can be pickled,
+so that a process of its own can build it.
 """
 
 from __future__ import annotations
 
-import argparse
-import warnings
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from benchmarks import results
-from torchfast import Trainer
-from torchfast.testing import assert_parity, plain_step
-
 optimizer = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 scheduler = partial(CosineAnnealingLR, T_max=10)
+
+VOCAB = 1000
+CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,21 @@ class OutsideModel:
     loss_fn: Callable[[Any, Any], Tensor]
 
 
-def hf_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Return the model with nothing random left in its forward."""
+    # transformers models read some rates from their configuration in the forward.
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    for holder in (*model.modules(), *configs):
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, float) and (name == "p" or "drop" in name):
+                setattr(holder, name, 0.0)
+    return model
+
+
+# --- loss functions -----------------------------------------------------------------------------
+
+
+def hf_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the loss that a transformers model computes itself."""
     return model(**batch).loss
 
@@ -51,8 +59,15 @@ def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
+# --- batches ------------------------------------------------------------------------------------
+
+
 def _tokens(generator: torch.Generator, length: int = 64) -> Tensor:
-    return torch.randint(1000, (4, length), generator=generator)
+    return torch.randint(VOCAB, (4, length), generator=generator)
+
+
+def _labels(generator: torch.Generator, count: int) -> Tensor:
+    return torch.randint(CLASSES, (count,), generator=generator)
 
 
 def _causal(generator: torch.Generator) -> dict[str, Tensor]:
@@ -71,171 +86,220 @@ def _seq2seq(generator: torch.Generator) -> dict[str, Tensor]:
     return {"input_ids": _tokens(generator), "labels": _tokens(generator, 32)}
 
 
-def _images(size: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
-    def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        images = torch.randn(16, 3, size, size, generator=generator)
-        return images, torch.randint(10, (16,), generator=generator)
-
-    return batch
+def _images(generator: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
+    images = torch.randn(8, 3, size, size, generator=generator)
+    return images, _labels(generator, 8)
 
 
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=1000, n_positions=64, n_embd=64, n_layer=2, n_head=4)
-    )
+def _pixels(generator: torch.Generator) -> dict[str, Tensor]:
+    images, labels = _images(generator, 64)
+    return {"pixel_values": images, "labels": labels}
 
 
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=1000,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=128,
-        )
-    )
+def _captions(generator: torch.Generator) -> dict[str, Any]:
+    pixels = torch.randn(4, 3, 64, 64, generator=generator)
+    return {"input_ids": _tokens(generator), "pixel_values": pixels, "return_loss": True}
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=1000,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+def _waves(generator: torch.Generator) -> dict[str, Tensor]:
+    waves = torch.randn(4, 4000, generator=generator)  # a quarter of a second at 16 kHz
+    return {"input_values": waves, "labels": _labels(generator, 4)}
 
 
-def _t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=1000,
-            d_model=64,
-            d_kv=16,
-            d_ff=128,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-        )
-    )
+def _spectra(generator: torch.Generator) -> dict[str, Tensor]:
+    spectra = torch.randn(4, 80, 128, generator=generator)
+    return {"input_features": spectra, "labels": _tokens(generator, 32)}
 
 
-def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import timm
-
-        return timm.create_model(name, num_classes=10, **options)
-
-    return build
+# --- timm ---------------------------------------------------------------------------------------
 
 
-MODELS = {
-    "transformers GPT-2": OutsideModel(_gpt2, _causal, hf_loss),
-    "transformers BERT": OutsideModel(_bert, _masked, hf_loss),
-    "transformers Llama": OutsideModel(_llama, _causal, hf_loss),
-    "transformers T5": OutsideModel(_t5, _seq2seq, hf_loss),
-    "timm ResNet": OutsideModel(_timm("resnet18"), _images(64), classify),
-    "timm ViT": OutsideModel(
-        _timm("vit_tiny_patch16_224", img_size=64, drop_rate=0.1), _images(64), classify
+def _build_timm(name: str, options: dict[str, Any]) -> nn.Module:
+    timm = importlib.import_module("timm")
+    return timm.create_model(name, num_classes=CLASSES, **options)
+
+
+def _timm(name: str, size: int = 64, **options: Any) -> OutsideModel:
+    return OutsideModel(partial(_build_timm, name, options), partial(_images, size=size), classify)
+
+
+_TIMM = {
+    # Convolutions
+    "ResNet": _timm("resnet18"),
+    "ResNeXt": _timm("resnext26ts"),
+    "RegNet": _timm("regnetx_002"),
+    "DenseNet": _timm("densenet121", growth_rate=8),
+    "RepVGG": _timm("repvgg_a0"),
+    "HRNet": _timm("hrnet_w18_small"),
+    "NFNet": _timm("nf_regnet_b0"),
+    "EfficientNet": _timm("efficientnet_b0", drop_rate=0.2),
+    "MobileNetV3": _timm("mobilenetv3_small_050"),
+    "MobileNetV4": _timm("mobilenetv4_conv_small_050"),
+    "GhostNet": _timm("ghostnet_050"),
+    "ConvNeXt": _timm("convnext_atto", drop_path_rate=0.1),
+    "ConvNeXt V2": _timm("convnextv2_atto"),
+    # Attention
+    "ViT": _timm("vit_tiny_patch16_224", img_size=64, drop_rate=0.1),
+    "DeiT distilled": _timm("deit_tiny_distilled_patch16_224", img_size=64),
+    "BEiT": _timm("beit_base_patch16_224", img_size=64, embed_dim=192, num_heads=3),
+    "EVA-02": _timm("eva02_tiny_patch14_224", size=56, img_size=56),
+    "CaiT": _timm("cait_xxs24_224", img_size=64, depth=8),
+    "XCiT": _timm("xcit_nano_12_p16_224", img_size=64),
+    "CrossViT": _timm("crossvit_tiny_240", size=120, img_size=120),
+    "VOLO": _timm("volo_d1_224", img_size=64),
+    "Swin": _timm("swin_tiny_patch4_window7_224", img_size=64, window_size=4),
+    "Swin V2": _timm("swinv2_tiny_window8_256", img_size=64, window_size=4),
+    # Both, or neither
+    "MLP-Mixer": _timm("mixer_s32_224", img_size=64),
+    "PoolFormer": _timm("poolformer_s12"),
+    "LeViT": _timm("levit_128s", img_size=64),
+    "EdgeNeXt": _timm("edgenext_xx_small"),
+    "MobileViT": _timm("mobilevit_xxs"),
+    "CoAtNet": _timm("coatnet_nano_rw_224", img_size=64),
+    "MaxViT": _timm("maxvit_pico_rw_256", img_size=64),
+}
+
+# --- transformers -------------------------------------------------------------------------------
+
+
+def _build_transformers(config: str, head: str, options: dict[str, Any]) -> nn.Module:
+    transformers = importlib.import_module("transformers")
+    auto = getattr(transformers, head)
+    return auto.from_config(getattr(transformers, config)(**options))
+
+
+def _transformers(
+    config: str,
+    head: str,
+    batch: Callable[[torch.Generator], Any],
+    **options: Any,
+) -> OutsideModel:
+    return OutsideModel(partial(_build_transformers, config, head, options), batch, hf_loss)
+
+
+# Two layers of width 64, under the names that configurations share.
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_GROUPED = {**_SMALL, "vocab_size": VOCAB, "num_key_value_heads": 2, "head_dim": 16}
+_EXPERTS = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_CODER = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+}
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+_CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2": ("GPT2Config", {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}),
+    "GPT-NeoX": ("GPTNeoXConfig", _SMALL),
+    "OPT": ("OPTConfig", {**_SMALL, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "BLOOM": ("BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "Falcon": ("FalconConfig", _SMALL),
+    "Phi": ("PhiConfig", _SMALL),
+    "Llama": ("LlamaConfig", _GROUPED),
+    "Mistral": ("MistralConfig", {**_GROUPED, "sliding_window": 32}),
+    "Mixtral": ("MixtralConfig", {**_GROUPED, "num_local_experts": 4}),
+    "Qwen2": ("Qwen2Config", _GROUPED),
+    "Qwen2-MoE": ("Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 64}),
+    "Qwen3": ("Qwen3Config", _GROUPED),
+    "Gemma": ("GemmaConfig", _GROUPED),
+    "Gemma 2": ("Gemma2Config", _GROUPED),
+    "Mamba": ("MambaConfig", {"hidden_size": 64, "num_hidden_layers": 2}),
+    "Mamba 2": (
+        "Mamba2Config",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "n_groups": 2},
     ),
-    "timm ConvNeXt": OutsideModel(
-        _timm("convnext_atto", drop_path_rate=0.1), _images(64), classify
-    ),
-    "timm EfficientNet": OutsideModel(
-        _timm("efficientnet_b0", drop_rate=0.2), _images(64), classify
-    ),
-    "timm Swin": OutsideModel(_timm("swin_tiny_patch4_window7_224"), _images(224), classify),
-    "timm MLP-Mixer": OutsideModel(_timm("mixer_s32_224"), _images(224), classify),
+}
+_MASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "BERT": ("BertConfig", _SMALL),
+    "RoBERTa": ("RobertaConfig", _SMALL),
+    "ELECTRA": ("ElectraConfig", {**_SMALL, "embedding_size": 64}),
+    "ALBERT": ("AlbertConfig", {**_SMALL, "embedding_size": 64}),
+    "DeBERTa-v2": ("DebertaV2Config", {**_SMALL, "relative_attention": True}),
+    "DistilBERT": ("DistilBertConfig", {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4}),
 }
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Return the model with nothing random left in its forward."""
-    for module in model.modules():
-        for name in ("p", "drop_prob", "drop_rate", "dropout", "dropout_p"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
-def host_waits(step: Callable[[], Any], count: int = 50) -> int:
-    """Return how often ``count`` steady steps make the host wait."""
-    for _ in range(5):
-        step()
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        for _ in range(count):
-            step()
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(w.message) for w in caught)
-
-
-def measure(outside: OutsideModel) -> dict[str, Any]:
-    """Return parity and host waits of one model."""
-    generator = torch.Generator().manual_seed(0)
-    batches = [outside.batch(generator) for _ in range(7)]
-    figures: dict[str, Any] = {}
-    for plan in ("eager", "exact"):
-        result = assert_parity(
-            outside.build,
-            optimizer,
-            outside.loss_fn,
-            batches,
-            plan,
-            accumulate=2,
-            max_grad_norm=1.0,
-            lr_scheduler=scheduler,
-            device="cuda",
-        )
-        figures[plan] = {
-            "bitwise": result.exact,
-            "steps": result.num_steps,
-            "losses": result.losses,
-        }
-    model = outside.build().cuda()
-    made = optimizer(model.parameters())
-    trainer = Trainer(model, made, outside.loss_fn, max_grad_norm=1.0)
-    batch = next(iter(trainer.prefetch(batches)))
-    figures["host_waits_of_50_steps"] = {
-        "plain": host_waits(
-            lambda: plain_step(model, made, outside.loss_fn, [batch], max_grad_norm=1.0)
-        ),
-        "trainer": host_waits(lambda: trainer.step(batch)),
+def _language_models(
+    table: dict[str, tuple[str, dict[str, Any]]],
+    head: str,
+    batch: Callable[[torch.Generator], Any],
+) -> dict[str, OutsideModel]:
+    return {
+        name: _transformers(config, head, batch, **{**_SPECIAL, "vocab_size": VOCAB, **options})
+        for name, (config, options) in table.items()
     }
-    return figures
 
 
-def main() -> None:
-    """Measure every model, print a table, and write the raw figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    figures: dict[str, Any] = {}
-    for name, outside in MODELS.items():
-        try:
-            figures[name] = measure(outside)
-            waits = figures[name]["host_waits_of_50_steps"]
-            print(f"{name:26} bitwise  host waits {waits['plain']} -> {waits['trainer']}")
-        except Exception as error:
-            figures[name] = {"error": f"{type(error).__name__}: {error}"}
-            print(f"{name:26} {figures[name]['error']}")
-    if args.out:
-        results.write(args.out, {"figures": figures})
+_TRANSFORMERS = {
+    **_language_models(_CAUSAL, "AutoModelForCausalLM", _causal),
+    **_language_models(_MASKED, "AutoModelForMaskedLM", _masked),
+    "T5": _transformers(
+        "T5Config",
+        "AutoModelForSeq2SeqLM",
+        _seq2seq,
+        vocab_size=VOCAB,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    ),
+    "BART": _transformers(
+        "BartConfig", "AutoModelForSeq2SeqLM", _seq2seq, vocab_size=VOCAB, **_CODER
+    ),
+    "Whisper": _transformers(
+        "WhisperConfig",
+        "AutoModelForSpeechSeq2Seq",
+        _spectra,
+        vocab_size=VOCAB,
+        max_source_positions=64,
+        decoder_start_token_id=1,
+        **_SPECIAL,
+        **_CODER,
+    ),
+    "Wav2Vec2": _transformers(
+        "Wav2Vec2Config",
+        "AutoModelForAudioClassification",
+        _waves,
+        num_labels=CLASSES,
+        conv_dim=[32] * 7,
+        num_conv_pos_embeddings=16,
+        apply_spec_augment=False,
+        **_SMALL,
+    ),
+    "ViT": _transformers(
+        "ViTConfig",
+        "AutoModelForImageClassification",
+        _pixels,
+        num_labels=CLASSES,
+        image_size=64,
+        patch_size=8,
+        **_SMALL,
+    ),
+    "SegFormer": _transformers(
+        "SegformerConfig", "AutoModelForImageClassification", _pixels, num_labels=CLASSES
+    ),
+    "CLIP": _transformers(
+        "CLIPConfig",
+        "AutoModel",
+        _captions,
+        projection_dim=64,
+        text_config={**_SMALL, **_SPECIAL, "vocab_size": VOCAB, "max_position_embeddings": 64},
+        vision_config={**_SMALL, "image_size": 64, "patch_size": 8},
+    ),
+}
 
-
-if __name__ == "__main__":
-    main()
+MODELS = {
+    **{f"timm {name}": model for name, model in _TIMM.items()},
+    **{f"transformers {name}": model for name, model in _TRANSFORMERS.items()},
+}

@@ -44,6 +44,25 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def resumed(path: Path, expected: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what an earlier run wrote, or None if it wrote nothing.
+
+    Raises:
+        SystemExit: It was written by another commit, on another machine, or under other settings:
+            figures from two measurements would stand in one file.
+    """
+    if not path.exists():
+        return None
+    earlier: dict[str, Any] = json.loads(path.read_text())
+    for key, value in {"machine": machine(), **expected}.items():
+        if earlier.get(key) != value:
+            raise SystemExit(
+                f"{path} was measured with {key} {earlier.get(key)}, and this is {value}; "
+                "remove the file or write to another"
+            )
+    return earlier
+
+
 def _command() -> str:
     """Return the command that ran, without the places of its output."""
     arguments = list(sys.argv)

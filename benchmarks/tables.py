@@ -1,10 +1,11 @@
-"""The tables of the documentation, made from the raw figures.
+"""The tables and the plot of the documentation, made from the raw figures.
 
     PYTHONPATH=. python benchmarks/tables.py [--check]
 
 Each table stands in a page of docs/ between ``<!-- figures: NAME -->`` and ``<!-- end -->`` and is
-rewritten from the file of that name in benchmarks/results/. With ``--check`` nothing is written,
-and the exit status says whether a page differs from its figures.
+rewritten from its file in benchmarks/results/; where there is no such file yet, the page keeps what
+it has. With ``--check`` nothing is written, and the exit status says whether a page or the plot
+differs from its figures.
 """
 
 from __future__ import annotations
@@ -12,49 +13,66 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 
 # The folder above, not torch: tables are made where no torch is.
 from pathlib import Path
 from typing import Any
 
+from benchmarks import baseline_tables, plots
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BLOCK = re.compile(r"<!-- figures: ([\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
+BASELINE = "baseline_h200.json"
+PLOT = ROOT / "docs" / "_static" / "baseline.svg"
+BLOCK = re.compile(r"<!-- figures: ([\w -]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+Table = Callable[[dict[str, Any]], list[str]]
 
 
-def step_overhead(result: dict[str, Any]) -> list[str]:
-    """Return the table of what the step costs."""
-    lines = [
-        '| workload | plain loop | `Trainer(plan="exact")` | ratio, quartiles | plain / plain |',
-        "|---|---|---|---|---|",
-    ]
-    for name, figures in result["figures"].items():
-        ours, noise = figures["trainer / plain"], figures["plain / plain"]
-        plain_ms, ours_ms = ours["median_ms"]
-        low, high = ours["quartiles"]
-        lines.append(
-            f"| {name} | {plain_ms:.3f} ms | {ours_ms:.3f} ms | **{ours['median_ratio']:.4f}** "
-            f"({low:.3f} to {high:.3f}) | {noise['median_ratio']:.4f} |"
-        )
-    return lines
+def baseline_plot(_result: dict[str, Any]) -> list[str]:
+    """Return the line that shows the plot; the plot itself is another file."""
+    return [f"![{plots.TITLE}, for every workload; the table has its figures](_static/{PLOT.name})"]
 
 
-def outside_models(result: dict[str, Any]) -> list[str]:
+def sweep(result: dict[str, Any]) -> list[str]:
     """Return the table of models from elsewhere."""
+    models = result["models"]
+    ran = [model for model in models.values() if model["status"] == "ran"]
+    held = sum(model["parity"]["held"] for model in ran)
+    gains = [model["gain"] for model in ran]
+    gain = f"; median gain {statistics.median(gains):.2f}" if gains else ""
     lines = [
-        "| model | `eager` | `exact` | host waits in 50 steps, plain loop | `Trainer` |",
-        "|---|---|---|---|---|",
+        f"Plan ``{result['settings']['plan']}``: {len(ran)} of {len(models)} models ran; "
+        f"parity held for {held}{gain}.",
+        "",
+        "| model | parity | plain ms | plan ms | gain (quartiles) | form "
+        "| host waits, plain → plan |",
+        "|---|---|---:|---:|---:|---|---:|",
     ]
-    for name, figures in result["figures"].items():
-        if "error" in figures:
-            lines.append(f"| {name} | {figures['error']} | | | |")
-            continue
-        verdicts = ["bitwise" if figures[p]["bitwise"] else "differs" for p in ("eager", "exact")]
-        waits = figures["host_waits_of_50_steps"]
-        lines.append(f"| {name} | {' | '.join(verdicts)} | {waits['plain']} | {waits['trainer']} |")
+    for name, model in models.items():
+        if model["status"] == "ran":
+            lines.append(f"| {name} | {' | '.join(_sweep_cells(model))} |")
+        else:
+            lines.append(f"| {name} | {baseline_tables.why_not(model)} |{' |' * 5}")
     return lines
+
+
+def _sweep_cells(model: dict[str, Any]) -> list[str]:
+    parity, waits = model["parity"], model.get("host_waits")  # none are counted on a CPU
+    agreed = "to the bit" if parity["exact"] else "held" if parity["held"] else "**not held**"
+    low, high = model["gain_quartiles"]
+    return [
+        agreed,
+        baseline_tables.figure(model["eager_ms"]),
+        baseline_tables.figure(model["plan_ms"]),
+        f"{model['gain']:.3f} ({low:.3f} to {high:.3f})",
+        model["form"],
+        f"{waits['eager']:g} → {waits['plan']:g}" if waits else "",
+    ]
 
 
 def main_job(result: dict[str, Any]) -> list[str]:
@@ -76,20 +94,40 @@ def main_job(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
-    "step overhead": ("step_overhead_h200.json", step_overhead),
-    "outside models": ("outside_models_h200.json", outside_models),
+# Beside these, "baseline NAME" is the table of the workload NAME.
+TABLES: dict[str, tuple[str, Table]] = {
+    "baseline summary": (BASELINE, baseline_tables.summary),
+    "baseline plot": (BASELINE, baseline_plot),
+    "anchors": (BASELINE, baseline_tables.anchor_table),
+    "sweep": ("sweep_h200.json", sweep),
     "main job": ("main_job_curves_h200.json", main_job),
 }
 
 
-def render(name: str) -> str:
-    """Return the block of this name, markers included."""
-    file, table = TABLES[name]
-    result = json.loads((RESULTS / file).read_text())
+def table_named(name: str) -> tuple[str, Table]:
+    """Return the file and the function of a table."""
+    if name in TABLES:
+        return TABLES[name]
+    if name.startswith("baseline "):
+        workload = name.removeprefix("baseline ")
+        return BASELINE, partial(baseline_tables.workload, name=workload)
+    raise SystemExit(
+        f"a page has the figures {name!r}; there are {', '.join(TABLES)} and baseline NAME, "
+        "with the name of a workload"
+    )
+
+
+def render(name: str) -> str | None:
+    """Return the block of this name, markers included; None if nothing was measured yet."""
+    file, table = table_named(name)
+    path = RESULTS / file
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text())
     machine = result["machine"]
+    device = machine["gpu"] or "CPU"
     source = (
-        f"Measured on one {machine['gpu']}, torch {machine['torch']}, {result['date']}, by "
+        f"Measured on one {device}, torch {machine['torch']}, {result['date']}, by "
         f"``{result['command']}``; raw figures in ``benchmarks/results/{file}``."
     )
     body = "\n".join(table(result))
@@ -98,22 +136,33 @@ def render(name: str) -> str:
 
 def rewritten(text: str) -> str:
     """Return a page with its tables made anew."""
-    return BLOCK.sub(lambda match: render(match[1]), text)
+    return BLOCK.sub(lambda match: render(match[1]) or match[0], text)
+
+
+def wanted() -> dict[Path, str]:
+    """Return what every page, and the plot, should be."""
+    files = {page: rewritten(page.read_text()) for page in sorted((ROOT / "docs").rglob("*.md"))}
+    if (RESULTS / BASELINE).exists():
+        files[PLOT] = plots.baseline(json.loads((RESULTS / BASELINE).read_text()))
+    return files
 
 
 def main() -> None:
-    """Rewrite the pages, or check them."""
+    """Rewrite the pages and the plot, or check them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    stale = []
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        text = page.read_text()
-        if rewritten(text) != text:
-            stale.append(str(page.relative_to(ROOT)))
-            if not args.check:
-                page.write_text(rewritten(text))
-    print("\n".join(stale) or "every table is what its figures say")
+    stale = {
+        path: text
+        for path, text in wanted().items()
+        if not path.exists() or path.read_text() != text
+    }
+    if not args.check:
+        for path, text in stale.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    names = [str(path.relative_to(ROOT)) for path in stale]
+    print("\n".join(names) or "everything is what its figures say")
     sys.exit(1 if args.check and stale else 0)
 
 

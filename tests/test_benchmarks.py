@@ -3,29 +3,336 @@
 from __future__ import annotations
 
 import json
+import re
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import main_job_curves, results, tables
+import benchmark_results
+from benchmarks import anchors, baseline_tables, main_job_curves, plots, results, tables
+from benchmarks.methods import METHODS
+from benchmarks.workloads import NAMES
+
+PAGES = sorted((tables.ROOT / "docs").rglob("*.md"))
+FILES = {
+    "baseline_h200.json": benchmark_results.result_of_every_status,
+    "sweep_h200.json": benchmark_results.sweep,
+    "main_job_curves_h200.json": benchmark_results.main_job,
+}
 
 
-def test_every_table_is_what_its_figures_say():
-    pages = list((tables.ROOT / "docs").rglob("*.md"))
-    found = [name for page in pages for name in tables.BLOCK.findall(page.read_text())]
-    assert set(found) == set(tables.TABLES)
-    for page in pages:
-        text = page.read_text()
-        assert tables.rewritten(text) == text, f"{page.name}: run benchmarks/tables.py"
+@pytest.fixture
+def made_up(monkeypatch, tmp_path):
+    """Put results that were made up where the tables look for them; return how to write one."""
 
+    def write(file, content):
+        (tmp_path / file).write_text(json.dumps(content))
 
-def test_a_changed_figure_changes_the_page(monkeypatch, tmp_path):
-    for file, _ in tables.TABLES.values():
-        result = json.loads((tables.RESULTS / file).read_text())
-        result["date"] = "1999-01-01"
-        (tmp_path / file).write_text(json.dumps(result))
+    for file, build in FILES.items():
+        write(file, build())
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    page = tables.ROOT / "docs" / "benchmarks.md"
-    assert tables.rewritten(page.read_text()).count("1999-01-01") == len(tables.TABLES)
+    return write
+
+
+# -- The pages -------------------------------------------------------------------------------------
+
+
+def test_every_table_has_its_place_and_no_other():
+    found = {name for page in PAGES for name in tables.BLOCK.findall(page.read_text())}
+    assert found == set(tables.TABLES) | {f"baseline {name}" for name in NAMES}
+
+
+def test_every_table_and_the_plot_are_what_their_figures_say():
+    for path, text in tables.wanted().items():
+        assert path.exists(), f"{path.name}: run benchmarks/tables.py"
+        assert path.read_text() == text, f"{path.name}: run benchmarks/tables.py"
+
+
+def test_a_workload_without_a_table_would_be_seen():
+    path = tables.RESULTS / tables.BASELINE
+    if not path.exists():
+        pytest.skip("the baseline is not measured yet")
+    assert set(json.loads(path.read_text())["workloads"]) <= set(NAMES)
+
+
+def test_a_changed_figure_changes_the_page(made_up):
+    pages = [page.read_text() for page in PAGES]
+    num_blocks = sum(len(tables.BLOCK.findall(page)) for page in pages)
+    for file, build in FILES.items():
+        made_up(file, build() | {"date": "1999-01-01"})
+    changed = "".join(map(tables.rewritten, pages))
+    assert changed.count("1999-01-01") == num_blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("baseline summary", "| mlp | 2.0"),
+        ("baseline plot", "](_static/baseline.svg)"),
+        ("baseline gpt-small", "gpt-small, made up; 256 items a step"),
+        ("anchors", "| mlp | one graph | 0.185 | 0.5"),
+        ("sweep", "| timm resnet18 |"),
+        ("main job", "| bf16 | 1.5500 |"),
+    ],
+)
+def test_a_table_has_its_own_figures_and_names_their_source(made_up, name, figure):
+    block = tables.render(name)
+    assert figure in block
+    source = tables.table_named(name)[0]
+    assert "Measured on one NVIDIA H200, torch 2.11.0+cu130, 2026-11-21, by" in block
+    assert f"raw figures in ``benchmarks/results/{source}``" in block
+
+
+def test_a_table_is_made_again_from_itself(made_up):
+    for page in PAGES:
+        once = tables.rewritten(page.read_text())
+        assert tables.rewritten(once) == once
+
+
+def test_without_its_figures_a_page_stays_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    wanted = tables.wanted()
+    assert wanted == {page: page.read_text() for page in PAGES}
+
+
+def test_a_table_that_does_not_exist_is_an_error():
+    with pytest.raises(SystemExit, match=r"step overhead.*anchors.*baseline NAME"):
+        tables.rewritten("<!-- figures: step overhead -->\n<!-- end -->")
+
+
+def test_check_writes_nothing_and_tells_what_is_stale(made_up, monkeypatch, tmp_path, capsys):
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    page = docs / "page.md"
+    page.write_text("# Page\n\n<!-- figures: sweep -->\n<!-- end -->\n")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "PLOT", docs / "_static" / "baseline.svg")
+
+    def status(*options):
+        monkeypatch.setattr("sys.argv", ["tables.py", *options])
+        with pytest.raises(SystemExit) as left:
+            tables.main()
+        return left.value.code
+
+    before = page.read_text()
+    assert status("--check") == 1
+    assert page.read_text() == before
+    assert not tables.PLOT.exists()
+    assert "docs/page.md" in capsys.readouterr().out
+    assert status() == 0
+    assert "timm resnet18" in page.read_text()
+    assert tables.PLOT.read_text().startswith("<svg")
+    assert status("--check") == 0
+
+
+def test_the_page_lists_every_workload_and_what_every_method_is_given():
+    page = (tables.ROOT / "docs" / "benchmarks.md").read_text()
+    for name in NAMES:
+        assert f"\n| {name} | " in page
+    for method in METHODS.values():
+        row = f"| {method.name} | {method.given} |"
+        assert f"\n{row}\n" in page, f"the page should have: {row}"
+
+
+# -- The tables ------------------------------------------------------------------------------------
+
+
+def rows_of(lines):
+    """Return the cells of a Markdown table, by the first one."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    assert len({len(row) for row in cells}) == 1, "every row has every cell"
+    head, _, *rows = cells
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def test_the_summary_has_a_cell_for_every_kind_of_status():
+    lines = baseline_tables.summary(benchmark_results.result_of_every_status())
+    rows = rows_of(lines)
+    assert rows["mlp"]["tuned"] == "1.67"
+    # The fastest of all is broken, so the next is the fastest that trains.
+    assert rows["mlp"]["hand, whole"] == "broken"
+    assert rows["mlp"]["hand"].startswith("**")
+    assert rows["mlp"]["transf."] == "–¹"
+    assert rows["gpt-small"]["hand, whole"].startswith("**")
+    assert rows["gpt-small"]["comp. m-a"] == "–²"
+    assert rows["resnet50"]["Lightning"] == ""
+    assert rows["llama"]["tuned"] == "–³"
+    assert sum("**" in cell for row in rows.values() for cell in row.values()) == 3
+    text = "\n".join(lines)
+    assert "¹ does not fit: Trainer wants a model that returns its loss / and a dict;" in text
+    assert "² failed: not done in 90 s; ³ failed." in text
+    assert "comp. m-a: compile max-autotune;" in text
+
+
+def test_a_reason_that_holds_twice_has_one_footnote():
+    result = benchmark_results.result()
+    for workload in result["workloads"].values():
+        workload["methods"]["naive"] = {"status": "failed", "reason": "no memory"}
+    lines = baseline_tables.summary(result)
+    assert {row["naive"] for row in rows_of(lines).values()} == {"–¹"}
+    assert lines[-1] == "¹ failed: no memory."
+
+
+def test_columns_are_in_order_whichever_workload_has_them():
+    result = benchmark_results.result()
+    result["workloads"]["mlp"]["methods"] = {
+        name: result["workloads"]["mlp"]["methods"][name] for name in ("torchfast fast", "tuned")
+    }
+    result["workloads"]["mlp"]["methods"]["another"] = {"status": "failed"}
+    head = baseline_tables.summary(result)[0]
+    assert re.search("naive .* tuned .* Lightning .* tf fast .* another", head)
+
+
+def test_the_table_of_a_workload_has_every_figure():
+    result = benchmark_results.result_of_every_status()
+    naive = result["workloads"]["mlp"]["methods"]["naive"]
+    naive |= {
+        "median_ms": 1234.5,
+        "spread": 0.0123,
+        "blocks_ms": [2.0, 2.2, 2.4, 2.6],
+        "reference_blocks_ms": [2.0, 2.0, 2.0, 2.0],
+        "host_ms": 0.98765,
+        "device_ms": 0.5,
+        "peak_bytes": 12_340_000_000,
+        "cold_start_s": 31.4159,
+        "host_syncs": 2.0,
+        "num_kernels": 1812.0,
+        "num_launches": 812.5,
+        "losses": [2.3456, 1.0, 0.5],
+    }
+    lines = baseline_tables.workload(result, "mlp")
+    assert lines[0] == "mlp, made up; 256 items a step, 1,000,000 parameters, bf16."
+    rows = rows_of(lines)
+    assert list(rows["naive"].values()) == [
+        "naive",
+        "1,230 (1.2%)",
+        "1.150 (1.025 to 1.275)",
+        "0.988",
+        "0.500",
+        "12.3",
+        "31.4",
+        "2",
+        "1,812",
+        "812.5",
+        "2.346 → 0.500 after 3 steps",
+    ]
+    assert rows["tuned"]["× tuned (quartiles)"] == "1.000 (1.000 to 1.000)"
+    broken = rows["by hand: graph + compile whole"]["loss"]
+    assert broken == "**broken**: 2.300 → nan after 3 steps"
+    reason = rows["transformers Trainer"]["ms (spread)"]
+    assert reason == "does not fit: Trainer wants a model that returns its loss / and a dict"
+
+
+def test_what_a_cpu_lacks_is_left_empty():
+    result = benchmark_results.result_of_every_status()
+    row = rows_of(baseline_tables.workload(result, "gpt-small"))["naive"]
+    lacking = ("device ms", "peak GB", "host syncs", "kernels", "launches")
+    assert {row[name] for name in lacking} == {""}
+    assert row["host ms"]
+
+
+def test_a_workload_that_was_not_measured_says_so():
+    assert baseline_tables.workload(benchmark_results.result(), "dlrm") == ["Not measured."]
+    rows = rows_of(baseline_tables.workload(benchmark_results.result_of_every_status(), "llama"))
+    assert rows["tuned"]["ms (spread)"] == "failed"
+
+
+def test_any_subset_gives_every_table():
+    empty = benchmark_results.result(workloads={})
+    lone = benchmark_results.result(relative={"tuned": 1.0}, rounds=2)
+    for result in (empty, lone):
+        for table in (baseline_tables.summary, baseline_tables.anchor_table):
+            assert table(result)
+        assert baseline_tables.workload(result, "mlp")
+        ElementTree.fromstring(plots.baseline(result))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.1854, "0.185"),
+        (1.99, "1.99"),
+        (9.999, "10.0"),
+        (228.6, "229"),
+        (1234.5, "1,230"),
+        (0, "0"),
+        (None, ""),
+        (0.00012, "0.000120"),
+    ],
+)
+def test_figures_have_three_significant_digits(value, text):
+    assert baseline_tables.figure(value) == text
+
+
+# -- The anchors -----------------------------------------------------------------------------------
+
+
+def anchored(methods):
+    """Return the row of gpt-small's best anchor, 1.99 ms, where these methods took these times."""
+    result = benchmark_results.result(workloads={"gpt-small": 1.0})
+    measured = result["workloads"]["gpt-small"]["methods"]
+    ran = measured["tuned"]
+    measured.clear()
+    for name, (ms, trains) in methods.items():
+        measured[name] = ran | {"median_ms": ms, "trains": trains}
+    lines = baseline_tables.anchor_table(result)
+    (row,) = (line for line in lines if "| 1.99 |" in line)
+    return [cell.strip() for cell in row.strip("|").split("|")][3:]
+
+
+def test_an_anchor_is_held_against_the_fastest_that_is_the_same_and_trains():
+    assert anchored({"by hand: graph + compile whole": (2.189, True)}) == ["2.19", "+10.0%"]
+    both = {
+        "by hand: graph + compile whole": (3.0, True),
+        "by hand: graph + compile by block": (1.99, True),
+        "by hand: graph": (1.0, True),
+        "torchfast fast": (0.5, True),
+    }
+    assert anchored(both) == ["1.99", "+0.0%"]
+    assert anchored({"by hand: graph + compile whole": (1.9899, True)}) == ["1.99", "+0.0%"]
+    both["by hand: graph + compile by block"] = (1.99, False)
+    assert anchored(both)[0] == "3.00"
+    assert anchored({"by hand: graph": (1.0, True)}) == ["none ran and trained", ""]
+
+
+def test_every_anchor_names_a_workload_and_a_method_that_exist():
+    for anchor in (*anchors.BESTS, *anchors.PEERS):
+        assert anchor.workload in NAMES
+        assert any(re.search(anchor.methods, name) for name in METHODS), anchor
+
+
+def test_every_method_has_a_column_and_a_mark():
+    assert set(METHODS) == set(baseline_tables.HEADS)
+    for name in METHODS:
+        assert sum(name.startswith(family.prefix) for family in plots.FAMILIES) == 1, name
+
+
+def test_the_sweep_has_models_that_ran_and_models_that_failed():
+    summary, _, *lines = tables.sweep(benchmark_results.sweep())
+    assert summary == ("Plan ``fast``: 3 of 4 models ran; parity held for 2; median gain 1.50.")
+    rows = rows_of(lines)
+    assert list(rows["timm resnet18"].values()) == [
+        "timm resnet18",
+        "to the bit",
+        "9.50",
+        "9.50",
+        "1.000 (0.990 to 1.010)",
+        "eager",
+        "1 → 0.5",
+    ]
+    assert rows["timm vit"]["parity"] == "held"
+    assert rows["timm vit"]["host waits, plain → plan"] == ""
+    assert rows["transformers gpt2"]["parity"] == "**not held**"
+    assert rows["transformers t5"]["parity"] == "failed: RuntimeError: no / such shape"
+
+
+def test_a_sweep_in_which_nothing_ran():
+    result = benchmark_results.sweep()
+    result["models"] = {"timm vit": {"status": "failed", "reason": "not done in 60 s"}}
+    assert tables.sweep(result)[0] == "Plan ``fast``: 0 of 1 models ran; parity held for 0."
+
+
+# -- Raw figures -----------------------------------------------------------------------------------
 
 
 def test_raw_figures_name_machine_command_and_date():

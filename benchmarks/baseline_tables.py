@@ -1,0 +1,183 @@
+"""The tables of ``baseline_h200.json``, in Markdown, of whatever workloads and methods it has."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from typing import Any
+
+from benchmarks import anchors
+from benchmarks.compare import REFERENCE
+
+Result = dict[str, Any]
+# The columns in order, with heads that a page has room for; other methods follow by their names.
+HEADS = {
+    "naive": "naive",
+    "tuned": "tuned",
+    "Lightning": "Lightning",
+    "Accelerate": "Accelerate",
+    "transformers Trainer": "transf.",
+    "compile default": "comp.",
+    "compile reduce-overhead": "comp. r-o",
+    "compile max-autotune-no-cudagraphs": "comp. m-a-n",
+    "compile max-autotune": "comp. m-a",
+    "by hand: graph": "hand",
+    "by hand: graph + compile by block": "hand, block",
+    "by hand: graph + compile whole": "hand, whole",
+    "by hand: graph + float8 + compile by block": "hand, float8",
+    "torchfast eager": "tf eager",
+    "torchfast exact": "tf exact",
+    "torchfast fast": "tf fast",
+}
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def summary(result: Result) -> list[str]:
+    """Return workloads by methods, in milliseconds a step."""
+    workloads = result["workloads"]
+    measured = dict.fromkeys(name for about in workloads.values() for name in about["methods"])
+    methods = [name for name in HEADS if name in measured]
+    methods += [name for name in measured if name not in HEADS]
+    notes: dict[str, int] = {}  # each reason once, with its number
+    lines = [
+        f"| ms a step | {' | '.join(HEADS.get(method, method) for method in methods)} |",
+        f"|---|{'---:|' * len(methods)}",
+    ]
+    for name, workload in workloads.items():
+        trained = [m["median_ms"] for m in workload["methods"].values() if trains(m)]
+        fastest = min(trained, default=None)
+        cells = [_cell(workload["methods"].get(method), fastest, notes) for method in methods]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    renamed = [
+        f"{HEADS[method]}: {method}" for method in methods if HEADS.get(method, method) != method
+    ]
+    footnotes = [f"{_superscript(number)} {text}" for text, number in notes.items()]
+    legend = (
+        "Bold: the fastest that trains. Broken: it runs, but its loss does not fall as it should."
+    )
+    return [
+        *lines,
+        "",
+        _sentence(legend, renamed),
+        *(["", "; ".join(footnotes) + "."] * bool(notes)),
+    ]
+
+
+def _sentence(start: str, details: list[str]) -> str:
+    return f"{start} {'; '.join(details)}." if details else start
+
+
+def _cell(method: Result | None, fastest: float | None, notes: dict[str, int]) -> str:
+    if method is None:
+        return ""
+    if method["status"] != "ran":
+        return "–" + _superscript(notes.setdefault(why_not(method), len(notes) + 1))
+    if not trains(method):
+        return "broken"
+    ms = figure(method["median_ms"])
+    return f"**{ms}**" if method["median_ms"] == fastest else ms
+
+
+def _superscript(number: int) -> str:
+    return str(number).translate(SUPERSCRIPTS)
+
+
+def workload(result: Result, name: str) -> list[str]:
+    """Return everything that was measured of a workload."""
+    if name not in result["workloads"]:
+        return ["Not measured."]
+    about = result["workloads"][name]
+    lines = [
+        f"{about['title']}; {about['items_per_step']:,} {about['unit']} a step, "
+        f"{about['num_parameters']:,} parameters, {about['precision']}.",
+        "",
+        f"| method | ms (spread) | × {REFERENCE} (quartiles) | host ms | device ms | peak GB | "
+        "cold start s | host syncs | kernels | launches | loss |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for method_name, method in about["methods"].items():
+        if method["status"] == "ran":
+            lines.append(f"| {method_name} | {' | '.join(_figures(method))} |")
+        else:
+            lines.append(f"| {method_name} | {why_not(method)} |{' |' * 9}")
+    return lines
+
+
+def _figures(method: Result) -> list[str]:
+    ratios = relative(method)
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    losses = method["losses"]
+    loss = f"{losses[0]:.3f} → {losses[-1]:.3f} after {len(losses)} steps" if losses else ""
+    peak = method["peak_bytes"]
+    return [
+        f"{figure(method['median_ms'])} ({method['spread']:.1%})",
+        f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})",
+        figure(method["host_ms"]),
+        figure(method["device_ms"]),
+        figure(None if peak is None else peak / 1e9),
+        figure(method["cold_start_s"]),
+        *(_count(method[key]) for key in ("host_syncs", "num_kernels", "num_launches")),
+        loss if trains(method) else f"**broken**: {loss}",
+    ]
+
+
+def anchor_table(result: Result) -> list[str]:
+    """Return what was measured against figures that it must attain."""
+    lines = ["| workload | what | anchor, ms | here, ms | difference |", "|---|---|---:|---:|---:|"]
+    for anchor in (*anchors.BESTS, *anchors.PEERS):
+        here = measured(result, anchor)
+        compared = "none ran and trained |"
+        if here is not None:
+            compared = f"{figure(here)} | {here / anchor.ms - 1:+z.1%}"  # z: no -0.0
+        lines.append(f"| {anchor.workload} | {anchor.what} | {anchor.ms:g} | {compared} |")
+    return [*lines, "", f"Anchors: {anchors.SOURCE}."]
+
+
+def measured(result: Result, anchor: anchors.Anchor) -> float | None:
+    """Return the milliseconds of the fastest method that is what the anchor is, if any ran."""
+    methods = result["workloads"].get(anchor.workload, {}).get("methods", {})
+    return min(
+        (
+            method["median_ms"]
+            for name, method in methods.items()
+            if re.search(anchor.methods, name) and trains(method)
+        ),
+        default=None,
+    )
+
+
+# -- What a method's figures say -------------------------------------------------------------------
+
+
+def trains(method: Result) -> bool:
+    """Return whether a method ran and trained."""
+    return method["status"] == "ran" and bool(method["trains"])
+
+
+def relative(method: Result) -> list[float]:
+    """Return a method's times relative to the reference, round by round."""
+    pairs = zip(method["blocks_ms"], method["reference_blocks_ms"], strict=True)
+    return [own / reference for own, reference in pairs]
+
+
+def why_not(method: Result) -> str:
+    """Return why a method did not run, as the text of a table's cell."""
+    reason = " ".join(method.get("reason", "").replace("|", "/").split())
+    return f"{method['status']}: {reason}" if reason else str(method["status"])
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """Return a number with so many significant digits, never in scientific notation."""
+    if value is None:
+        return ""
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{digits}g}")  # first, since it may gain a digit: 9.999
+    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
+    return f"{rounded:,.{max(0, decimals)}f}"
+
+
+def _count(value: float | None) -> str:
+    """Return a count per step, with a decimal only if it is no whole number."""
+    return "" if value is None else f"{value:,.1f}".removesuffix(".0")

@@ -1,0 +1,71 @@
+"""From what was measured to what is written: medians, spreads, and whether a method trains."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# A method whose loss falls by less than this part of the reference's fall is broken.
+PART_OF_FALL = 0.8
+# The mean of so many losses stands for the end: batches differ.
+LAST_LOSSES = 4
+
+
+def summary(
+    warm_up: Mapping[str, Any],
+    blocks: Sequence[Mapping[str, float]],
+    reference_blocks: Sequence[Mapping[str, float]],
+    trace: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the figures of a method that ran."""
+    blocks_ms = [block["ms"] for block in blocks]
+    median_ms = statistics.median(blocks_ms)
+    losses = warm_up["losses"]
+    return {
+        "status": "ran",
+        "blocks_ms": blocks_ms,
+        "reference_blocks_ms": [block["ms"] for block in reference_blocks],
+        "median_ms": median_ms,
+        "spread": spread(blocks_ms),
+        "host_ms": statistics.median(block["host_ms"] for block in blocks),
+        "device_ms": trace["device_ms"],
+        "peak_bytes": warm_up["peak_bytes"],
+        "reserved_bytes": warm_up["reserved_bytes"],
+        "cold_start_s": max(warm_up["elapsed_s"] - len(losses) * median_ms / 1e3, 0.0),
+        "host_syncs": trace["host_syncs"],
+        "num_kernels": trace["num_kernels"],
+        "num_launches": trace["num_launches"],
+        "losses": losses,
+    }
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the distance of the quartiles as a part of the median."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def trains(losses: Sequence[float], reference: Sequence[float]) -> bool:
+    """Return whether losses fall about as a reference's do, from the same start."""
+    enough = max(PART_OF_FALL * fall(reference), 0.0)
+    return all(map(math.isfinite, losses)) and fall(losses) > enough
+
+
+def fall(losses: Sequence[float]) -> float:
+    """Return by how much the loss fell."""
+    return losses[0] - statistics.fmean(losses[-LAST_LOSSES:])
+
+
+def judge(methods: Mapping[str, dict[str, Any]], reference: str) -> None:
+    """Write into each method that ran whether it trains, by the losses of the reference.
+
+    Where not even the reference learns, nothing is proved, and all are broken.
+    """
+    expected = methods[reference]["losses"]
+    for figures in methods.values():
+        if figures["status"] == "ran":
+            figures["trains"] = trains(figures["losses"], expected)

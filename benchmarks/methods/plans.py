@@ -1,0 +1,23 @@
+"""torchfast, by each of its plans."""
+
+from __future__ import annotations
+
+from benchmarks.job import MAX_GRAD_NORM, Job
+from torchfast import Trainer
+
+
+def train(job: Job, plan: str) -> None:
+    """Train by ``Trainer.step``, as the README shows it."""
+    # "eager" and "exact" keep the user's number format, optimizer and layout, so they are given
+    # what the tuned loop is given. "fast" chooses for itself.
+    fast = plan == "fast"
+    model = job.model if fast else job.tuned_model()
+    trainer = Trainer(
+        model,
+        job.adamw(model) if fast else job.adamw(model, fused=True),
+        job.workload.loss_fn if fast else job.loss_fn,
+        plan,
+        max_grad_norm=MAX_GRAD_NORM,
+    )
+    for batch in trainer.prefetch(job.loader(pinned=True)):
+        job.tick(trainer.step(batch))

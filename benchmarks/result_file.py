@@ -1,0 +1,77 @@
+"""A result file of ``yardstick.py``; what is wrong with it is named, with key and remedy."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+# The fewest rounds in each of two files from which bounds of 95 % can be had.
+MIN_ROUNDS = 4
+
+
+class ComparisonError(Exception):
+    """Files that cannot be compared: which file, which key, what to do."""
+
+
+class ResultFile:
+    """A result file, whose every missing or wrong value is an error that names it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.content = json.loads(path.read_text())
+        except OSError as error:
+            raise ComparisonError(f"{path}: {error.strerror}; name a result file") from error
+        except ValueError as error:
+            raise ComparisonError(
+                f"{path}: not JSON ({error}); write it again with benchmarks/yardstick.py"
+            ) from error
+
+    def get(self, *keys: str, kind: type | tuple[type, ...]) -> Any:
+        """Return the value under these keys, of this kind."""
+        value = self.content
+        for key in keys:
+            if not isinstance(value, dict) or key not in value:
+                self.fail(*keys, problem="missing")
+            value = value[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            self.fail(*keys, problem=f"got {value!r}")
+        return value
+
+    def fail(self, *keys: str, problem: str) -> NoReturn:
+        """Raise for the value under these keys."""
+        raise ComparisonError(
+            f"{self.path}: {' > '.join(keys)}: {problem}; "
+            "the file is not whole: write it again with benchmarks/yardstick.py"
+        )
+
+    def machine(self) -> str:
+        """Return the machine in words."""
+        machine = self.get("machine", kind=dict)
+        return f"{machine.get('gpu') or 'CPU'}, torch {machine.get('torch')}"
+
+    def ratios(self, workload: str, method: str) -> list[float]:
+        """Return the method's time relative to the reference, round by round."""
+        place = ("workloads", workload, "methods", method)
+        own, reference = (self._times(*place, key) for key in ("blocks_ms", "reference_blocks_ms"))
+        if len(own) != len(reference):
+            self.fail(
+                *place,
+                "reference_blocks_ms",
+                problem=f"{len(reference)} rounds where blocks_ms has {len(own)}",
+            )
+        if len(own) < MIN_ROUNDS:
+            raise ComparisonError(
+                f"{self.path}: {' > '.join(place)} > blocks_ms: {len(own)} rounds give no bounds "
+                f"of 95 %; measure at least {MIN_ROUNDS} rounds, better 20"
+            )
+        return [a / b for a, b in zip(own, reference, strict=True)]
+
+    def _times(self, *keys: str) -> list[float]:
+        times: list[float] = self.get(*keys, kind=list)
+        wrong = [t for t in times if not isinstance(t, int | float) or not 0 < t < math.inf]
+        if wrong:
+            self.fail(*keys, problem=f"{wrong[0]!r} is no time")
+        return times

@@ -1,0 +1,315 @@
+"""Every workload by every method: torchfast, its peers, and the best loop written by hand.
+
+    PYTHONPATH=. python benchmarks/yardstick.py [--workloads W ...] [--methods M ...] [--out FILE]
+
+Each method of a workload trains in a process of its own, so that no switch, cache or allocator of
+one reaches another. All live on one GPU and take turns: a round is one block of steps from each, in
+random order, the device drained before and after, the others standing still. So a drift of the
+machine hits all alike, and a method is compared with the reference, the tuned loop, round by round.
+What does not fit into the GPU's memory together is measured in groups, the reference in each.
+
+Before the first round each method trains the same steps from the same weights on the same batches;
+compilation, capture and the choice of kernels happen there and are not in the times. The losses of
+these steps say whether it trains.
+
+With ``--out`` the file is written after each workload, and a workload that stands there already,
+from the same commit, machine and settings, is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import figures, results
+from benchmarks.methods import METHODS, TUNED, Method
+from benchmarks.process import MethodFailed, Process
+from benchmarks.worker import Block, Order, Trace
+from benchmarks.workloads import NAMES, Workload, workload
+
+ANSWER_LIMIT_S = 120.0
+# What an allocator may take beyond the peak of a method that is alike.
+MEMORY_MARGIN = 1.15
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run measures. Two results compare only where these agree.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``.
+        size: ``"full"`` or ``"smoke"``.
+        rounds: Blocks of each method.
+        block_s: Seconds that a block should take.
+        lead_steps: Steps at the start of a block that are not measured.
+        train_steps: Steps before the first round, whose losses are compared.
+        cold_start_limit_s: When a method's first steps are given up.
+    """
+
+    device: str = "cuda"
+    size: str = "full"
+    rounds: int = 10
+    block_s: float = 0.2
+    lead_steps: int = 1
+    train_steps: int = 24
+    cold_start_limit_s: float = 90.0
+
+
+class Measurement:
+    """One workload by some methods.
+
+    Args:
+        workload: What is trained.
+        settings: How it is measured.
+        slowdowns: Planted slowdowns by method, to try the comparison of results.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        settings: Settings,
+        slowdowns: dict[str, float],
+    ) -> None:
+        self.workload = workload
+        self.settings = settings
+        self.figures: dict[str, dict[str, Any]] = {}
+        self._slowdowns = slowdowns
+        self._random = random.Random(0)
+        self._caches = Path(tempfile.mkdtemp(prefix="yardstick-"))
+        self._processes: list[Process] = []
+        self._warm_ups: dict[str, dict[str, Any]] = {}
+        self._num_parameters = 0
+        # Device memory: what one method needs at its peak, and what is free between turns.
+        self._peak_bytes, self._free_bytes = 0, math.inf
+
+    def run(self, methods: Sequence[Method]) -> dict[str, Any]:
+        """Return the figures of the workload."""
+        waiting = [method for method in methods if method is not TUNED and self._fits(method)]
+        try:
+            group = self.start([TUNED])
+            while waiting:
+                room = self._room()
+                if room < 1 and len(group) > 1:
+                    self.measure(group)
+                    self.stop(group[1:])
+                    group, self._free_bytes = group[:1], math.inf
+                    self._turn(group[0], 1)  # which tells how much is free now
+                    continue
+                chunk = min(len(waiting), max(room, 1))
+                group += self.start(waiting[:chunk])
+                waiting = waiting[chunk:]
+            self.measure(group)
+        finally:
+            self.close()
+        return self.result()
+
+    def close(self) -> None:
+        """End all processes, those included that were just starting."""
+        self.stop(self._processes)
+        shutil.rmtree(self._caches, ignore_errors=True)
+
+    def _fits(self, method: Method) -> bool:
+        obstacle = method.obstacle(self.workload, on_cuda=self.settings.device == "cuda")
+        if obstacle is not None:
+            self.figures[method.name] = {"status": "does not fit", "reason": obstacle}
+        return obstacle is None
+
+    def _room(self) -> int:
+        """Return how many more methods the device's memory holds, each at its peak."""
+        if math.isinf(self._free_bytes) or not self._peak_bytes:
+            return len(METHODS)
+        return int(self._free_bytes / (MEMORY_MARGIN * self._peak_bytes))
+
+    # -- Starting ----------------------------------------------------------------------------------
+
+    def start(self, methods: Sequence[Method]) -> list[Process]:
+        """Take methods through their warm-up; return those that came through.
+
+        A method starts alone, so that its cold start is its own, but for those that compile: they
+        wait for the host mostly, and start side by side. One that is given another's cache comes
+        after it.
+        """
+        processes = []
+        for method in methods:
+            processes.append(Process(self._order(method)))
+            self._processes.append(processes[-1])
+        ready = [process for process in processes if self._answer(process, ANSWER_LIMIT_S)]
+        for process in ready:
+            if not process.method.compiles:
+                self._warm_up([process])
+        self._warm_up([p for p in ready if p.method.compiles and not p.method.cache_of])
+        for process in ready:
+            if process.method.cache_of:
+                self._warm_up([process])
+        return [process for process in processes if process.alive]
+
+    def _warm_up(self, processes: Sequence[Process]) -> None:
+        started_at = time.monotonic()
+        for process in processes:
+            process.send("start")
+        for process in processes:
+            answer = self._answer(process, self.settings.cold_start_limit_s, started_at)
+            if answer is not None:
+                self._warm_ups[process.method.name] = answer
+                self._peak_bytes = max(self._peak_bytes, answer["reserved_bytes"] or 0)
+
+    def _order(self, method: Method) -> Order:
+        return Order(
+            workload=self.workload.name,
+            method=method,
+            size=self.settings.size,
+            device=self.settings.device,
+            train_steps=self.settings.train_steps,
+            cache=self._caches / (method.cache_of or method.name).replace(" ", "-"),
+            slowdown=self._slowdowns.get(method.name, 0.0),
+        )
+
+    def _answer(
+        self, process: Process, limit_s: float, asked_at: float | None = None
+    ) -> dict[str, Any] | None:
+        """Return an answer; a failure is a figure too, and there is no answer."""
+        try:
+            answer = process.answer(limit_s, asked_at)
+        except MethodFailed as failure:
+            if process.method is TUNED:
+                raise SystemExit(
+                    f"the reference failed on {self.workload.name}: {failure}"
+                ) from None
+            reason = str(failure)
+            self.figures[process.method.name] = {"status": "failed", "reason": reason}
+            process.stop()
+            return None
+        self._free_bytes = answer.get("free_bytes", self._free_bytes)
+        self._num_parameters = answer.get("num_parameters", self._num_parameters)
+        return answer
+
+    def stop(self, processes: Sequence[Process]) -> None:
+        """End processes, whatever they do."""
+        for process in processes:
+            process.stop()
+
+    # -- Measuring ---------------------------------------------------------------------------------
+
+    def _turn(self, process: Process, steps: int) -> dict[str, Any] | None:
+        """Return what a block of steps took."""
+        process.send(Block(self._lead_steps(), steps))
+        return self._answer(process, ANSWER_LIMIT_S)
+
+    def _lead_steps(self) -> int:
+        # A loader at work has batches ready after standing still; they are not the steady state.
+        return self.settings.lead_steps if self.workload.loader is None else 16
+
+    def measure(self, group: Sequence[Process]) -> None:
+        """Give each its turns, then a look at its trace; write the figures of all."""
+        probes = {p: self._turn(p, 2) for p in group}
+        steps = {
+            p: max(1, round(self.settings.block_s * 1e3 / probe["ms"]))
+            for p, probe in probes.items()
+            if probe is not None
+        }
+        blocks: dict[Process, list[dict[str, Any]]] = {p: [] for p in steps}
+        for _ in range(self.settings.rounds):
+            for process in self._random.sample(list(steps), len(steps)):
+                block = self._turn(process, steps[process]) if process.alive else None
+                if block is not None:
+                    blocks[process].append(block)
+        reference = blocks[group[0]]
+        for process in filter(lambda p: p.alive, steps):
+            process.send(Trace(min(steps[process], 5)))
+            trace = self._answer(process, ANSWER_LIMIT_S)
+            name = process.method.name
+            if trace is not None:
+                warm_up = self._warm_ups[name]
+                self.figures[name] = figures.summary(warm_up, blocks[process], reference, trace)
+
+    def result(self) -> dict[str, Any]:
+        """Return the figures of all methods, in the order of tables."""
+        ordered = {name: self.figures[name] for name in METHODS if name in self.figures}
+        figures.judge(ordered, TUNED.name)
+        return {
+            "title": self.workload.title,
+            "unit": self.workload.unit,
+            "items_per_step": self.workload.items_per_step,
+            "num_parameters": self._num_parameters,
+            "precision": "bf16" if self.settings.device == "cuda" else "fp32",
+            "reference": TUNED.name,
+            "methods": ordered,
+        }
+
+
+def main() -> None:
+    """Measure, print, and write the raw figures."""
+    args = arguments()
+    # Processes are killed in the middle of a loop, and their loaders' semaphores stay behind.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
+    settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
+    result = results.resumed(args.out, {"settings": asdict(settings)}) if args.out else None
+    found: dict[str, Any] = result["workloads"] if result else {}
+    for name in args.workloads:
+        if name in found:
+            print(f"\n{name}: measured already")
+            continue
+        measurement = Measurement(workload(name, args.size), settings, dict(args.slow_down))
+        found[name] = measurement.run([METHODS[method] for method in args.methods])
+        print_workload(found[name])
+        if args.out:
+            results.write(args.out, {"settings": asdict(settings), "workloads": found})
+
+
+def print_workload(result: dict[str, Any]) -> None:
+    """Print a table of one workload."""
+    print(f"\n{result['title']}: {result['num_parameters']:,} parameters, {result['precision']}")
+    for name, method in result["methods"].items():
+        if method["status"] != "ran":
+            print(f"  {name:36} {method['status']}: {method['reason']}")
+            continue
+        verdict = "" if method["trains"] else "  BROKEN: does not train"
+        device = "" if method["device_ms"] is None else f" device {method['device_ms']:8.3f}"
+        print(
+            f"  {name:36} {method['median_ms']:9.3f} ms ±{method['spread']:5.1%}"
+            f"  host {method['host_ms']:8.3f}{device}  cold {method['cold_start_s']:6.1f} s"
+            f"  loss {method['losses'][0]:.3f} -> {method['losses'][-1]:.3f}{verdict}",
+            flush=True,
+        )
+
+
+def arguments() -> argparse.Namespace:
+    """Return the command line."""
+    default = Settings()
+    on_cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if on_cuda else "cpu")
+    parser.add_argument("--size", choices=["full", "smoke"], default="full" if on_cuda else "smoke")
+    parser.add_argument("--rounds", type=int, default=default.rounds)
+    parser.add_argument("--block-s", type=float, default=default.block_s)
+    parser.add_argument("--lead-steps", type=int, default=default.lead_steps)
+    parser.add_argument("--train-steps", type=int, default=default.train_steps)
+    parser.add_argument("--cold-start-limit-s", type=float, default=default.cold_start_limit_s)
+    parser.add_argument("--slow-down", nargs="+", type=slowdown, default=[], metavar="METHOD=PART")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def slowdown(text: str) -> tuple[str, float]:
+    """Return a method and by which part of a step it is to be slowed down."""
+    method, _, part = text.rpartition("=")
+    if method not in METHODS:
+        raise argparse.ArgumentTypeError(f"{text!r} names no method; as in 'torchfast fast=0.03'")
+    return method, float(part)
+
+
+if __name__ == "__main__":
+    main()

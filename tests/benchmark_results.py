@@ -1,0 +1,192 @@
+"""Result files of the benchmarks, made up: seeded noise, every kind of status."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+
+# Milliseconds a step of the reference method.
+WORKLOADS = {"mlp": 1.67, "gpt-small": 13.9, "resnet50": 57.8}
+# Time relative to the reference.
+METHODS = {
+    "naive": 1.25,
+    "tuned": 1.0,
+    "Lightning": 1.1,
+    "Accelerate": 1.05,
+    "compile default": 0.8,
+    "compile reduce-overhead": 0.5,
+    "compile max-autotune": 0.45,
+    "by hand: graph": 0.3,
+    "by hand: graph + compile whole": 0.2,
+    "torchfast eager": 1.01,
+    "torchfast exact": 1.0,
+    "torchfast fast": 0.9,
+}
+MACHINE = {
+    "gpu": "NVIDIA H200",
+    "cpu_cores": 16,
+    "python": "3.12.3",
+    "torch": "2.11.0+cu130",
+    "torchfast": "0.1.0",
+    "commit": "abc1234",
+}
+
+
+class Noise:
+    """Log-normal noise of a block, a slow block now and then, and a bias of the whole run."""
+
+    def __init__(self, seed, noise=0.005, outliers=0.02, bias=0.005):
+        self.random = random.Random(seed)
+        self.noise, self.outliers, self.bias = noise, outliers, bias
+
+    def run_bias(self):
+        return math.exp(self.random.uniform(-self.bias, self.bias))
+
+    def block(self):
+        slow = 1.1 if self.random.random() < self.outliers else 1.0
+        return slow * math.exp(self.random.gauss(0, self.noise))
+
+
+def ran(noise, reference_ms, relative, rounds=20, reference=False):
+    """Return a method that ran."""
+    bias = 1.0 if reference else noise.run_bias()
+    reference_blocks = [reference_ms * noise.block() for _ in range(rounds)]
+    blocks = [reference_ms * relative * bias * noise.block() for _ in range(rounds)]
+    if reference:
+        blocks = reference_blocks
+    low, _, high = statistics.quantiles(blocks, n=4)
+    median = statistics.median(blocks)
+    return {
+        "status": "ran",
+        "blocks_ms": blocks,
+        "reference_blocks_ms": reference_blocks,
+        "median_ms": median,
+        "spread": (high - low) / median,
+        "host_ms": median * 0.9,
+        "device_ms": median * 0.5,
+        "peak_bytes": 2_000_000_000,
+        "reserved_bytes": 3_000_000_000,
+        "cold_start_s": 1.9,
+        "host_syncs": 1.0,
+        "num_kernels": 812.0,
+        "num_launches": 812.0,
+        "losses": [5.54, 5.1, 4.8],
+        "trains": True,
+    }
+
+
+def workload(name, reference_ms, methods):
+    """Return a workload with these methods."""
+    return {
+        "title": f"{name}, made up",
+        "unit": "items",
+        "items_per_step": 256,
+        "num_parameters": 1_000_000,
+        "batch_bytes": 65536,
+        "precision": "bf16",
+        "methods": methods,
+    }
+
+
+def result(seed=0, *, relative=METHODS, workloads=WORKLOADS, machine_speed=1.0, rounds=20, **noise):
+    """Return a result in which every method ran."""
+    source = Noise(seed, **noise)
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/yardstick.py",
+        "machine": dict(MACHINE),
+        "settings": {
+            "device": "cuda",
+            "size": "full",
+            "rounds": rounds,
+            "block_s": 0.2,
+            "lead_steps": 2,
+            "train_steps": 24,
+            "cold_start_limit_s": 90,
+        },
+        "workloads": {
+            name: workload(
+                name,
+                reference_ms,
+                {
+                    method: ran(
+                        source, reference_ms * machine_speed, part, rounds, method == "tuned"
+                    )
+                    for method, part in relative.items()
+                },
+            )
+            for name, reference_ms in workloads.items()
+        },
+    }
+
+
+def result_of_every_status():
+    """Return a result with every status, figures that a CPU lacks, and a lone workload."""
+    made = result()
+    mlp, gpt = (made["workloads"][name]["methods"] for name in ("mlp", "gpt-small"))
+    # The fastest of all, and it does not train.
+    mlp["by hand: graph + compile whole"]["trains"] = False
+    mlp["by hand: graph + compile whole"]["losses"] = [2.3, 2.3, math.nan]
+    mlp["transformers Trainer"] = {
+        "status": "does not fit",
+        "reason": "Trainer wants a model that\nreturns its loss | and a dict",
+    }
+    gpt["compile max-autotune"] = {"status": "failed", "reason": "not done in 90 s"}
+    gpt["naive"] |= dict.fromkeys(
+        ("device_ms", "peak_bytes", "reserved_bytes", "host_syncs", "num_kernels", "num_launches")
+    )
+    del made["workloads"]["resnet50"]["methods"]["Lightning"]
+    made["workloads"]["llama"] = workload("llama", 0.0, {"tuned": {"status": "failed"}})
+    return made
+
+
+def sweep():
+    """Return a sweep of models that ran, with every verdict on parity, and one that failed."""
+
+    def ran(gain, **parity):
+        return {
+            "status": "ran",
+            "parity": parity,
+            "eager_ms": 9.5,
+            "plan_ms": 9.5 / gain,
+            "gain": gain,
+            "gain_quartiles": [gain - 0.01, gain + 0.01],
+            "form": "eager",
+            "host_waits": {"eager": 1.0, "plan": 0.5},
+        }
+
+    models = {
+        "timm resnet18": ran(1.0, held=True, exact=True),
+        "timm vit": ran(2.0, held=True, exact=False),
+        "transformers gpt2": ran(1.5, held=False, exact=False, reason="ParityError: differs"),
+        "transformers t5": {"status": "failed", "reason": "RuntimeError: no | such shape"},
+    }
+    del models["timm vit"]["host_waits"]
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/sweep.py",
+        "machine": dict(MACHINE),
+        "settings": {"plan": "fast", "device": "cuda", "limit_s": 60.0, "num_pairs": 10},
+        "models": models,
+    }
+
+
+def main_job():
+    """Return what the number formats did to the main job."""
+    row = {"mean": 1.55, "mean_difference_from_fp32": 0.0, "within_noise": True}
+    formats = {fmt: dict(row) for fmt in ("fp32", "tf32", "bf16", "fp16")}
+    formats["fp32"]["differences"] = [0.0, 0.0]
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/main_job_curves.py",
+        "machine": dict(MACHINE),
+        "summary": {"seed_noise_bits_per_byte": 0.0134, **formats},
+    }
+
+
+def written(path, content):
+    """Write a result as a file, and return the path."""
+    path.write_text(json.dumps(content))
+    return path

@@ -1,0 +1,312 @@
+"""The sweep over outside models: whatever one of them does, the others and the file are safe."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import sweep as runner
+from benchmarks.outside_models import MODELS, OutsideModel
+from torchfast._core.decisions import Decision, Report
+
+ROOT = Path(__file__).parent.parent
+CALLS = itertools.count()
+
+# --- toys: functions of this module, so that another process can import them --------------------
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+
+def batch(generator):
+    return torch.randn(6, 4, generator=generator)
+
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+
+def hang():
+    time.sleep(60)
+
+
+def refuse():
+    raise ValueError("no such size\nand a second line")
+
+
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave():
+    os._exit(3)
+
+
+def lack():
+    raise ModuleNotFoundError("No module named 'timm'", name="timm")
+
+
+def loss_that_grows(model, batch):
+    """Differ from call to call, so the plan, which comes second, computes something else."""
+    return loss_fn(model, batch) * (1 + next(CALLS))
+
+
+def loss_under_autocast(model, batch):
+    factor = 1.2 if torch.is_autocast_enabled("cpu") else 1.0
+    return loss_fn(model, batch) * factor
+
+
+def loss_that_fails(at_call, model, batch):
+    if next(CALLS) == at_call:
+        raise RuntimeError("enough")
+    return loss_fn(model, batch)
+
+
+def infinite_loss(model, batch):
+    return loss_fn(model, batch) / 0.0
+
+
+def slow_batch(generator, folder):
+    """Tell the test where we are, then take long."""
+    Path(folder, "started").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+GOOD = OutsideModel(build, batch, loss_fn)
+BF16 = '{"precision": "bf16"}'
+
+
+def swept(outside, plan="exact", **options):
+    return runner.sweep({"toy": outside}, plan, **options)["toy"]
+
+
+# --- one model ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("plan", "exact"), [("exact", True), (BF16, False)])
+def test_a_good_model_runs_and_holds_parity(plan, exact):
+    record = swept(GOOD, plan)
+    assert record["status"] == "ran"
+    assert (record["parity"]["held"], record["parity"]["exact"]) == (True, exact)
+    assert (record["parity"]["loss_error"] == 0) is exact
+    assert record["form"] == "eager"
+    assert len(record["pairs_ms"]) == runner.NUM_PAIRS
+    assert record["gain_quartiles"][0] <= record["gain"] <= record["gain_quartiles"][1]
+    assert "host_waits" not in record
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (refuse, "ValueError: no such size"),
+        (crash, f"crashed with signal {signal.SIGSEGV:d}"),
+        (leave, "ended with exit code 3"),
+        (lack, "needs the package timm"),
+    ],
+)
+def test_a_model_that_fails_is_recorded_and_the_next_one_runs(build, reason, capsys):
+    models = {"bad": OutsideModel(build, batch, loss_fn), "good": GOOD}
+    records = runner.sweep(models, "exact")
+    assert (records["bad"]["status"], records["bad"]["reason"]) == ("failed", reason)
+    assert records["good"]["status"] == "ran"
+    assert f"failed: {reason}" in capsys.readouterr().out
+    assert runner.summary(records).startswith("ran 1 of 2; parity held 1; median gain ")
+    assert runner.summary(records).endswith("captured 0, compiled 0, eager 1")
+
+
+def test_a_model_that_hangs_is_killed_after_the_limit():
+    begun = time.monotonic()
+    record = swept(OutsideModel(hang, batch, loss_fn), limit_s=1)
+    assert (record["status"], record["reason"]) == ("failed", "not done in 1 s")
+    assert 1 <= record["wall_s"] < 5
+    assert time.monotonic() - begun < 40
+    assert not multiprocessing.active_children()
+
+
+def test_what_was_found_before_a_failure_is_kept():
+    # Parity takes 14 calls: seven batches, twice.
+    record = swept(OutsideModel(build, batch, partial(loss_that_fails, 14)))
+    assert record["status"] == "failed"
+    assert record["parity"]["held"]
+    assert "gain" not in record
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "plan", "size"),
+    [(loss_that_grows, "exact", None), (loss_under_autocast, BF16, 0.2)],
+)
+def test_a_plan_that_computes_something_else_does_not_hold_parity(loss_fn, plan, size, capsys):
+    record = swept(OutsideModel(build, batch, loss_fn), plan)
+    assert record["status"] == "ran"
+    assert record["parity"]["held"] is False
+    assert record["parity"]["exact"] is False
+    assert "parity NOT held" in capsys.readouterr().out
+    assert "parity held 0" in runner.summary({"toy": record})
+    if size is None:
+        assert "step 1 of 4: loss" in record["parity"]["reason"]
+    else:
+        assert record["parity"]["loss_error"] == pytest.approx(size, rel=0.1)
+
+
+def test_losses_that_are_not_finite_prove_nothing():
+    record = swept(OutsideModel(build, batch, infinite_loss))
+    assert record["status"] == "failed"
+    assert "not finite" in record["reason"]
+
+
+@pytest.mark.parametrize(
+    ("applied", "expected"),
+    [
+        ([], "eager"),
+        (["precision", "optimizer"], "eager"),
+        (["compile"], "compiled"),
+        (["compile", "graph"], "captured"),
+    ],
+)
+def test_the_form_is_told_from_what_was_applied(applied, expected):
+    decisions = [Decision(lever=lever, outcome="applied", detail="") for lever in applied]
+    decisions.append(Decision(lever="graph", outcome="stepped aside", detail="no CUDA"))
+    report = Report(title="", decisions=tuple(decisions))
+    assert runner.form(report) == expected
+
+
+# --- the file -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The names measured, in order, with nothing run."""
+    names = []
+
+    def fake(context, outside, plan, device, limit_s):
+        names.append(outside)
+        return {"status": "failed", "reason": "fake"}
+
+    monkeypatch.setattr(runner, "run_apart", fake)
+    monkeypatch.setattr(runner, "start_server", lambda: object())
+    monkeypatch.setenv("TORCHFAST_COMMIT", "aaa")
+    return names
+
+
+def test_a_second_run_skips_what_the_file_holds(measured, tmp_path):
+    out = tmp_path / "deep" / "out.json"
+    runner.sweep({"a": 1, "b": 2}, "exact", out=out)
+    records = runner.sweep({"b": 2, "c": 3}, "exact", out=out)
+    assert measured == [1, 2, 3]
+    assert list(records) == ["b", "c"]
+    assert list(json.loads(out.read_text())["models"]) == ["a", "b", "c"]
+    runner.sweep({"b": 2}, "exact", out=out, fresh=True)
+    assert measured == [1, 2, 3, 2]
+    assert list(json.loads(out.read_text())["models"]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("other", ["plan", "device", "commit", "torch"])
+def test_what_was_measured_under_other_conditions_is_not_kept(
+    measured, monkeypatch, tmp_path, other
+):
+    out = tmp_path / "out.json"
+    runner.sweep({"a": 1, "b": 2}, "exact", out=out)
+    conditions = {"plan": "exact", "device": "cpu"}
+    if other in conditions:
+        conditions[other] = {"plan": "eager", "device": "cuda"}[other]
+    elif other == "commit":
+        monkeypatch.setenv("TORCHFAST_COMMIT", "bbb")
+    else:
+        monkeypatch.setattr(torch, "__version__", "9.9")
+    runner.sweep({"b": 2}, **conditions, out=out)
+    assert measured == [1, 2, 2]
+    assert list(json.loads(out.read_text())["models"]) == ["b"]
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(measured, monkeypatch, tmp_path):
+    out = tmp_path / "out.json"
+    runner.sweep({"a": 1}, "exact", out=out)
+    before = out.read_text()
+
+    def torn(path, figures):
+        path.write_text('{"models": {')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.results, "write", torn)
+    with pytest.raises(KeyboardInterrupt):
+        runner.sweep({"a": 1, "b": 2}, "exact", out=out)
+    assert out.read_text() == before
+
+
+SCRIPT = """
+import signal, sys
+from functools import partial
+from pathlib import Path
+from benchmarks import sweep
+from benchmarks.outside_models import OutsideModel
+import test_sweep as toys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    slow = partial(toys.slow_batch, folder=sys.argv[-1])
+    sweep.MODELS = {"good": toys.GOOD, "slow": OutsideModel(toys.build, slow, toys.loss_fn)}
+    sys.argv[1:] = ["--plan", "exact", "--device", "cpu", "--out", sys.argv[-1] + "/out.json"]
+    sweep.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_leaves_a_valid_file_and_no_orphan(tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    started = tmp_path / "started"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _wait_until(lambda: started.exists() and started.read_text(), limit_s=60)
+        child = int(started.read_text())
+        os.killpg(process.pid, number)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    if number == signal.SIGINT:
+        assert (process.returncode, err) == (1, "interrupted; what was measured is kept\n")
+    else:
+        assert process.returncode == 128 + number, err
+    models = json.loads((tmp_path / "out.json").read_text())["models"]
+    assert {name: record["status"] for name, record in models.items()} == {"good": "ran"}
+    _wait_until(lambda: not Path(f"/proc/{child}").exists(), limit_s=5)
+
+
+def _wait_until(condition, limit_s):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# --- the registry -------------------------------------------------------------------------------
+
+
+def test_the_registry_is_broad_and_makes_the_same_batches_from_a_seed():
+    packages = [name.split()[0] for name in MODELS]
+    assert len(MODELS) >= 40
+    assert min(packages.count("timm"), packages.count("transformers")) >= 20
+    for outside in MODELS.values():
+        first, second = (outside.batch(torch.Generator().manual_seed(0)) for _ in range(2))
+        assert repr(first) == repr(second)

@@ -1,0 +1,320 @@
+"""The harness of the benchmarks: real processes, real methods, and methods that go wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import strange_methods
+from benchmarks import figures, results, trace
+from benchmarks.methods import METHODS, NAIVE, TUNED
+from benchmarks.workloads import NAMES, workload
+from benchmarks.yardstick import Measurement, Settings, slowdown
+
+QUICK = Settings(device="cpu", size="smoke", rounds=2, block_s=0.02, cold_start_limit_s=90)
+
+
+def measured(methods, name="mlp", settings=QUICK, slowdowns=None):
+    return Measurement(workload(name, "smoke"), settings, slowdowns or {}).run(methods)["methods"]
+
+
+def peers():
+    return [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                not importlib.util.find_spec(package), reason=f"{package} is not installed"
+            ),
+        )
+        for name, package in [
+            ("Lightning", "lightning"),
+            ("Accelerate", "accelerate"),
+            ("transformers Trainer", "transformers"),
+        ]
+    ]
+
+
+def test_every_method_computes_what_the_naive_loop_computes():
+    own = [NAIVE, TUNED, *(m for name, m in METHODS.items() if name.startswith("torchfast"))]
+    found = measured([*own, METHODS["compile default"]], "gpt-small")
+    assert set(found) == {method.name for method in own} | {"compile default"}
+    for name, method in found.items():
+        assert method["status"] == "ran", (name, method)
+        assert method["trains"], name
+        assert method["losses"] == pytest.approx(found["naive"]["losses"], rel=1e-3), name
+        assert len(method["blocks_ms"]) == len(method["reference_blocks_ms"]) == QUICK.rounds
+        assert 0 < method["host_ms"] <= method["median_ms"] * 1.01
+        assert method["device_ms"] is method["num_kernels"] is method["peak_bytes"] is None
+    assert found["tuned"]["blocks_ms"] == found["tuned"]["reference_blocks_ms"]
+    assert found["compile default"]["cold_start_s"] > found["tuned"]["cold_start_s"] > 0
+
+
+@pytest.mark.parametrize("name", peers())
+def test_every_peer_computes_what_the_naive_loop_computes(name):
+    found = measured([NAIVE, TUNED, METHODS[name]], "gpt-small")
+    assert found[name]["status"] == "ran", found[name]
+    assert found[name]["trains"]
+    assert found[name]["losses"] == pytest.approx(found["naive"]["losses"], rel=1e-3)
+
+
+def test_the_loader_of_the_input_bound_workload_serves_every_loop():
+    found = measured([NAIVE, TUNED, METHODS["torchfast exact"]], "resnet50-input-bound")
+    losses = [method["losses"] for method in found.values()]
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-3)] * 2
+    assert "compile default" not in found
+
+
+def test_a_method_that_goes_wrong_is_a_result_and_the_others_go_on():
+    strange = [
+        strange_methods.RAISES,
+        strange_methods.DIES,
+        strange_methods.STOPS,
+        strange_methods.DIES_LATE,
+        strange_methods.FORGETS,
+        strange_methods.NEEDS_MUCH,
+    ]
+    registry = {method.name: method for method in [TUNED, *strange]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.yardstick.METHODS", registry)
+        found = measured([TUNED, *strange])
+    reasons = {name: method.get("reason") for name, method in found.items()}
+    assert reasons["raises"] == "RuntimeError: no such kernel"
+    assert reasons["dies"] == f"its process ended with {-signal.SIGKILL}"
+    assert reasons["dies late"] == f"its process ended with {-signal.SIGKILL}"
+    assert reasons["stops"] == "RuntimeError: the loop ended by itself"
+    assert found["needs much"]["status"] == "does not fit"
+    assert reasons["needs much"] == "the package no_such_package is not installed"
+    assert found["tuned"]["trains"] is True
+    assert found["forgets"]["status"] == "ran"
+    assert found["forgets"]["trains"] is False
+
+
+def test_a_method_that_hangs_is_given_up():
+    settings = Settings(device="cpu", size="smoke", rounds=1, block_s=0.01, cold_start_limit_s=4)
+    registry = {"tuned": TUNED, "hangs": strange_methods.HANGS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.yardstick.METHODS", registry)
+        found = measured([TUNED, strange_methods.HANGS], settings=settings)
+    assert found["hangs"] == {"status": "failed", "reason": "not done in 4 s"}
+    assert found["tuned"]["status"] == "ran"
+
+
+def test_a_reference_that_fails_ends_the_run(monkeypatch):
+    monkeypatch.setattr("benchmarks.yardstick.TUNED", strange_methods.RAISES)
+    with pytest.raises(SystemExit, match=r"the reference failed on mlp: .* no such kernel"):
+        measured([strange_methods.RAISES])
+
+
+def test_a_planted_slowdown_slows_down():
+    settings = Settings(device="cpu", size="smoke", rounds=6, block_s=0.05)
+    found = measured([TUNED, METHODS["torchfast exact"]], "gpt-small", settings)
+    slowed = measured(
+        [TUNED, METHODS["torchfast exact"]], "gpt-small", settings, {"torchfast exact": 1.0}
+    )
+    assert slowed["torchfast exact"]["trains"]
+    before, after = (
+        result["torchfast exact"]["median_ms"] / result["tuned"]["median_ms"]
+        for result in (found, slowed)
+    )
+    assert after > 1.3 * before  # twice, but for the noise of two busy cores
+
+
+def test_ctrl_c_leaves_no_process(tmp_path):
+    command = [sys.executable, "benchmarks/yardstick.py", "--workloads", "mlp", "--rounds", "10000"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.Popen(
+        [*command, "--device", "cpu", "--methods", "tuned", "naive"],
+        cwd=results.ROOT,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    children = f"/proc/{run.pid}/task/{run.pid}/children"
+    time.sleep(4)  # anywhere in a start
+    with open(children) as file:
+        started = [int(pid) for pid in file.read().split()]
+    run.send_signal(signal.SIGINT)
+    assert run.wait(30) != 0
+    assert started
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in started if _is_running(pid)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
+
+
+def _is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_is_taken_up_where_it_ended(tmp_path):
+    out = tmp_path / "result.json"
+    command = [
+        *(sys.executable, "benchmarks/yardstick.py", "--device", "cpu", "--size", "smoke"),
+        *("--methods", "tuned", "--rounds", "2", "--block-s", "0.01", "--out", str(out)),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TORCHFAST_COMMIT": "abc",
+    }
+
+    def run(*arguments, **changes):
+        return subprocess.run(
+            [*command, *arguments],
+            cwd=results.ROOT,
+            env={**environment, **changes},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert run("--workloads", "mlp").returncode == 0
+    first = json.loads(out.read_text())["workloads"]
+    second = run("--workloads", "mlp", "dlrm")
+    assert second.returncode == 0, second.stderr
+    assert "mlp: measured already" in second.stdout
+    both = json.loads(out.read_text())["workloads"]
+    assert list(both) == ["mlp", "dlrm"]
+    assert both["mlp"] == first["mlp"]
+    for changed in (
+        run("--workloads", "lstm", "--rounds", "3"),
+        run("--workloads", "lstm", TORCHFAST_COMMIT="another"),
+    ):
+        assert changed.returncode != 0
+        assert "remove the file or write to another" in changed.stderr
+    assert json.loads(out.read_text())["workloads"] == both
+
+
+# -- Parts -----------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_full_measures_in_groups(monkeypatch):
+    """Six methods on a device that holds the reference and two more."""
+    measurement = Measurement(workload("mlp", "smoke"), QUICK, {})
+    groups = []
+
+    class Fake:
+        def __init__(self, method):
+            self.method, self.alive = method, True
+
+        def stop(self):
+            self.alive = False
+
+    def start(methods):
+        made = [Fake(method) for method in methods]
+        live.extend(made)
+        measurement._peak_bytes = 10
+        measurement._free_bytes = 35 - 10 * sum(fake.alive for fake in live)
+        return made
+
+    def turn(process, steps):
+        measurement._free_bytes = 35 - 10 * sum(fake.alive for fake in live)
+        return {"ms": 1.0}
+
+    live = []
+    monkeypatch.setattr(measurement, "start", start)
+    monkeypatch.setattr(measurement, "_turn", turn)
+    monkeypatch.setattr(measurement, "measure", lambda g: groups.append([p.method for p in g]))
+    monkeypatch.setattr(measurement, "result", dict)
+    six = [method for name, method in METHODS.items() if "hand" not in name][:7]
+    measurement.run(six)
+    assert all(group[0] is TUNED and 2 <= len(group) <= 4 for group in groups)
+    others = [method for group in groups for method in group[1:]]
+    fitting = [m for m in six if m is not TUNED and m.name not in measurement.figures]
+    assert others == fitting
+    assert len(groups) > 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([2.0, 1.5, 1.0, 1.0, 1.0, 1.0], True),
+        ([2.0, 1.6, 1.15, 1.15, 1.15, 1.15], True),  # 85 % of the fall
+        ([2.0, 1.6, 1.25, 1.25, 1.25, 1.25], False),  # 75 %
+        ([2.0, 2.0, 2.0, 2.0, 2.0, 2.0], False),
+        ([2.0, 3.0, 4.0, 4.0, 4.0, 4.0], False),
+        ([2.0, float("nan"), 1.0, 1.0, 1.0, 1.0], False),
+    ],
+)
+def test_what_trains_is_told_by_the_fall_of_the_loss(losses, expected):
+    assert figures.trains(losses, [2.0, 1.5, 1.0, 1.0, 1.0, 1.0]) is expected
+
+
+def test_a_reference_that_does_not_learn_proves_nothing():
+    methods = {
+        "tuned": {"status": "ran", "losses": [2.0] * 6},
+        "other": {"status": "ran", "losses": [2.0] * 6},
+        "none": {"status": "failed", "reason": "x"},
+    }
+    figures.judge(methods, "tuned")
+    assert methods["tuned"]["trains"] is methods["other"]["trains"] is False
+    assert "trains" not in methods["none"]
+
+
+def test_the_cold_start_leaves_out_the_steps_themselves():
+    warm_up = {"elapsed_s": 5.0, "losses": [1.0] * 20, "peak_bytes": 1, "reserved_bytes": 2}
+    blocks = [{"ms": ms, "host_ms": 1.0} for ms in (90.0, 100.0, 130.0)]
+    counted = dict.fromkeys(("device_ms", "host_syncs", "num_kernels", "num_launches"), 3.0)
+    found = figures.summary(warm_up, blocks, blocks, counted)
+    assert found["median_ms"] == 100.0
+    assert found["cold_start_s"] == pytest.approx(3.0)
+    assert found["spread"] == pytest.approx((115 - 95) / 100)
+
+
+def test_a_trace_is_read(tmp_path):
+    def call(name, ts, cat="cuda_runtime"):
+        return {"cat": cat, "name": name, "ts": ts, "dur": 1}
+
+    events = [
+        call("cudaLaunchKernel", 1),
+        call("cudaLaunchKernelExC", 2),
+        call("cuLaunchKernelEx", 3, "cuda_driver"),
+        call("cudaGraphLaunch", 4),
+        call("cudaMemcpyAsync", 5),
+        call("cudaStreamSynchronize", 6),
+        call("cudaDeviceSynchronize", 7),
+        call("cudaStreamSynchronize", 8),
+        call("cudaDeviceSynchronize", 30),  # the measurement's
+        call("cudaDeviceSynchronize", 31),  # the profiler's
+        {"cat": "kernel", "name": "a", "ts": 10, "dur": 2000},
+        {"cat": "kernel", "name": "b", "ts": 1010, "dur": 2000},  # beside it
+        {"cat": "gpu_memcpy", "name": "c", "ts": 5010, "dur": 1000},
+        {"cat": "cpu_op", "name": "aten::add", "ts": 0, "dur": 9000},
+        {"name": "no category", "ts": 0, "dur": 9000},
+    ]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": events[::-1]}))
+    assert trace.read(file, steps=2) == {
+        "device_ms": 2.0,
+        "num_kernels": 1.0,
+        "num_launches": 2.0,
+        "host_syncs": 1.5,
+    }
+
+
+def test_what_a_loop_is_given_is_alike_for_all():
+    for name in NAMES:
+        job = workload(name, "smoke")
+        with torch.device("meta"):
+            assert next(job.build().parameters()).is_meta, name
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert method.given
+
+
+def test_a_slowdown_names_a_method():
+    assert slowdown("torchfast fast=0.03") == ("torchfast fast", 0.03)
+    with pytest.raises(Exception, match="names no method"):
+        slowdown("torchfast=0.03")
