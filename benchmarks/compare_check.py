@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,16 @@ PLANTED = 0.03
 def measure(name: str, settings: Settings, slowdowns: list[float]) -> list[dict[str, Any]]:
     """Return a result for each slowdown, measured one after the other.
 
-    Their processes start side by side, since nothing is said of cold starts here.
+    All processes are there from the beginning, and each result has two of its own.
     """
     measurements = [
         Measurement(workload(name, settings.size), settings, {METHOD: slowdown} if slowdown else {})
         for slowdown in slowdowns
     ]
     try:
-        with ThreadPoolExecutor(len(measurements)) as pool:
-            groups = pool.map(lambda m: m.start([TUNED, METHODS[METHOD]]), measurements)
-        for measurement, group in zip(measurements, groups, strict=True):
-            measurement.measure(group)
+        spawned = [m.spawn([TUNED, METHODS[METHOD]]) for m in measurements]
+        for measurement, processes in zip(measurements, spawned, strict=True):
+            measurement.measure(measurement.warm_up(processes))
     finally:
         for measurement in measurements:
             measurement.close()
@@ -90,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=NAMES, default=["gpt-small", "vit"])
     parser.add_argument("--same", type=int, default=10, help="comparisons of the same code")
-    parser.add_argument("--planted", type=int, default=2, help="comparisons with a slowdown")
+    parser.add_argument("--planted", type=int, default=1, help="comparisons with a slowdown")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block-s", type=float, default=0.1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -109,7 +107,8 @@ def main() -> None:
             for verdict in found[name][kind]:
                 print(
                     f"{name:12} {kind:10} {verdict['change']:.4f} "
-                    f"[{verdict['low']:.4f}, {verdict['high']:.4f}] {verdict['verdict']}"
+                    f"[{verdict['low']:.4f}, {verdict['high']:.4f}] {verdict['verdict']}",
+                    flush=True,
                 )
     if args.out:
         results.write(args.out, {"settings": asdict(settings), "method": METHOD, "checks": found})

@@ -237,8 +237,12 @@ def _drain(device: torch.device) -> Callable[[], None]:
 # --- all models, each in a process --------------------------------------------------------------
 
 
-def start_server() -> Any:
-    """Return a context whose processes start with everything imported, CUDA left alone."""
+def start_server(device: str) -> Any:
+    """Return a context whose processes start with everything imported, CUDA left alone.
+
+    Where an import touches CUDA all the same (torchao's does), its forks could not use the device:
+    then each process imports for itself, which takes longer.
+    """
     # With this set, torch asks the driver's library for devices; otherwise a package that asks
     # torch whether there is one, at its import, would leave every fork without CUDA.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -247,11 +251,15 @@ def start_server() -> Any:
     context.set_forkserver_preload(
         ["torch._dynamo", "timm", "transformers.modeling_utils", "benchmarks.sweep"]
     )
-    # Its imports count against no model's limit.
-    first = context.Process(target=gc.collect)
+    # This first one also waits for the imports, which count against no model's limit.
+    first = context.Process(target=_use_device, args=(device,))
     first.start()
     first.join()
-    return context
+    return context if first.exitcode == 0 else multiprocessing.get_context("spawn")
+
+
+def _use_device(device: str) -> None:
+    torch.zeros((), device=device)
 
 
 def run_apart(
@@ -325,7 +333,7 @@ def sweep(
     for name, outside in models.items():
         if name in held and not fresh:
             continue
-        context = context or start_server()
+        context = context or start_server(device)
         held[name] = run_apart(context, outside, plan, device, limit_s)
         print(line(name, held[name]), flush=True)
         if out:

@@ -134,27 +134,41 @@ class Measurement:
     # -- Starting ----------------------------------------------------------------------------------
 
     def start(self, methods: Sequence[Method]) -> list[Process]:
-        """Take methods through their warm-up; return those that came through.
+        """Take methods through their warm-up; return those that came through."""
+        return self.warm_up(self.spawn(methods))
+
+    def spawn(self, methods: Sequence[Method]) -> list[Process]:
+        """Give each method a process, which imports what it needs and builds the model."""
+        spawned = [Process(self._order(method)) for method in methods]
+        self._processes += spawned
+        return spawned
+
+    def warm_up(self, processes: Sequence[Process]) -> list[Process]:
+        """Take processes through the first steps; return those that came through.
 
         A method starts alone, so that its cold start is its own, but for those that compile: they
         wait for the host mostly, and start side by side. One that is given another's cache comes
         after it.
         """
-        processes = []
-        for method in methods:
-            processes.append(Process(self._order(method)))
-            self._processes.append(processes[-1])
         ready = [process for process in processes if self._answer(process, ANSWER_LIMIT_S)]
         for process in ready:
             if not process.method.compiles:
-                self._warm_up([process])
-        self._warm_up([p for p in ready if p.method.compiles and not p.method.cache_of])
+                self._first_steps([process])
+        self._first_steps([p for p in ready if p.method.compiles and not p.method.cache_of])
         for process in ready:
             if process.method.cache_of:
-                self._warm_up([process])
+                self._after(process)
         return [process for process in processes if process.alive]
 
-    def _warm_up(self, processes: Sequence[Process]) -> None:
+    def _after(self, process: Process) -> None:
+        """Start what is given another method's cache, if that method was done in time."""
+        first = process.method.cache_of or ""
+        if self.figures.get(first, {}).get("status") == "failed":
+            self._fail(process, f"not tried, since {first} was not done")
+        else:
+            self._first_steps([process])
+
+    def _first_steps(self, processes: Sequence[Process]) -> None:
         started_at = time.monotonic()
         for process in processes:
             process.send("start")
@@ -186,13 +200,15 @@ class Measurement:
                 raise SystemExit(
                     f"the reference failed on {self.workload.name}: {failure}"
                 ) from None
-            reason = str(failure)
-            self.figures[process.method.name] = {"status": "failed", "reason": reason}
-            process.stop()
+            self._fail(process, str(failure))
             return None
         self._free_bytes = answer.get("free_bytes", self._free_bytes)
         self._num_parameters = answer.get("num_parameters", self._num_parameters)
         return answer
+
+    def _fail(self, process: Process, reason: str) -> None:
+        self.figures[process.method.name] = {"status": "failed", "reason": reason}
+        process.stop()
 
     def stop(self, processes: Sequence[Process]) -> None:
         """End processes, whatever they do."""
