@@ -5,8 +5,10 @@
 
 **What is compared.** Two runs see different machine speeds, so milliseconds of one run say nothing
 about another. A method's figure is its time relative to the reference method in the same round of
-the same run: ``blocks_ms[i] / reference_blocks_ms[i]``. The reference itself would be 1 in both
-files; its milliseconds are shown with both machines, and nothing is concluded from them.
+the same run: ``best_ms[i] / reference_best_ms[i]``. The best burst of a block is the code's own
+time, since a busy neighbour only ever adds to it; what a step does now and then, it does not show:
+for that, see the medians. The reference itself would be 1 in both files; its milliseconds are shown
+with both machines, and nothing is concluded from them.
 
 **The change** is the median of the quotients of every round after by every round before
 (Hodges-Lehmann), and its bounds are the k-th quotients from either end, k from the exact

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import compare, results
 from benchmarks.methods import METHODS, TUNED
+from benchmarks.process import steady_layout
 from benchmarks.workloads import NAMES, workload
 from benchmarks.yardstick import Measurement, Settings
 
@@ -91,14 +92,17 @@ def main() -> None:
     parser.add_argument("--planted", type=int, default=1, help="comparisons with a slowdown")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block-s", type=float, default=0.1)
+    parser.add_argument("--lead-s", type=float, default=Settings.lead_s)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    steady_layout()
     settings = Settings(
         device=args.device,
         size="full" if args.device == "cuda" else "smoke",
         rounds=args.rounds,
         block_s=args.block_s,
+        lead_s=args.lead_s,
     )
     found = {}
     for name in args.workloads:

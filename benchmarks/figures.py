@@ -27,6 +27,8 @@ def summary(
         "status": "ran",
         "blocks_ms": blocks_ms,
         "reference_blocks_ms": [block["ms"] for block in reference_blocks],
+        "best_ms": [block["best_ms"] for block in blocks],
+        "reference_best_ms": [block["best_ms"] for block in reference_blocks],
         "median_ms": median_ms,
         "spread": spread(blocks_ms),
         "host_ms": statistics.median(block["host_ms"] for block in blocks),

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from typing import Any
 
 from benchmarks import worker
 from benchmarks.worker import Order
+
+# From <sys/personality.h>.
+ADDR_NO_RANDOMIZE = 0x0040000
+
+
+def steady_layout() -> None:
+    """Let the processes to come lay out their memory and hash strings alike, each time.
+
+    Python code runs some per cent faster or slower by where its objects happen to lie.
+    """
+    os.environ["PYTHONHASHSEED"] = "0"
+    if sys.platform == "linux":
+        ctypes.CDLL(None).personality(ADDR_NO_RANDOMIZE)  # some containers refuse: no harm
 
 
 class MethodFailed(Exception):  # noqa: N818 - a result, not an error of the harness

@@ -55,16 +55,16 @@ class ResultFile:
     def ratios(self, workload: str, method: str) -> list[float]:
         """Return the method's time relative to the reference, round by round."""
         place = ("workloads", workload, "methods", method)
-        own, reference = (self._times(*place, key) for key in ("blocks_ms", "reference_blocks_ms"))
+        own, reference = (self._times(*place, key) for key in ("best_ms", "reference_best_ms"))
         if len(own) != len(reference):
             self.fail(
                 *place,
-                "reference_blocks_ms",
-                problem=f"{len(reference)} rounds where blocks_ms has {len(own)}",
+                "reference_best_ms",
+                problem=f"{len(reference)} rounds where best_ms has {len(own)}",
             )
         if len(own) < MIN_ROUNDS:
             raise ComparisonError(
-                f"{self.path}: {' > '.join(place)} > blocks_ms: {len(own)} rounds give no bounds "
+                f"{self.path}: {' > '.join(place)} > best_ms: {len(own)} rounds give no bounds "
                 f"of 95 %; measure at least {MIN_ROUNDS} rounds, better 20"
             )
         return [a / b for a, b in zip(own, reference, strict=True)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import os
 import tempfile
 import time
@@ -56,10 +57,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Block:
-    """Run so many steps unmeasured, then so many measured."""
+    """Run so many steps unmeasured, then so many bursts of steps, with no wait between them."""
 
     lead: int
-    steps: int
+    bursts: int
+    burst_steps: int
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,20 @@ class Clock:
         yield block.lead
         drain(self._device)
         started = time.perf_counter()
-        yield block.steps
+        marks = [Mark(self._device)]
+        for _ in range(block.bursts):
+            yield block.burst_steps
+            marks.append(Mark(self._device))
         launched = time.perf_counter()
         drain(self._device)
         ended = time.perf_counter()
-        per_step = 1e3 / block.steps
-        self._send(ms=(ended - started) * per_step, host_ms=(launched - started) * per_step)
+        per_step = 1e3 / (block.bursts * block.burst_steps)
+        best = min(start.ms_until(end) for start, end in itertools.pairwise(marks))
+        self._send(
+            ms=(ended - started) * per_step,
+            host_ms=(launched - started) * per_step,
+            best_ms=best / block.burst_steps,
+        )
 
     def _trace(self, request: Trace) -> Generator[int, Tensor, None]:
         if self._device.type != "cuda":
@@ -221,6 +231,23 @@ class Clock:
             torch.cuda.empty_cache()
             figures["free_bytes"] = torch.cuda.mem_get_info()[0]
         self._pipe.send(figures)
+
+
+class Mark:
+    """A moment in the device's work, or in the host's where there is no device; waits for none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host_s = time.perf_counter()
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def ms_until(self, later: Mark) -> float:
+        """Return the time between two moments, both of which must be past."""
+        if self._event is None:
+            return (later._host_s - self._host_s) * 1e3
+        return self._event.elapsed_time(later._event)
 
 
 class Slowdown:

@@ -34,13 +34,15 @@ import torch
 
 from benchmarks import figures, results
 from benchmarks.methods import METHODS, TUNED, Method
-from benchmarks.process import MethodFailed, Process
+from benchmarks.process import MethodFailed, Process, steady_layout
 from benchmarks.worker import Block, Order, Trace
 from benchmarks.workloads import NAMES, Workload, workload
 
 ANSWER_LIMIT_S = 120.0
 # What an allocator may take beyond the peak of a method that is alike.
 MEMORY_MARGIN = 1.15
+# The pieces of a block, of which the best is kept too.
+BURSTS = 10
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Settings:
         size: ``"full"`` or ``"smoke"``.
         rounds: Blocks of each method.
         block_s: Seconds that a block should take.
-        lead_steps: Steps at the start of a block that are not measured.
+        lead_s: Seconds at the start of a turn that are not measured: caches and clocks warm up.
         train_steps: Steps before the first round, whose losses are compared.
         cold_start_limit_s: When a method's first steps are given up.
     """
@@ -61,7 +63,7 @@ class Settings:
     size: str = "full"
     rounds: int = 10
     block_s: float = 0.2
-    lead_steps: int = 1
+    lead_s: float = 0.05
     train_steps: int = 24
     cold_start_limit_s: float = 90.0
 
@@ -104,7 +106,7 @@ class Measurement:
                     self.measure(group)
                     self.stop(group[1:])
                     group, self._free_bytes = group[:1], math.inf
-                    self._turn(group[0], 1)  # which tells how much is free now
+                    self._turn(group[0], Block(1, 1, 1))  # which tells how much is free now
                     continue
                 chunk = min(len(waiting), max(room, 1))
                 group += self.start(waiting[:chunk])
@@ -217,32 +219,34 @@ class Measurement:
 
     # -- Measuring ---------------------------------------------------------------------------------
 
-    def _turn(self, process: Process, steps: int) -> dict[str, Any] | None:
+    def _turn(self, process: Process, block: Block) -> dict[str, Any] | None:
         """Return what a block of steps took."""
-        process.send(Block(self._lead_steps(), steps))
+        process.send(block)
         return self._answer(process, ANSWER_LIMIT_S)
 
-    def _lead_steps(self) -> int:
+    def _block(self, step_ms: float) -> Block:
+        """Return the block of a method whose steps take so long."""
         # A loader at work has batches ready after standing still; they are not the steady state.
-        return self.settings.lead_steps if self.workload.loader is None else 16
+        # And what comes in bursts has no best one.
+        loads = self.workload.loader is not None
+        lead = max(16 if loads else 1, round(self.settings.lead_s * 1e3 / step_ms))
+        steps = max(1, round(self.settings.block_s * 1e3 / step_ms))
+        bursts = 1 if loads else min(steps, BURSTS)
+        return Block(lead, bursts, round(steps / bursts))
 
     def measure(self, group: Sequence[Process]) -> None:
         """Give each its turns, then a look at its trace; write the figures of all."""
-        probes = {p: self._turn(p, 2) for p in group}
-        steps = {
-            p: max(1, round(self.settings.block_s * 1e3 / probe["ms"]))
-            for p, probe in probes.items()
-            if probe is not None
-        }
-        blocks: dict[Process, list[dict[str, Any]]] = {p: [] for p in steps}
+        probes = {process: self._turn(process, Block(1, 1, 2)) for process in group}
+        turns = {p: self._block(probe["ms"]) for p, probe in probes.items() if probe is not None}
+        blocks: dict[Process, list[dict[str, Any]]] = {process: [] for process in turns}
         for _ in range(self.settings.rounds):
-            for process in self._random.sample(list(steps), len(steps)):
-                block = self._turn(process, steps[process]) if process.alive else None
+            for process in self._random.sample(list(turns), len(turns)):
+                block = self._turn(process, turns[process]) if process.alive else None
                 if block is not None:
                     blocks[process].append(block)
         reference = blocks[group[0]]
-        for process in filter(lambda p: p.alive, steps):
-            process.send(Trace(min(steps[process], 5)))
+        for process in filter(lambda p: p.alive, turns):
+            process.send(Trace(min(turns[process].bursts, 5)))
             trace = self._answer(process, ANSWER_LIMIT_S)
             name = process.method.name
             if trace is not None:
@@ -269,6 +273,7 @@ def main() -> None:
     args = arguments()
     # Processes are killed in the middle of a loop, and their loaders' semaphores stay behind.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
+    steady_layout()
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     result = results.resumed(args.out, {"settings": asdict(settings)}) if args.out else None
     found: dict[str, Any] = result["workloads"] if result else {}
@@ -311,7 +316,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=["full", "smoke"], default="full" if on_cuda else "smoke")
     parser.add_argument("--rounds", type=int, default=default.rounds)
     parser.add_argument("--block-s", type=float, default=default.block_s)
-    parser.add_argument("--lead-steps", type=int, default=default.lead_steps)
+    parser.add_argument("--lead-s", type=float, default=default.lead_s)
     parser.add_argument("--train-steps", type=int, default=default.train_steps)
     parser.add_argument("--cold-start-limit-s", type=float, default=default.cold_start_limit_s)
     parser.add_argument("--slow-down", nargs="+", type=slowdown, default=[], metavar="METHOD=PART")

@@ -62,6 +62,8 @@ def ran(noise, reference_ms, relative, rounds=20, reference=False):
         "status": "ran",
         "blocks_ms": blocks,
         "reference_blocks_ms": reference_blocks,
+        "best_ms": blocks,
+        "reference_best_ms": reference_blocks,
         "median_ms": median,
         "spread": (high - low) / median,
         "host_ms": median * 0.9,

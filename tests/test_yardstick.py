@@ -51,6 +51,8 @@ def test_every_method_computes_what_the_naive_loop_computes():
         assert method["trains"], name
         assert method["losses"] == pytest.approx(found["naive"]["losses"], rel=1e-3), name
         assert len(method["blocks_ms"]) == len(method["reference_blocks_ms"]) == QUICK.rounds
+        best = zip(method["best_ms"], method["blocks_ms"], strict=True)
+        assert all(0 < burst <= block for burst, block in best)
         assert 0 < method["host_ms"] <= method["median_ms"] * 1.01
         assert method["device_ms"] is method["num_kernels"] is method["peak_bytes"] is None
     assert found["tuned"]["blocks_ms"] == found["tuned"]["reference_blocks_ms"]
@@ -265,7 +267,7 @@ def test_a_reference_that_does_not_learn_proves_nothing():
 
 def test_the_cold_start_leaves_out_the_steps_themselves():
     warm_up = {"elapsed_s": 5.0, "losses": [1.0] * 20, "peak_bytes": 1, "reserved_bytes": 2}
-    blocks = [{"ms": ms, "host_ms": 1.0} for ms in (90.0, 100.0, 130.0)]
+    blocks = [{"ms": ms, "host_ms": 1.0, "best_ms": 0.9 * ms} for ms in (90.0, 100.0, 130.0)]
     counted = dict.fromkeys(("device_ms", "host_syncs", "num_kernels", "num_launches"), 3.0)
     found = figures.summary(warm_up, blocks, blocks, counted)
     assert found["median_ms"] == 100.0
