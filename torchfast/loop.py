@@ -224,14 +224,15 @@ class FitLoop:
         while self._stop_reason is None:
             self._epoch = self._step.num_epochs
             self._loader.set_epoch(self._epoch)
-            before = self._done
+            before, resumed = self._done, self._loader.will_resume
             if self._run_epoch():
-                if self._done == before:
+                if self._done == before and not resumed:
                     raise EmptyEpochError(
                         f"epoch {self._epoch} yielded no batch after {self._done} steps; the "
                         "loader is empty, or an iterator that is used up: pass one that iter() "
                         "can start again"
                     )
+                self._loader.end_epoch()
                 self._epochs_done += 1
                 self._step.num_epochs += 1
                 if self._options.evaluate_every is None:

@@ -1,0 +1,437 @@
+"""A position that is saved at any batch is taken up at the very next one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+
+from torchfast import DeviceLoader, MicroBatches, Trainer
+from torchfast._core.errors import StateMismatchError
+from torchfast._core.rng import get_rng_state, seed_everything, set_rng_state
+
+CPU = torch.device("cpu")
+NUM_SAMPLES, BATCH_SIZE = 11, 2
+NUM_BATCHES = 6  # an epoch, the last one smaller
+
+
+class Augmented(Dataset):
+    """Samples of their number and of noise from every generator that a user may draw from."""
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        noise = torch.rand(()) + np.random.rand() + random.random()
+        return torch.tensor(float(index)), noise.double()
+
+
+class Counted(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(NUM_SAMPLES, dtype=torch.float64) + random.random())
+
+
+def own_generator(**options):
+    return DataLoader(
+        Augmented(), BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(7), **options
+    )
+
+
+def batch_sampler():
+    sampler = RandomSampler(Augmented(), generator=torch.Generator().manual_seed(5))
+    return DataLoader(Augmented(), batch_sampler=BatchSampler(sampler, BATCH_SIZE, drop_last=False))
+
+
+LOADERS = {
+    "in order": lambda: DataLoader(Augmented(), BATCH_SIZE),
+    "global shuffle": lambda: DataLoader(Augmented(), BATCH_SIZE, shuffle=True),
+    "own generator": own_generator,
+    "batch sampler": batch_sampler,
+    "iterable data set": lambda: DataLoader(Counted(), BATCH_SIZE),
+    "list": lambda: [torch.full((2,), float(i)) for i in range(NUM_BATCHES)],
+}
+WITH_WORKERS = {
+    "workers, global shuffle": lambda: DataLoader(
+        Augmented(), BATCH_SIZE, shuffle=True, num_workers=2
+    ),
+    "workers, own generator": lambda: own_generator(num_workers=2),
+    "workers that stay": lambda: own_generator(num_workers=2, persistent_workers=True),
+}
+
+
+def flat(batch):
+    if isinstance(batch, MicroBatches):
+        return [value for part in batch for value in flat(part)]
+    parts = batch if isinstance(batch, list | tuple) else [batch]
+    return [value for part in parts for value in part.flatten().tolist()]
+
+
+def drain(loader, log, stop_after=None):
+    """Train for an epoch: note each batch, and what the training draws meanwhile."""
+    for number, batch in enumerate(loader, start=1):
+        log.append((flat(batch), torch.rand(()).item(), random.random()))
+        if number == stop_after:
+            return
+
+
+def saved(loader):
+    """Return what a file would hold of a run, through the file."""
+    file = io.BytesIO()
+    torch.save({"loader": loader.state_dict(), "rng": get_rng_state(CPU)}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed(make, state, **options):
+    """Return the loader of another process, which has gone its own way before."""
+    seed_everything(99)
+    loader = DeviceLoader(make(), CPU, **options)
+    torch.rand(13)
+    set_rng_state(state["rng"], CPU)
+    loader.load_state_dict(state["loader"])
+    return loader
+
+
+def uninterrupted(make, epochs=3, **options):
+    seed_everything(1)
+    loader, log = DeviceLoader(make(), CPU, **options), []
+    for _ in range(epochs):
+        drain(loader, log)
+    return log
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("stop_after", range(1, NUM_BATCHES + 1))
+def test_a_run_goes_on_at_the_next_batch(name, stop_after):
+    expected = uninterrupted(LOADERS[name])
+    seed_everything(1)
+    loader, log = DeviceLoader(LOADERS[name](), CPU), []
+    drain(loader, log)
+    drain(loader, log, stop_after)
+    other = resumed(LOADERS[name], saved(loader))
+    drain(other, log)  # at the end of the epoch, it yields nothing and ends
+    drain(other, log)
+    assert log == expected
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_a_run_with_workers_goes_on_at_the_next_batch(name):
+    expected = uninterrupted(WITH_WORKERS[name], epochs=2)
+    seed_everything(1)
+    loader, log = DeviceLoader(WITH_WORKERS[name](), CPU), []
+    drain(loader, log, stop_after=4)
+    other = resumed(WITH_WORKERS[name], saved(loader))
+    drain(other, log)
+    drain(other, log)
+    assert log == expected
+
+
+def assert_same(log, expected, name):
+    if name == "workers that stay":
+        # Their generators have gone on since the first epoch, in processes that are gone now:
+        # the samples are the same, the noise is not.
+        log, expected = (
+            [values[: len(values) // 2] for values, *_ in run] for run in (log, expected)
+        )
+    assert log == expected
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_a_later_epoch_with_workers_goes_on_at_the_next_batch(name):
+    expected = uninterrupted(WITH_WORKERS[name], epochs=2)
+    seed_everything(1)
+    loader, log = DeviceLoader(WITH_WORKERS[name](), CPU), []
+    drain(loader, log)
+    drain(loader, log, stop_after=4)
+    drain(resumed(WITH_WORKERS[name], saved(loader)), log)
+    assert_same(log, expected, name)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("epochs_done", [0, 1])
+def test_a_run_goes_on_with_the_next_epoch(name, epochs_done):
+    expected = uninterrupted(LOADERS[name], epochs=2)
+    seed_everything(1)
+    loader, log = DeviceLoader(LOADERS[name](), CPU), []
+    for _ in range(epochs_done):
+        drain(loader, log)
+    other = resumed(LOADERS[name], saved(loader))
+    for _ in range(2 - epochs_done):
+        drain(other, log)
+    assert log == expected
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_a_run_with_workers_goes_on_with_the_next_epoch(name):
+    expected = uninterrupted(WITH_WORKERS[name], epochs=2)
+    seed_everything(1)
+    loader, log = DeviceLoader(WITH_WORKERS[name](), CPU), []
+    drain(loader, log)
+    drain(resumed(WITH_WORKERS[name], saved(loader)), log)
+    assert_same(log, expected, name)
+
+
+@pytest.mark.parametrize("name", ["global shuffle", "own generator"])
+def test_a_run_goes_on_twice_in_one_epoch(name):
+    expected = uninterrupted(LOADERS[name], epochs=2)
+    seed_everything(1)
+    loader, log = DeviceLoader(LOADERS[name](), CPU), []
+    drain(loader, log, stop_after=2)
+    second = resumed(LOADERS[name], saved(loader))
+    drain(second, log, stop_after=2)
+    third = resumed(LOADERS[name], saved(second))
+    drain(third, log)
+    drain(third, log)
+    assert log == expected
+
+
+@pytest.mark.parametrize("name", ["global shuffle", "own generator"])
+def test_micro_batches_that_were_not_yielded_come_again(name):
+    expected = uninterrupted(LOADERS[name], epochs=2, accumulate=4)
+    seed_everything(1)
+    loader, log = DeviceLoader(LOADERS[name](), CPU, accumulate=4), []
+    drain(loader, log, stop_after=1)
+    state = saved(loader)
+    assert state["loader"]["num_batches"] == 4
+    other = resumed(LOADERS[name], state, accumulate=4)
+    drain(other, log)
+    drain(other, log)
+    assert log == expected
+
+
+def test_without_the_epochs_generators_another_shuffle_comes():
+    """The negative control: a count alone is not enough."""
+    expected = uninterrupted(LOADERS["global shuffle"], epochs=1)
+    seed_everything(1)
+    loader, log = DeviceLoader(LOADERS["global shuffle"](), CPU), []
+    drain(loader, log, stop_after=3)
+    state = saved(loader)
+    state["loader"]["epoch_start"]["rng"] = state["rng"]
+    drain(resumed(LOADERS["global shuffle"], state), log)
+    assert log != expected
+
+
+def test_a_resumed_epoch_leaves_the_global_generators_alone():
+    seed_everything(1)
+    loader = DeviceLoader(LOADERS["in order"](), CPU)
+    next(iter(loader))
+    state = saved(loader)
+    other = DeviceLoader([torch.ones(1)] * 3, CPU)
+    next(iter(other))
+    position = other.state_dict()
+    set_rng_state(state["rng"], CPU)
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    other.load_state_dict(position)
+    assert len(list(other)) == 2
+    after = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+def test_an_epoch_that_was_left_early_starts_anew():
+    loader = DeviceLoader(LOADERS["list"](), CPU)
+    for _ in loader:
+        break
+    assert loader.state_dict()["num_batches"] == 1
+    assert len(list(loader)) == NUM_BATCHES
+    assert loader.state_dict()["num_batches"] == 0
+
+
+def test_a_state_does_not_change_while_the_run_goes_on():
+    seed_everything(1)
+    loader = DeviceLoader(own_generator(), CPU)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    kept = copy.deepcopy(state)
+    list(batches)
+    list(loader)
+    assert state["num_batches"] == kept["num_batches"] == 1
+    for now, then in zip(
+        state["epoch_start"]["generators"], kept["epoch_start"]["generators"], strict=True
+    ):
+        assert torch.equal(now, then)
+
+
+# -- In fit ----------------------------------------------------------------------------------------
+
+
+class Numbered(Dataset):
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        return torch.full((3,), index / 10)
+
+
+def make_trainer():
+    seed_everything(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return Trainer(model, optimizer, lambda model, batch: model(batch).square().mean())
+
+
+def shuffled():
+    generator = torch.Generator().manual_seed(2)
+    return DataLoader(Numbered(), BATCH_SIZE, shuffle=True, generator=generator)
+
+
+@pytest.mark.parametrize("steps", range(1, 2 * NUM_BATCHES + 1))
+def test_fit_goes_on_where_another_fit_was_stopped(steps):
+    losses, resumed_losses = [], []
+
+    def note(log):
+        return lambda event: log.append(event.loss.item()) if event.kind == "step" else None
+
+    trainer = make_trainer()
+    trainer.fit(shuffled(), epochs=3, callbacks=[note(losses)], progress=False)
+    expected = copy.deepcopy(trainer.model.state_dict())
+
+    trainer = make_trainer()
+    loader = trainer.prefetch(shuffled())
+    trainer.fit(loader, steps=steps, callbacks=[note(resumed_losses)], progress=False)
+    file = io.BytesIO()
+    torch.save({"trainer": trainer.state_dict(), "loader": loader.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+
+    trainer = make_trainer()
+    loader = trainer.prefetch(shuffled())
+    trainer.load_state_dict(state["trainer"])
+    loader.load_state_dict(state["loader"])
+    left = 3 * NUM_BATCHES - steps
+    trainer.fit(loader, steps=left, callbacks=[note(resumed_losses)], progress=False)
+    assert resumed_losses == losses
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_an_epoch_that_ends_at_once_is_an_epoch_if_it_was_resumed():
+    trainer = make_trainer()
+    loader = trainer.prefetch([torch.ones(3)] * 2)
+    for batch in loader:
+        trainer.step(batch)
+        state = loader.state_dict()  # after the last batch, before the end was seen
+    loader.load_state_dict(state)
+    assert loader.will_resume
+    result = trainer.fit(loader, epochs=2, progress=False)
+    assert (result.num_steps, result.num_epochs) == (2, 2)
+
+
+# -- Loaders that carry state ----------------------------------------------------------------------
+
+
+class Stateful:
+    """What torchdata's StatefulDataLoader promises, and a state that it goes on changing."""
+
+    def __init__(self):
+        self.state = {"next": 0, "epochs": 0}
+
+    def __iter__(self):
+        while self.state["next"] < NUM_BATCHES:
+            self.state["next"] += 1
+            yield torch.tensor([float(self.state["next"]), float(self.state["epochs"])])
+        self.state.update(next=0, epochs=self.state["epochs"] + 1)
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+@pytest.mark.parametrize("stop_after", range(1, NUM_BATCHES + 1))
+def test_a_loader_that_carries_state_is_given_it_back(stop_after):
+    expected = uninterrupted(Stateful)
+    seed_everything(1)
+    loader, log = DeviceLoader(Stateful(), CPU), []
+    drain(loader, log)
+    drain(loader, log, stop_after)
+    other = resumed(Stateful, saved(loader))
+    drain(other, log)
+    drain(other, log)
+    assert log == expected
+
+
+def test_a_loader_that_carries_state_is_given_it_back_between_epochs():
+    expected = uninterrupted(Stateful, epochs=2)
+    seed_everything(1)
+    loader, log = DeviceLoader(Stateful(), CPU), []
+    drain(loader, log)
+    drain(resumed(Stateful, saved(loader)), log)
+    assert log == expected
+
+
+# -- What does not fit -----------------------------------------------------------------------------
+
+
+def position_of(make, batches=2):
+    loader = DeviceLoader(make(), CPU)
+    drain(loader, [], stop_after=batches)
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: DataLoader(Augmented(), 3), "batch_size 2, and this loader has 3"),
+        (lambda: DataLoader(Augmented(), 2, drop_last=True), "drop_last False, and this loader"),
+        (lambda: DataLoader(Augmented(), 2, num_workers=1), "num_workers 0, and this loader has 1"),
+        (lambda: DataLoader(range(5), 2), "num_samples 11, and this loader has 5"),
+        (lambda: own_generator(), "0 generators of the loader's own, and this loader has 1"),
+        (Stateful, "a loader that is counted, and this Stateful carries its own state"),
+    ],
+)
+def test_the_position_of_another_loader_is_refused(other, words):
+    state = position_of(LOADERS["in order"])
+    loader = DeviceLoader(other(), CPU)
+    with pytest.raises(StateMismatchError, match=words):
+        loader.load_state_dict(state)
+    assert next(iter(loader)) is not None
+    assert loader.state_dict()["num_batches"] == 1  # it went on as if nothing had been
+
+
+def test_a_loader_that_has_become_shorter_says_so():
+    state = position_of(LOADERS["list"], batches=5)
+    loader = DeviceLoader(LOADERS["list"]()[:3], CPU)
+    loader.load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=r"after batch 5 .* ended after 3"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("state", [None, 3, [("num_batches", 1)]])
+def test_a_state_is_a_mapping(state):
+    with pytest.raises(TypeError, match="state must be the mapping"):
+        DeviceLoader([], CPU).load_state_dict(state)
+
+
+def test_a_state_that_lacks_something_is_refused():
+    with pytest.raises(StateMismatchError, match=r"state lacks \['carries_state', 'epoch_start'"):
+        DeviceLoader([], CPU).load_state_dict({"num_batches": 1, "fingerprint": {}})
+
+
+def test_samplers_are_told_the_epoch_again():
+    class Sampler:
+        epoch = 0
+
+        def __iter__(self):
+            return iter([self.epoch, self.epoch + 1])
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 2
+
+    data = [torch.tensor(float(i)) for i in range(9)]
+    loader = DeviceLoader(DataLoader(data, sampler=Sampler()), CPU)
+    loader.set_epoch(5)
+    assert next(iter(loader)).item() == 5
+    other = DeviceLoader(DataLoader(data, sampler=Sampler()), CPU)
+    other.load_state_dict(loader.state_dict())
+    assert [batch.item() for batch in other] == [6]

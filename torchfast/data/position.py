@@ -1,0 +1,236 @@
+"""Where an iterable of batches is, so that another process can go on at the very next one.
+
+A position is that of the last batch that came out, never of one that was fetched ahead. There are
+two kinds of loader. One that carries state (``state_dict`` and ``load_state_dict``, as torchdata's
+StatefulDataLoader) is asked for it after each batch. Any other is counted: an epoch is begun again
+with the random generators where they stood when it began, so that a shuffle, the seeds of worker
+processes and random augmentations fall as they did, and as many batches are fetched and dropped.
+That takes the time of fetching them.
+
+The states of a loader's own generators are part of the position. Two things are not: what no
+generator decides, such as files that have changed since; and, after the first epoch, what
+``persistent_workers`` draw for augmentation, whose generators live on in processes that are gone.
+Which samples come is exact all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from torchfast._core.errors import StateMismatchError
+from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
+
+CPU = torch.device("cpu")
+# What must be as it was for a count of batches to mean the same batches.
+FINGERPRINT = {
+    "batch_size": ("batch_size",),
+    "drop_last": ("drop_last",),
+    "num_workers": ("num_workers",),
+    "num_replicas": ("sampler.num_replicas", "batch_sampler.sampler.num_replicas"),
+}
+GENERATORS = (
+    "generator",
+    "sampler.generator",
+    "batch_sampler.generator",
+    "batch_sampler.sampler.generator",
+)
+
+
+@dataclass(frozen=True)
+class Position:
+    """After which batch: one of these comes with each.
+
+    Attributes:
+        num_batches: Batches of this epoch that have come out, this one included.
+        epoch_start: The generators as the epoch found them, shared by the epoch's positions.
+        loader_state: The state of a loader that carries one.
+    """
+
+    num_batches: int
+    epoch_start: dict[str, Any]
+    loader_state: Any = None
+
+
+@final
+class PositionedLoader:
+    """Iterates over a loader and says where it is.
+
+    Args:
+        loader: Any iterable of batches.
+
+    Numerics: An epoch that is taken up again yields exactly the batches that were left, and leaves
+        the global generators as it found them; from then on they are the training's to restore.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        # Of the last batch that reached the training; None between two epochs. Whoever hands
+        # batches on moves it.
+        self.position: Position | None = None
+        self._resume_at: Position | None = None
+        self._has_begun = False
+
+    @property
+    def will_resume(self) -> bool:
+        """Whether the next iteration goes on in the middle or at the end of an epoch."""
+        return self._resume_at is not None
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether the loader knows its position by itself."""
+        return all(
+            callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict")
+        )
+
+    def __iter__(self) -> Iterator[tuple[Any, Position]]:
+        """Yield batches with their positions; an epoch that was loaded goes on."""
+        resume_at, self._resume_at = self._resume_at, None
+        if resume_at is None:
+            start = self._generators()
+            self._has_begun = True
+            iterator = iter(self.loader)
+            num_batches = 0
+        else:
+            start, num_batches = resume_at.epoch_start, resume_at.num_batches
+            iterator = self._resumed(resume_at)
+        for batch in iterator:
+            num_batches += 1
+            yield batch, Position(num_batches, start, self._loader_state())
+
+    def _resumed(self, at: Position) -> Iterator[Any]:
+        self._has_begun = True
+        if self.carries_state:
+            return iter(self.loader)  # it was given its state when the position was loaded
+        with preserved_rng(CPU):
+            self._start_workers(at)
+            set_rng_state(at.epoch_start["rng"], CPU)
+            self._set_own_generators(at.epoch_start)
+            iterator = iter(self.loader)
+            for number in range(at.num_batches):
+                try:
+                    next(iterator)
+                except StopIteration:
+                    raise StateMismatchError(
+                        f"the saved position is after batch {at.num_batches} of the epoch, and the "
+                        f"loader ended after {number}; load it into a loader over the same data"
+                    ) from None
+        return iterator
+
+    # -- State -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position for ``torch.save``."""
+        position = self.position or Position(0, self._generators(), self._loader_state())
+        return {
+            **vars(position),
+            "carries_state": self.carries_state,
+            "fingerprint": self._fingerprint(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position in the next iteration.
+
+        Raises:
+            TypeError: Not a mapping.
+            StateMismatchError: The position is that of another kind of loader.
+        """
+        self._check(state)
+        position = Position(**{name: state[name] for name in _names(Position)})
+        if self.carries_state:
+            self.loader.load_state_dict(position.loader_state)  # type: ignore[attr-defined]
+        elif position.num_batches == 0:
+            # The global generators are the training's, which its own state puts back.
+            with preserved_rng(CPU):
+                self._start_workers(position)
+            self._set_own_generators(position.epoch_start)
+        self.position = self._resume_at = position if position.num_batches else None
+
+    def _check(self, state: object) -> None:
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"state must be the mapping that state_dict() returned, got {type(state).__name__}"
+            )
+        lacking = {*_names(Position), "carries_state", "fingerprint"} - set(state)
+        if lacking:
+            raise StateMismatchError(
+                f"state lacks {sorted(lacking)}; load what the loader's state_dict() returned"
+            )
+        if state["carries_state"] != self.carries_state:
+            kinds = {True: "carries its own state", False: "is counted"}
+            raise StateMismatchError(
+                f"the position is that of a loader that {kinds[state['carries_state']]}, and this "
+                f"{type(self.loader).__name__} {kinds[self.carries_state]}; build the loader as it "
+                "was built before"
+            )
+        if self.carries_state:
+            return
+        own = self._fingerprint()
+        for name, saved in state["fingerprint"].items():
+            if own.get(name) != saved:
+                raise StateMismatchError(
+                    f"the position was saved with {name} {saved}, and this loader has "
+                    f"{own.get(name)}; its batches would be others: build the loader as it was "
+                    "built before, or start the epoch anew"
+                )
+        saved, present = len(state["epoch_start"]["generators"]), len(self._own_generators())
+        if saved != present:
+            raise StateMismatchError(
+                f"the position was saved with {saved} generators of the loader's own, and this "
+                f"loader has {present}; give it a generator where it had one"
+            )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        found = {
+            name: next((v for v in map(self._look_up, paths) if v is not None), None)
+            for name, paths in FINGERPRINT.items()
+        }
+        try:
+            found["num_samples"] = len(getattr(self.loader, "dataset", None))  # type: ignore[arg-type]
+        except TypeError:
+            found["num_samples"] = None
+        return found
+
+    def _look_up(self, path: str) -> Any:
+        value: Any = self.loader
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        return value if isinstance(value, int | torch.Generator) else None
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """Return the generators that the loader and its samplers draw from, each once."""
+        found = {id(g): g for g in map(self._look_up, GENERATORS) if g is not None}
+        return list(found.values())
+
+    def _start_workers(self, at: Position) -> None:
+        """Let workers that stay begin: only a loader's first iteration draws a seed for them."""
+        if at.epoch_start["workers_stayed"]:
+            iter(self.loader)
+            self._has_begun = True
+
+    def _set_own_generators(self, epoch_start: Mapping[str, Any]) -> None:
+        for generator, state in zip(self._own_generators(), epoch_start["generators"], strict=True):
+            generator.set_state(state)
+
+    def _generators(self) -> dict[str, Any]:
+        return {
+            "rng": get_rng_state(CPU),
+            "generators": [generator.get_state() for generator in self._own_generators()],
+            "workers_stayed": self._has_begun
+            and bool(getattr(self.loader, "persistent_workers", False)),
+        }
+
+    def _loader_state(self) -> Any:
+        # A copy: a loader may hand out what it goes on changing.
+        if not self.carries_state:
+            return None
+        return copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
