@@ -71,12 +71,8 @@ class Trace:
     steps: int
 
 
-class Finished(Exception):  # noqa: N818 - not an error
-    """Ends a loop that would go on for ever."""
-
-
 def run(order: Order, pipe: Connection) -> None:
-    """Train, and answer what comes through the pipe, until it closes or None comes."""
+    """Train, and answer what comes through the pipe, until nobody is at its other end."""
     os.setsid()  # whoever kills this process can kill its compilers and loaders with it
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(order.cache)
     # A trace of CUDA graphs needs the tracing library to stay loaded.
@@ -84,7 +80,7 @@ def run(order: Order, pipe: Connection) -> None:
     warnings.filterwarnings("ignore")  # other people's; the methods are what their guides say
     try:
         _train(order, pipe)
-    except Finished:
+    except EOFError:
         pass
     except Exception as error:
         first_line = (str(error).strip() or "no message").splitlines()[0]
@@ -101,6 +97,7 @@ def _train(order: Order, pipe: Connection) -> None:
         torch.set_num_threads(1)  # the processes of a round would fight for the cores
     if order.method.needs is not None:
         importlib.import_module(order.method.needs)
+    pipe.recv()  # until told to go on, nothing is taken of the device
     job_workload = workload(order.workload, order.size)
     torch.manual_seed(SEED)
     with device:
@@ -109,8 +106,7 @@ def _train(order: Order, pipe: Connection) -> None:
     job = Job(job_workload, model, device, clock.tick)
     drain(device)
     pipe.send({"num_parameters": sum(parameter.numel() for parameter in model.parameters())})
-    if pipe.recv() is None:
-        return
+    pipe.recv()
     clock.start()
     order.method.train(job)
     raise RuntimeError("the loop ended by itself")
@@ -147,17 +143,15 @@ class Clock:
             self._slowdown.apply()
         self._steps_left -= 1
         if self._steps_left == 0:
-            try:
-                self._steps_left = self._script.send(loss)
-            except StopIteration:
-                raise Finished from None
+            self._steps_left = self._script.send(loss)
 
     def _measure(self) -> Generator[int, Tensor, None]:
         yield from self._warm_up()
         if self._order.slowdown:
             yield from self._plant()
         gc.disable()  # a collection in one method's block is no property of that method
-        while (request := self._pipe.recv()) is not None:
+        while True:
+            request = self._pipe.recv()
             gc.collect()
             if isinstance(request, Block):
                 yield from self._block(request)

@@ -97,9 +97,10 @@ class Measurement:
 
     def run(self, methods: Sequence[Method]) -> dict[str, Any]:
         """Return the figures of the workload."""
-        waiting = [method for method in methods if method is not TUNED and self._fits(method)]
+        others = [method for method in methods if method is not TUNED and self._fits(method)]
         try:
-            group = self.start([TUNED])
+            reference, *waiting = self.spawn([TUNED, *others])
+            group = self.warm_up([reference])
             while waiting:
                 room = self._room()
                 if room < 1 and len(group) > 1:
@@ -109,7 +110,7 @@ class Measurement:
                     self._turn(group[0], Block(1, 1, 1))  # which tells how much is free now
                     continue
                 chunk = min(len(waiting), max(room, 1))
-                group += self.start(waiting[:chunk])
+                group += self.warm_up(waiting[:chunk])
                 waiting = waiting[chunk:]
             self.measure(group)
         finally:
@@ -135,12 +136,8 @@ class Measurement:
 
     # -- Starting ----------------------------------------------------------------------------------
 
-    def start(self, methods: Sequence[Method]) -> list[Process]:
-        """Take methods through their warm-up; return those that came through."""
-        return self.warm_up(self.spawn(methods))
-
     def spawn(self, methods: Sequence[Method]) -> list[Process]:
-        """Give each method a process, which imports what it needs and builds the model."""
+        """Give each method a process, which imports what it needs and takes no device memory."""
         spawned = [Process(self._order(method)) for method in methods]
         self._processes += spawned
         return spawned
@@ -152,6 +149,8 @@ class Measurement:
         wait for the host mostly, and start side by side. One that is given another's cache comes
         after it.
         """
+        for process in processes:
+            process.send("build")
         ready = [process for process in processes if self._answer(process, ANSWER_LIMIT_S)]
         for process in ready:
             if not process.method.compiles:

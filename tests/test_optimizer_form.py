@@ -33,6 +33,7 @@ def test_fused_is_put_on_and_taken_off(name):
     for batch in make_batches(3):
         trainer.step(batch)
     assert flags_of(trainer.state_dict()["optimizer"]) == given
+    assert flags_of(trainer.optimizer.state_dict()) == given  # whoever saves it
     trainer.close()
     assert flags(optimizer) == given
     assert optimizer.defaults == defaults

@@ -214,19 +214,19 @@ def test_memory_that_is_full_measures_in_groups(monkeypatch):
         def stop(self):
             self.alive = False
 
-    def start(methods):
-        made = [Fake(method) for method in methods]
-        live.extend(made)
+    def warm_up(processes):
+        live.extend(processes)
         measurement._peak_bytes = 10
         measurement._free_bytes = 35 - 10 * sum(fake.alive for fake in live)
-        return made
+        return processes
 
     def turn(process, steps):
         measurement._free_bytes = 35 - 10 * sum(fake.alive for fake in live)
         return {"ms": 1.0}
 
     live = []
-    monkeypatch.setattr(measurement, "start", start)
+    monkeypatch.setattr(measurement, "spawn", lambda methods: [Fake(m) for m in methods])
+    monkeypatch.setattr(measurement, "warm_up", warm_up)
     monkeypatch.setattr(measurement, "_turn", turn)
     monkeypatch.setattr(measurement, "measure", lambda g: groups.append([p.method for p in g]))
     monkeypatch.setattr(measurement, "result", dict)

@@ -254,7 +254,7 @@ class TrainStep:
             "num_steps": self.num_steps,
             "num_epochs": self.num_epochs,
             "model": self.model.state_dict(),
-            "optimizer": self._form.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else scheduler_state(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "rng": get_rng_state(self.device),

@@ -10,8 +10,8 @@ Why it is faster: the fused update is one or two kernels for all parameters, whe
 launches a dozen for each. When it is not: a model of one or two tensors.
 
 Two things switch a form back behind our back, and both are handled: ``load_state_dict`` restores
-the flags and the placement of the saved run, and ``add_param_group`` takes the defaults. What
-`state_dict` returns is always the form as given, so a file loads into a plain loop.
+the flags and the placement of the saved run, and ``add_param_group`` takes the defaults. What the
+optimizer's ``state_dict`` returns is always the form as given, so a file loads into a plain loop.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ class OptimizerForm:
         obstacle = None if form == "as_given" else _obstacle(optimizer, form, model)
         self.form: Form = "as_given" if obstacle else form
         self.decision = _decision(optimizer, form, obstacle)
+        if self.form != "as_given":
+            self._save_hook = optimizer.register_state_dict_post_hook(
+                lambda _, state: self._as_given(state)
+            )
         self.apply()
 
     @property
@@ -87,7 +91,8 @@ class OptimizerForm:
         """Put the flags and the scalar state back as they were given."""
         if self.form == "as_given":
             return
-        state = self.state_dict()
+        state = self.optimizer.state_dict()
+        self._save_hook.remove()
         self.optimizer.defaults.update(self._given_defaults)
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update({flag: saved[flag] for flag in _FLAGS if flag in saved})
@@ -99,11 +104,8 @@ class OptimizerForm:
             self.optimizer._step_supports_amp_scaling = self._given_scaling  # type: ignore[attr-defined]
         self.form = "as_given"
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return ``optimizer.state_dict()`` as if the form had never been changed."""
-        state = self.optimizer.state_dict()
-        if self.form == "as_given":
-            return state
+    def _as_given(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what ``optimizer.state_dict()`` found as if the form had never been changed."""
         groups = [dict(group) for group in state["param_groups"]]
         for position, group in enumerate(groups):
             group.update(
@@ -115,9 +117,11 @@ class OptimizerForm:
             for group, device_scalar in zip(groups, device_scalar_groups, strict=True)
             for index in group["params"]
         }
-        state["param_groups"] = groups
-        state["state"] = _with_host_scalars(state["state"], on_device)
-        return state
+        return {
+            **state,
+            "param_groups": groups,
+            "state": _with_host_scalars(state["state"], on_device),
+        }
 
 
 def _obstacle(optimizer: Optimizer, form: Form, model: nn.Module) -> str | None:
@@ -175,7 +179,7 @@ def _decision(optimizer: Optimizer, form: Form, obstacle: str | None) -> Decisio
             outcome="stepped aside",
             detail=f"{name} runs as given: {obstacle}",
         )
-    detail = f"{name} runs its {form} update; trainer.state_dict() keeps the form as given"
+    detail = f"{name} runs its {form} update; state_dict() keeps the form as given"
     return Decision(lever="optimizer", outcome="applied", detail=detail)
 
 
