@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=NAMES, default=["gpt-small", "vit"])
     parser.add_argument("--same", type=int, default=10, help="comparisons of the same code")
     parser.add_argument("--planted", type=int, default=1, help="comparisons with a slowdown")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--block-s", type=float, default=0.1)
     parser.add_argument("--lead-s", type=float, default=Settings.lead_s)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 # The fewest rounds in each of two files from which bounds of 95 % can be had.
 MIN_ROUNDS = 4
+
+
+class Round(NamedTuple):
+    """The turns of a method and of the reference in one round: whole blocks and best bursts."""
+
+    ms: float
+    reference_ms: float
+    best_ms: float
+    reference_best_ms: float
 
 
 class ComparisonError(Exception):
@@ -52,22 +61,23 @@ class ResultFile:
         machine = self.get("machine", kind=dict)
         return f"{machine.get('gpu') or 'CPU'}, torch {machine.get('torch')}"
 
-    def ratios(self, workload: str, method: str) -> list[float]:
-        """Return the method's time relative to the reference, round by round."""
+    def rounds(self, workload: str, method: str) -> list[Round]:
+        """Return the times of a method and of the reference, round by round."""
         place = ("workloads", workload, "methods", method)
-        own, reference = (self._times(*place, key) for key in ("best_ms", "reference_best_ms"))
-        if len(own) != len(reference):
-            self.fail(
-                *place,
-                "reference_best_ms",
-                problem=f"{len(reference)} rounds where best_ms has {len(own)}",
-            )
-        if len(own) < MIN_ROUNDS:
+        best = self._times(*place, "best_ms")
+        columns = []
+        for key in ("blocks_ms", "reference_blocks_ms", "best_ms", "reference_best_ms"):
+            column = self._times(*place, key)
+            if len(column) != len(best):
+                problem = f"{len(column)} rounds where best_ms has {len(best)}"
+                self.fail(*place, key, problem=problem)
+            columns.append(column)
+        if len(best) < MIN_ROUNDS:
             raise ComparisonError(
-                f"{self.path}: {' > '.join(place)} > best_ms: {len(own)} rounds give no bounds "
-                f"of 95 %; measure at least {MIN_ROUNDS} rounds, better 20"
+                f"{self.path}: {' > '.join(place)} > best_ms: {len(best)} rounds give no bounds "
+                f"of 95 %; measure at least {MIN_ROUNDS} rounds, better 30"
             )
-        return [a / b for a, b in zip(own, reference, strict=True)]
+        return [Round(*times) for times in zip(*columns, strict=True)]
 
     def _times(self, *keys: str) -> list[float]:
         times: list[float] = self.get(*keys, kind=list)

@@ -35,25 +35,40 @@ MACHINE = {
 
 
 class Noise:
-    """Log-normal noise of a block, a slow block now and then, and a bias of the whole run."""
+    """A machine: log-normal noise, a neighbour who is there for some blocks, unlike processes.
 
-    def __init__(self, seed, noise=0.005, outliers=0.02, bias=0.005):
+    Args:
+        seed: Of everything that is drawn.
+        noise: Standard deviation of a block that nothing slows down.
+        busy: The part of the blocks that a neighbour slows down, by 5 % in the median.
+        bias: Standard deviation of what two processes of the same code differ by.
+    """
+
+    def __init__(self, seed, noise=0.003, busy=0.2, bias=0.002):
         self.random = random.Random(seed)
-        self.noise, self.outliers, self.bias = noise, outliers, bias
+        self.noise, self.busy, self.bias = noise, busy, bias
+        self.slowed = 1.0
 
-    def run_bias(self):
-        return math.exp(self.random.uniform(-self.bias, self.bias))
+    def process(self):
+        """Return the factor of a process, which is in all its blocks."""
+        return math.exp(self.random.gauss(0, self.bias / math.sqrt(2)))
 
     def block(self):
-        slow = 1.1 if self.random.random() < self.outliers else 1.0
-        return slow * math.exp(self.random.gauss(0, self.noise))
+        if self.random.random() < 0.5:  # else what was there in the block before still is
+            slow = self.random.random() < self.busy
+            self.slowed = 1 + 0.05 * self.random.lognormvariate(0, 0.7) if slow else 1.0
+        return self.slowed * math.exp(self.random.gauss(0, self.noise))
+
+    def turns(self, reference_ms, own_ms, rounds):
+        """Return the blocks of the reference and of a method, which take turns."""
+        pairs = [(reference_ms * self.block(), own_ms * self.block()) for _ in range(rounds)]
+        return [list(blocks) for blocks in zip(*pairs, strict=True)]
 
 
 def ran(noise, reference_ms, relative, rounds=20, reference=False):
     """Return a method that ran."""
-    bias = 1.0 if reference else noise.run_bias()
-    reference_blocks = [reference_ms * noise.block() for _ in range(rounds)]
-    blocks = [reference_ms * relative * bias * noise.block() for _ in range(rounds)]
+    own_ms = reference_ms * relative * noise.process()
+    reference_blocks, blocks = noise.turns(reference_ms, own_ms, rounds)
     if reference:
         blocks = reference_blocks
     low, _, high = statistics.quantiles(blocks, n=4)
@@ -92,6 +107,16 @@ def workload(name, reference_ms, methods):
     }
 
 
+def methods_of(name, reference_ms, relative, rounds, noise):
+    """Return a workload whose methods all ran, against one process of the reference."""
+    reference_ms *= noise.process()
+    methods = {
+        method: ran(noise, reference_ms, part, rounds, method == "tuned")
+        for method, part in relative.items()
+    }
+    return workload(name, reference_ms, methods)
+
+
 def result(seed=0, *, relative=METHODS, workloads=WORKLOADS, machine_speed=1.0, rounds=20, **noise):
     """Return a result in which every method ran."""
     source = Noise(seed, **noise)
@@ -109,16 +134,7 @@ def result(seed=0, *, relative=METHODS, workloads=WORKLOADS, machine_speed=1.0, 
             "cold_start_limit_s": 90,
         },
         "workloads": {
-            name: workload(
-                name,
-                reference_ms,
-                {
-                    method: ran(
-                        source, reference_ms * machine_speed, part, rounds, method == "tuned"
-                    )
-                    for method, part in relative.items()
-                },
-            )
+            name: methods_of(name, reference_ms * machine_speed, relative, rounds, source)
             for name, reference_ms in workloads.items()
         },
     }

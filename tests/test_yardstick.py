@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import torch
 
 import strange_methods
 from benchmarks import figures, results, trace
+from benchmarks.job import Job
 from benchmarks.methods import METHODS, NAIVE, TUNED
 from benchmarks.workloads import NAMES, workload
 from benchmarks.yardstick import Measurement, Settings, slowdown
@@ -314,6 +316,16 @@ def test_what_a_loop_is_given_is_alike_for_all():
     for name, method in METHODS.items():
         assert method.name == name
         assert method.given
+
+
+def test_the_loader_goes_round_and_round_the_batches():
+    job = Job(workload("mlp", "smoke"), torch.nn.Identity(), torch.device("cpu"), print)
+    batches = job.workload.batches()
+    drawn = list(itertools.islice(job.loader(pinned=True), 2 * len(batches)))
+    assert len(batches) > 1
+    for batch, expected in zip(drawn, [*batches, *batches], strict=True):
+        assert all(map(torch.equal, batch, expected))
+    assert not torch.equal(batches[0][0], batches[1][0])
 
 
 def test_a_slowdown_names_a_method():
