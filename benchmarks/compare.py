@@ -43,8 +43,8 @@ rows of a workload move together, it is the reference that moved.
 middle third of ``blocks_ms``, relative to the reference's, grew by more than the floor did, by the
 rule of "slower", a note says so. It is no regression: a busier machine does the same where it
 disturbs one method more than another. What comes in fewer than half of the blocks shows in neither.
-And where undisturbed blocks of one method scatter more than before, its floor is lower, by 1.3 times
-what their standard deviation grew by.
+And where undisturbed blocks of one method scatter more than before, its floor is lower, by 1.3
+times what their standard deviation grew by.
 
 **Also a regression**: a method that ran and does not, or trained and does not; over 1 % more peak
 memory; over half a host sync or launch more per step.

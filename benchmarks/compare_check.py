@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--block-s", type=float, default=0.1)
     parser.add_argument("--lead-s", type=float, default=Settings.lead_s)
+    parser.add_argument("--cores", type=int, default=2, help="on which all processes stay")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -103,6 +104,7 @@ def main() -> None:
         rounds=args.rounds,
         block_s=args.block_s,
         lead_s=args.lead_s,
+        cores=args.cores,
     )
     found = {}
     for name in args.workloads:

@@ -43,6 +43,7 @@ class Order:
         device: ``"cuda"`` or ``"cpu"``.
         train_steps: The steps of the warm-up, whose losses are kept.
         cache: The folder for what compilers keep.
+        cores: On how many of the machine's cores to stay after the warm-up; 0: on any.
         slowdown: A planted slowdown, as a part of the step: 0.03 makes it 3 % slower.
     """
 
@@ -52,6 +53,7 @@ class Order:
     device: str
     train_steps: int
     cache: Path
+    cores: int = 0
     slowdown: float = 0.0
 
 
@@ -118,6 +120,16 @@ def drain(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def stay_on_cores(count: int) -> None:
+    """Keep all threads of this process on the same few cores as every other method's.
+
+    Cores of a shared machine are not alike: each has a neighbour of its own.
+    """
+    cores = sorted(os.sched_getaffinity(0))[-count:]
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
 class Clock:
     """Measures a loop from inside.
 
@@ -147,6 +159,8 @@ class Clock:
 
     def _measure(self) -> Generator[int, Tensor, None]:
         yield from self._warm_up()
+        if self._order.cores:
+            stay_on_cores(self._order.cores)
         if self._order.slowdown:
             yield from self._plant()
         gc.disable()  # a collection in one method's block is no property of that method

@@ -57,6 +57,8 @@ class Settings:
         lead_s: Seconds at the start of a turn that are not measured: caches and clocks warm up.
         train_steps: Steps before the first round, whose losses are compared.
         cold_start_limit_s: When a method's first steps are given up.
+        cores: On how many cores, the same for all, each method's process stays; 0: on any. Of use
+            to compare two results; a loader at work or a thread of one's own may need more.
     """
 
     device: str = "cuda"
@@ -66,6 +68,7 @@ class Settings:
     lead_s: float = 0.05
     train_steps: int = 24
     cold_start_limit_s: float = 90.0
+    cores: int = 0
 
 
 class Measurement:
@@ -187,6 +190,7 @@ class Measurement:
             device=self.settings.device,
             train_steps=self.settings.train_steps,
             cache=self._caches / (method.cache_of or method.name).replace(" ", "-"),
+            cores=self.settings.cores,
             slowdown=self._slowdowns.get(method.name, 0.0),
         )
 
@@ -318,6 +322,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lead-s", type=float, default=default.lead_s)
     parser.add_argument("--train-steps", type=int, default=default.train_steps)
     parser.add_argument("--cold-start-limit-s", type=float, default=default.cold_start_limit_s)
+    parser.add_argument("--cores", type=int, default=default.cores)
     parser.add_argument("--slow-down", nargs="+", type=slowdown, default=[], metavar="METHOD=PART")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
