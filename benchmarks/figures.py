@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# A method whose loss falls by less than this part of the reference's fall is broken.
-PART_OF_FALL = 0.8
+# A method is broken if some loss is off the reference's of that step by more than this part of the
+# reference's fall.
+PART_OF_FALL = 0.2
 # The mean of so many losses stands for the end: batches differ.
 LAST_LOSSES = 4
 
@@ -52,9 +52,10 @@ def spread(values: Sequence[float]) -> float:
 
 
 def trains(losses: Sequence[float], reference: Sequence[float]) -> bool:
-    """Return whether losses fall about as a reference's do, from the same start."""
-    enough = max(PART_OF_FALL * fall(reference), 0.0)
-    return all(map(math.isfinite, losses)) and fall(losses) > enough
+    """Return whether losses follow a reference's, which falls, from the first step to the last."""
+    allowed = PART_OF_FALL * fall(reference)
+    # Written so that a NaN is not within anything.
+    return all(abs(a - b) < allowed for a, b in zip(losses, reference, strict=True))
 
 
 def fall(losses: Sequence[float]) -> float:

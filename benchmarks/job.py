@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ class Job:
     device: torch.device
     tick: Callable[[Tensor], None]
 
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """The ready batches, made once."""
+        return self.workload.batches()
+
     @property
     def on_cuda(self) -> bool:
         """Whether there is a GPU to be fast on."""
@@ -77,13 +83,15 @@ class Job:
         Pinning beforehand costs a method nothing, so nobody's loader is the weak spot, unless the
         workload brings a loader of its own, whose batches are pinned as they come.
         """
-        pinned = pinned and self.on_cuda
         if self.workload.loader is not None:
-            return self.workload.loader(pin_memory=pinned)
-        batches = self.workload.batches()
-        if pinned:
-            batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
-        return DataLoader(ReadyBatches(batches), batch_size=None, sampler=Sequential())
+            return self.workload.loader(pin_memory=pinned and self.on_cuda)
+        return DataLoader(self.ready(pinned=pinned), batch_size=None, sampler=Sequential())
+
+    def ready(self, *, pinned: bool) -> ReadyBatches:
+        """Return the batches as a data set of which each item is a batch."""
+        if not (pinned and self.on_cuda):
+            return ReadyBatches(self.batches)
+        return ReadyBatches([tuple(t.pin_memory() for t in batch) for batch in self.batches])
 
     def to_device(self, batch: Batch, *, non_blocking: bool) -> Batch:
         """Return the batch on the device."""

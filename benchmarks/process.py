@@ -78,10 +78,9 @@ class Process:
         if not self.alive:
             return
         self.alive = False
-        # The worker leads a process group of its own once it runs; before, it is alone.
+        # The worker leads a group of its own once it runs; the group may have outlived it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(self._process.pid) == self._process.pid:
-                os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._pipe.close()

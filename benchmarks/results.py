@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ import torch
 
 import torchfast
 
+PACKAGES = ("triton", "torchao", "lightning", "accelerate", "transformers", "timm")
 ROOT = Path(__file__).parent.parent
 
 
@@ -28,6 +30,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchfast": torchfast.__version__,
+        "packages": {name: v for name in PACKAGES if (v := _version(name)) is not None},
         "commit": _commit(),
     }
 
@@ -41,7 +44,10 @@ def write(path: Path, figures: dict[str, Any]) -> None:
         **figures,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    # In one move, so that whoever interrupts leaves the old file or the new one.
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
 
 
 def resumed(path: Path, expected: dict[str, Any]) -> dict[str, Any] | None:
@@ -61,6 +67,13 @@ def resumed(path: Path, expected: dict[str, Any]) -> dict[str, Any] | None:
                 "remove the file or write to another"
             )
     return earlier
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _command() -> str:

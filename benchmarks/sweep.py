@@ -337,7 +337,7 @@ def sweep(
         held[name] = run_apart(context, outside, plan, device, limit_s)
         print(line(name, held[name]), flush=True)
         if out:
-            _write(out, {"machine": machine, "settings": settings, "models": held})
+            results.write(out, {"machine": machine, "settings": settings, "models": held})
     return {name: held[name] for name in models}
 
 
@@ -349,13 +349,6 @@ def _held(out: Path | None, machine: Record, settings: Record) -> dict[str, Reco
     same = all(result["machine"][key] == machine[key] for key in ("gpu", "torch", "commit"))
     same = same and all(result["settings"][key] == settings[key] for key in ("plan", "device"))
     return result["models"] if same else {}
-
-
-def _write(out: Path, figures: Record) -> None:
-    """Write the file in one move, so that whoever interrupts leaves the old one or the new one."""
-    part = out.with_name(out.name + ".part")
-    results.write(part, figures)
-    part.replace(out)
 
 
 def line(name: str, record: Record) -> str:

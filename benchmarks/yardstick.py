@@ -23,6 +23,8 @@ import math
 import os
 import random
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -43,6 +45,9 @@ ANSWER_LIMIT_S = 120.0
 MEMORY_MARGIN = 1.15
 # The pieces of a block, of which the best is kept too.
 BURSTS = 10
+# A loader at work has batches ready after standing still, which are not the steady state; and it
+# delivers in bursts of as many batches as it has workers, of which a block holds whole ones.
+LOADING_BLOCK = Block(lead=8, bursts=1, burst_steps=8)
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,12 @@ class Measurement:
                 if room < 1 and len(group) > 1:
                     self.measure(group)
                     self.stop(group[1:])
-                    group, self._free_bytes = group[:1], math.inf
-                    self._turn(group[0], Block(1, 1, 1))  # which tells how much is free now
-                    continue
-                chunk = min(len(waiting), max(room, 1))
-                group += self.warm_up(waiting[:chunk])
-                waiting = waiting[chunk:]
+                    group = group[:1]
+                else:
+                    chunk = min(len(waiting), max(room, 1))
+                    group += self.warm_up(waiting[:chunk])
+                    waiting = waiting[chunk:]
+                self._turn(group[0], Block(1, 1, 1))  # which tells how much is free now
             self.measure(group)
         finally:
             self.close()
@@ -128,14 +133,17 @@ class Measurement:
     def _fits(self, method: Method) -> bool:
         obstacle = method.obstacle(self.workload, on_cuda=self.settings.device == "cuda")
         if obstacle is not None:
-            self.figures[method.name] = {"status": "does not fit", "reason": obstacle}
+            self.figures[method.name] = {"status": "left out", "reason": obstacle}
         return obstacle is None
 
     def _room(self) -> int:
-        """Return how many more methods the device's memory holds, each at its peak."""
+        """Return how many more methods the device's memory holds, each at its peak.
+
+        One peak is kept free, for the turns of those that hold little between them.
+        """
         if math.isinf(self._free_bytes) or not self._peak_bytes:
             return len(METHODS)
-        return int(self._free_bytes / (MEMORY_MARGIN * self._peak_bytes))
+        return int(self._free_bytes / (MEMORY_MARGIN * self._peak_bytes)) - 1
 
     # -- Starting ----------------------------------------------------------------------------------
 
@@ -202,9 +210,7 @@ class Measurement:
             answer = process.answer(limit_s, asked_at)
         except MethodFailed as failure:
             if process.method is TUNED:
-                raise SystemExit(
-                    f"the reference failed on {self.workload.name}: {failure}"
-                ) from None
+                raise
             self._fail(process, str(failure))
             return None
         self._free_bytes = answer.get("free_bytes", self._free_bytes)
@@ -229,17 +235,16 @@ class Measurement:
 
     def _block(self, step_ms: float) -> Block:
         """Return the block of a method whose steps take so long."""
-        # A loader at work has batches ready after standing still; they are not the steady state.
-        # And what comes in bursts has no best one.
-        loads = self.workload.loader is not None
-        lead = max(16 if loads else 1, round(self.settings.lead_s * 1e3 / step_ms))
-        steps = max(1, round(self.settings.block_s * 1e3 / step_ms))
-        bursts = 1 if loads else min(steps, BURSTS)
+        if self.workload.loader is not None:
+            return LOADING_BLOCK
+        lead = max(2, round(self.settings.lead_s * 1e3 / step_ms))
+        steps = max(2, round(self.settings.block_s * 1e3 / step_ms))
+        bursts = min(steps, BURSTS)
         return Block(lead, bursts, round(steps / bursts))
 
     def measure(self, group: Sequence[Process]) -> None:
         """Give each its turns, then a look at its trace; write the figures of all."""
-        probes = {process: self._turn(process, Block(1, 1, 2)) for process in group}
+        probes = {process: self._turn(process, Block(2, 1, 2)) for process in group}
         turns = {p: self._block(probe["ms"]) for p, probe in probes.items() if probe is not None}
         blocks: dict[Process, list[dict[str, Any]]] = {process: [] for process in turns}
         for _ in range(self.settings.rounds):
@@ -249,12 +254,22 @@ class Measurement:
                     blocks[process].append(block)
         reference = blocks[group[0]]
         for process in filter(lambda p: p.alive, turns):
-            process.send(Trace(min(turns[process].bursts, 5)))
-            trace = self._answer(process, ANSWER_LIMIT_S)
             name = process.method.name
-            if trace is not None:
-                warm_up = self._warm_ups[name]
-                self.figures[name] = figures.summary(warm_up, blocks[process], reference, trace)
+            self.figures[name] = figures.summary(
+                self._warm_ups[name],
+                blocks[process],
+                reference,
+                self._trace(process, min(turns[process].bursts, 5)),
+            )
+
+    def _trace(self, process: Process, steps: int) -> dict[str, Any]:
+        """Return what a trace counts; nothing if it fails, for the times stand without it."""
+        process.send(Trace(steps))
+        try:
+            return process.answer(ANSWER_LIMIT_S)
+        except MethodFailed:
+            process.stop()
+            return dict.fromkeys(("device_ms", "host_syncs", "num_kernels", "num_launches"))
 
     def result(self) -> dict[str, Any]:
         """Return the figures of all methods, in the order of tables."""
@@ -278,17 +293,31 @@ def main() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     steady_layout()
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
-    result = results.resumed(args.out, {"settings": asdict(settings)}) if args.out else None
+    about = {
+        "settings": asdict(settings),
+        "methods": args.methods,
+        "slow_down": dict(args.slow_down),
+    }
+    result = results.resumed(args.out, about) if args.out else None
     found: dict[str, Any] = result["workloads"] if result else {}
+    # As Ctrl-C does: unwind, and end what runs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    failed = False
     for name in args.workloads:
         if name in found:
             print(f"\n{name}: measured already")
             continue
         measurement = Measurement(workload(name, args.size), settings, dict(args.slow_down))
-        found[name] = measurement.run([METHODS[method] for method in args.methods])
+        try:
+            found[name] = measurement.run([METHODS[method] for method in args.methods])
+        except MethodFailed as failure:
+            failed = True
+            print(f"\n{name}: not measured, since the reference failed: {failure}")
+            continue
         print_workload(found[name])
         if args.out:
-            results.write(args.out, {"settings": asdict(settings), "workloads": found})
+            results.write(args.out, {**about, "workloads": found})
+    sys.exit(1 if failed else 0)
 
 
 def print_workload(result: dict[str, Any]) -> None:

@@ -148,7 +148,7 @@ def result_of_every_status():
     mlp["by hand: graph + compile whole"]["trains"] = False
     mlp["by hand: graph + compile whole"]["losses"] = [2.3, 2.3, math.nan]
     mlp["transformers Trainer"] = {
-        "status": "does not fit",
+        "status": "left out",
         "reason": "Trainer wants a model that\nreturns its loss | and a dict",
     }
     gpt["compile max-autotune"] = {"status": "failed", "reason": "not done in 90 s"}

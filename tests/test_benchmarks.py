@@ -159,7 +159,7 @@ def test_the_summary_has_a_cell_for_every_kind_of_status():
     assert rows["llama"]["tuned"] == "–³"
     assert sum("**" in cell for row in rows.values() for cell in row.values()) == 3
     text = "\n".join(lines)
-    assert "¹ does not fit: Trainer wants a model that returns its loss / and a dict;" in text
+    assert "¹ left out: Trainer wants a model that returns its loss / and a dict;" in text
     assert "² failed: not done in 90 s; ³ failed." in text
     assert "comp. m-a: compile max-autotune;" in text
 
@@ -220,7 +220,7 @@ def test_the_table_of_a_workload_has_every_figure():
     broken = rows["by hand: graph + compile whole"]["loss"]
     assert broken == "**broken**: 2.300 → nan after 3 steps"
     reason = rows["transformers Trainer"]["ms (spread)"]
-    assert reason == "does not fit: Trainer wants a model that returns its loss / and a dict"
+    assert reason == "left out: Trainer wants a model that returns its loss / and a dict"
 
 
 def test_what_a_cpu_lacks_is_left_empty():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import strange_methods
-from benchmarks import figures, results, trace
+from benchmarks import figures, process, results, trace
 from benchmarks.job import Job
 from benchmarks.methods import METHODS, NAIVE, TUNED
 from benchmarks.workloads import NAMES, workload
@@ -94,7 +94,7 @@ def test_a_method_that_goes_wrong_is_a_result_and_the_others_go_on():
     assert reasons["dies"] == f"its process ended with {-signal.SIGKILL}"
     assert reasons["dies late"] == f"its process ended with {-signal.SIGKILL}"
     assert reasons["stops"] == "RuntimeError: the loop ended by itself"
-    assert found["needs much"]["status"] == "does not fit"
+    assert found["needs much"]["status"] == "left out"
     assert reasons["needs much"] == "the package no_such_package is not installed"
     assert found["tuned"]["trains"] is True
     assert found["forgets"]["status"] == "ran"
@@ -113,7 +113,7 @@ def test_a_method_that_hangs_is_given_up():
 
 def test_a_reference_that_fails_ends_the_run(monkeypatch):
     monkeypatch.setattr("benchmarks.yardstick.TUNED", strange_methods.RAISES)
-    with pytest.raises(SystemExit, match=r"the reference failed on mlp: .* no such kernel"):
+    with pytest.raises(process.MethodFailed, match="no such kernel"):
         measured([strange_methods.RAISES])
 
 
@@ -205,7 +205,7 @@ def test_a_run_is_taken_up_where_it_ended(tmp_path):
 
 
 def test_memory_that_is_full_measures_in_groups(monkeypatch):
-    """Six methods on a device that holds the reference and two more."""
+    """Methods on a device that holds a few of them at their peaks."""
     measurement = Measurement(workload("mlp", "smoke"), QUICK, {})
     groups = []
 
@@ -216,27 +216,39 @@ def test_memory_that_is_full_measures_in_groups(monkeypatch):
         def stop(self):
             self.alive = False
 
+    def free():
+        # What keeps graphs keeps its peak; the others hold a little between their turns.
+        held = sum(10 if "compile" in f.method.name else 2 for f in live if f.alive)
+        return 45 - held
+
     def warm_up(processes):
+        assert free() - 10 * len(processes) >= 0, "no room to start in"
         live.extend(processes)
-        measurement._peak_bytes = 10
-        measurement._free_bytes = 35 - 10 * sum(fake.alive for fake in live)
+        measurement._peak_bytes, measurement._free_bytes = 10, free()
         return processes
 
-    def turn(process, steps):
-        measurement._free_bytes = 35 - 10 * sum(fake.alive for fake in live)
+    def turn(process, block):
+        assert free() - 8 >= 0, "no room for a turn"
+        measurement._free_bytes = free()
         return {"ms": 1.0}
 
     live = []
     monkeypatch.setattr(measurement, "spawn", lambda methods: [Fake(m) for m in methods])
     monkeypatch.setattr(measurement, "warm_up", warm_up)
     monkeypatch.setattr(measurement, "_turn", turn)
-    monkeypatch.setattr(measurement, "measure", lambda g: groups.append([p.method for p in g]))
+
+    def measure(group):
+        for fake in group:
+            turn(fake, None)
+        groups.append([fake.method for fake in group])
+
+    monkeypatch.setattr(measurement, "measure", measure)
     monkeypatch.setattr(measurement, "result", dict)
-    six = [method for name, method in METHODS.items() if "hand" not in name][:7]
-    measurement.run(six)
-    assert all(group[0] is TUNED and 2 <= len(group) <= 4 for group in groups)
+    nine = [method for name, method in METHODS.items() if "hand" not in name][:9]
+    measurement.run(nine)
+    assert all(group[0] is TUNED and len(group) >= 2 for group in groups)
     others = [method for group in groups for method in group[1:]]
-    fitting = [m for m in six if m is not TUNED and m.name not in measurement.figures]
+    fitting = [m for m in nine if m is not TUNED and m.name not in measurement.figures]
     assert others == fitting
     assert len(groups) > 1
 

@@ -26,7 +26,7 @@ class Method:
         cuda_only: Whether it has no meaning without a GPU.
         compiles: Whether its first steps wait for a compiler, mostly on the host.
         cache_of: The method from which it is given the compiler's cache.
-        fits: Whether it can train a workload; None: any.
+        left_out: Why a workload is not measured with it, if so; None: all are.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Method:
     cuda_only: bool = False
     compiles: bool = False
     cache_of: str | None = None
-    fits: Callable[[Workload], bool] | None = None
+    left_out: Callable[[Workload], str | None] | None = None
 
     def obstacle(self, workload: Workload, *, on_cuda: bool) -> str | None:
-        """Return why it cannot train this workload here, or None."""
-        if self.fits is not None and not self.fits(workload):
-            return "not made for this workload"
+        """Return why it is not measured on this workload here, or None."""
+        if self.left_out is not None and (reason := self.left_out(workload)):
+            return reason
         if self.cuda_only and not on_cuda:
             return "needs a CUDA device"
         package = self.needs and self.needs.partition(".")[0]
@@ -53,22 +53,22 @@ class Method:
 COMPILER = "torch._inductor.compile_fx"
 
 
-def _is_language(workload: Workload) -> bool:
-    return workload.language
+def _without_language(workload: Workload) -> str | None:
+    return None if workload.language else "measured on language models only"
 
 
-def _is_llama(workload: Workload) -> bool:
-    return workload.name == "llama"
+def _without_large_products(workload: Workload) -> str | None:
+    return None if workload.name == "llama" else "measured on the largest matrix products only"
 
 
-def _has_regions(workload: Workload) -> bool:
+def _without_blocks(workload: Workload) -> str | None:
     with torch.device("meta"):
-        return bool(workload.regions(workload.build()))
+        repeated = workload.regions(workload.build())
+    return None if repeated else "no block repeats"
 
 
-def _computes(workload: Workload) -> bool:
-    """Return whether the time goes into computing: compiling speeds up no copy and no loader."""
-    return workload.bound == "compute"
+def _without_computing(workload: Workload) -> str | None:
+    return None if workload.bound == "compute" else "compiling speeds up no copy and no loader"
 
 
 def _compiled(mode: str, cache_of: str | None = None) -> Method:
@@ -80,7 +80,7 @@ def _compiled(mode: str, cache_of: str | None = None) -> Method:
         needs=COMPILER,
         compiles=True,
         cache_of=cache_of and f"compile {cache_of}",
-        fits=_computes,
+        left_out=_without_computing,
     )
 
 
@@ -126,9 +126,9 @@ METHODS = {
             "transformers Trainer",
             peers.transformers_trainer,
             'what the tuned loop has, `optim="adamw_torch_fused"`, `non_blocking=True`; nothing '
-            "logged, saved or reported",
+            "logged, saved or reported, losses not looked at for NaN",
             needs="transformers.trainer",
-            fits=_is_language,
+            left_out=_without_language,
         ),
         _compiled("default"),
         _compiled("reduce-overhead"),
@@ -145,7 +145,7 @@ METHODS = {
             "the same, the repeated blocks compiled one by one",
             needs=COMPILER,
             compiles=True,
-            fits=_has_regions,
+            left_out=_without_blocks,
         ),
         _by_hand(
             "graph + compile whole",
@@ -153,7 +153,7 @@ METHODS = {
             "the same, model and loss compiled as one",
             needs=COMPILER,
             compiles=True,
-            fits=_computes,
+            left_out=_without_computing,
         ),
         _by_hand(
             "graph + float8 + compile by block",
@@ -161,7 +161,7 @@ METHODS = {
             "the same by block, matrix products of the blocks in float8 (torchao, tensorwise)",
             needs="torchao.float8",
             compiles=True,
-            fits=_is_llama,
+            left_out=_without_large_products,
         ),
         _plan("eager", "the plan `eager`; what the tuned loop is given"),
         _plan("exact", "the plan `exact`; what the tuned loop is given"),

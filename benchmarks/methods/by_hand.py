@@ -11,6 +11,7 @@ graph still computes what the loop did.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -65,9 +66,10 @@ def train_in_one_graph(job: Job, model: nn.Module, loss_fn: LossFn) -> None:
     """Train for ever, a graph replay a step."""
     optimizer = job.adamw(model, fused=True, capturable=True)
     loader = iter(job.loader(pinned=True))
-    inputs = tuple(torch.empty_like(tensor, device=job.device) for tensor in next(loader))
+    first = next(loader)
+    loader = itertools.chain([first], loader)
+    inputs = tuple(torch.empty_like(tensor, device=job.device) for tensor in first)
     staged = tuple(torch.empty_like(tensor) for tensor in inputs)
-    loader = iter(job.loader(pinned=True))  # again, from the first batch
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -90,7 +92,9 @@ def train_in_one_graph(job: Job, model: nn.Module, loss_fn: LossFn) -> None:
 
     optimizer.zero_grad(set_to_none=True)
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured), torch.compiler.set_stance("fail_on_recompile"):
+    # Only this thread's calls are captured: a loader's thread goes on pinning memory meanwhile.
+    whole_step = torch.cuda.graph(captured, capture_error_mode="thread_local")
+    with whole_step, torch.compiler.set_stance("fail_on_recompile"):
         loss = step()
 
     copy_stream = torch.cuda.Stream()

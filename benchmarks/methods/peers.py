@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks.job import MAX_GRAD_NORM, Job, ReadyBatches, Sequential
+from benchmarks.job import MAX_GRAD_NORM, Job, Sequential
 
 
 def lightning(job: Job) -> None:
@@ -105,9 +105,6 @@ def transformers_trainer(job: Job) -> None:
             job.tick(model.last_loss)
 
     model = LanguageModel()
-    batches = job.workload.batches()
-    if job.on_cuda:
-        batches = [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder,
@@ -122,6 +119,7 @@ def transformers_trainer(job: Job) -> None:
             use_cpu=not job.on_cuda,
             accelerator_config={"non_blocking": True},
             logging_strategy="no",
+            logging_nan_inf_filter=False,  # it reads the loss every step
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
@@ -130,7 +128,7 @@ def transformers_trainer(job: Job) -> None:
         InOrder(
             model=model,
             args=arguments,
-            train_dataset=ReadyBatches(batches),
+            train_dataset=job.ready(pinned=True),
             data_collator=lambda items: {"tokens": items[0][0], "targets": items[0][1]},
             callbacks=[Clock()],
         ).train()
