@@ -18,7 +18,14 @@ from torchfast._core.errors import (
     UnsupportedDeviceError,
     UnsupportedOptimizerError,
 )
-from torchfast.data import DeviceLoader
+from torchfast.data import (
+    DeviceLoader,
+    MonitoredDataLoader,
+    WorkerMeasurement,
+    WorkerSweep,
+    build_dataloader,
+    sweep_workers,
+)
 from torchfast.loop import FitEvent, FitResult
 from torchfast.plan import Plan
 from torchfast.precision import PrecisionOptions
@@ -34,6 +41,7 @@ __all__ = [
     "FitResult",
     "LossError",
     "MicroBatches",
+    "MonitoredDataLoader",
     "ParityError",
     "Plan",
     "PlanError",
@@ -45,6 +53,10 @@ __all__ = [
     "Trainer",
     "UnsupportedDeviceError",
     "UnsupportedOptimizerError",
+    "WorkerMeasurement",
+    "WorkerSweep",
+    "build_dataloader",
+    "sweep_workers",
 ]
 
 __version__ = "0.1.0"

@@ -1,0 +1,152 @@
+"""A DataLoader that says how it was built, and which of its workers was lost.
+
+torch waits for ever for a worker that hangs or was stopped, unless it is given a timeout; then it
+says that time ran out, but not for whom, and leaves a stopped process behind, for which the exit of
+Python waits. Here the error names the worker and its process, all workers are ended at once, and
+the loader can be iterated again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, final
+
+from torch.utils.data import DataLoader, _utils
+
+from torchfast._core.decisions import Report
+
+# How torch's own errors begin. An exception of the data set begins otherwise, and goes through.
+_HANGS = "DataLoader timed out after"
+_LOST = (_HANGS, "DataLoader worker (pid", "Pin memory thread exited unexpectedly")
+_STATES = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk", "R": "is running"}
+
+
+@final
+class MonitoredDataLoader(DataLoader[Any]):
+    """The ``torch.utils.data.DataLoader`` that `build_dataloader` makes.
+
+    It takes what torch's takes and yields the same batches. ``report()`` says how it was built. A
+    worker that dies, or does not deliver within ``timeout``, is an error that names it; none is
+    left behind.
+
+    Raises:
+        RuntimeError: While iterating, a worker died, or delivered nothing for ``timeout`` seconds.
+
+    Numerics: Exact.
+    Synchronizes: Never.
+    """
+
+    _report: Report | None = None
+
+    def report(self) -> Report:
+        """Return what was chosen for this loader, and why."""
+        return self._report or Report(title="DataLoader, as given", decisions=())
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        iterator = super().__iter__()
+        return iterator if self.num_workers == 0 else _MonitoredIterator(self, iterator)
+
+
+class _MonitoredIterator:
+    """An iterator of torch's, until a worker is lost."""
+
+    def __init__(self, loader: MonitoredDataLoader, iterator: Any) -> None:
+        self._loader = loader
+        self._iterator = iterator
+
+    def __iter__(self) -> _MonitoredIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            raise StopIteration
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise
+        except Exception as error:
+            # torch's frames hold the error and this iterator in a cycle. Workers that the garbage
+            # collector ends keep it waiting for 5 s.
+            traceback.clear_frames(error.__traceback__)
+            said = str(error)
+            if not isinstance(error, RuntimeError) or not said.startswith(_LOST):
+                raise
+            who = _suspects(self._iterator) if said.startswith(_HANGS) else _dead(self._iterator)
+            timeout = self._loader.timeout
+            self.end()
+            if said.startswith(_HANGS):
+                raise RuntimeError(
+                    f"no batch for {timeout:.3g} s from DataLoader worker {who}; it "
+                    "hangs in the data set, or needs longer: give a longer timeout (0 waits for "
+                    "ever), or run with num_workers=0 to see where it hangs"
+                ) from error
+            raise RuntimeError(
+                f"a DataLoader worker died: {who or said.strip()}; SIGKILL is mostly want of "
+                "memory and SIGBUS want of shared memory: take fewer workers or a smaller "
+                "prefetch_factor; otherwise run with num_workers=0 to see where it crashes"
+            ) from error
+
+    def end(self) -> None:
+        """End the workers now; the loader starts new ones when it is iterated again."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None:
+            end_workers(iterator)
+        if self._loader._iterator is iterator:
+            self._loader._iterator = None
+
+    def finish(self) -> None:
+        """Let the workers finish what they do, for some seconds, and end."""
+        if self._iterator is not None:
+            self._iterator._shutdown_workers()
+        self.end()
+
+
+def end_workers(iterator: Any) -> None:
+    """End the workers of torch's iterator, also such as are stopped or hang."""
+    if getattr(iterator, "_worker_pids_set", False):
+        # Otherwise torch's SIGCHLD handler takes what is ended here for a crash.
+        _utils.signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+        iterator._worker_pids_set = False
+    thread = getattr(iterator, "_pin_memory_thread", None)
+    if thread is not None:  # first, while what it reads from is whole
+        iterator._pin_memory_thread_done_event.set()
+        with contextlib.suppress(OSError, ValueError):  # it was closed
+            iterator._worker_result_queue.put((None, None))
+        thread.join(timeout=_utils.MP_STATUS_CHECK_INTERVAL)
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()  # a stopped process ignores SIGTERM
+    iterator._shutdown_workers()
+
+
+def _suspects(iterator: Any) -> str:
+    """Return the worker whose batch is due, as ``1 (pid 1234, is stopped)``; all if unknown."""
+    workers = dict(enumerate(iterator._workers))
+    task = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
+    if task and getattr(iterator, "_in_order", True):
+        workers = {task[0]: workers[task[0]]}
+    return ", ".join(f"{i} (pid {w.pid}, {_state(w.pid)})" for i, w in workers.items())
+
+
+def _dead(iterator: Any) -> str:
+    found = [(i, w.pid, w.exitcode) for i, w in enumerate(iterator._workers) if w.exitcode]
+    return ", ".join(f"worker {i} (pid {pid}), {_exit(code)}" for i, pid, code in found)
+
+
+def _exit(code: int) -> str:
+    names = {-s: s.name for s in signal.Signals}
+    return f"by {names[code]}" if code in names else f"with exit code {code}"
+
+
+def _state(pid: int) -> str:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):  # no such file system, or no such process any more
+        return "alive or not, this system does not say"
+    return _STATES.get(state, "waits for something")
