@@ -9,6 +9,7 @@ import copy
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -411,3 +412,15 @@ def test_a_refusal_of_fit_trains_nothing():
         with pytest.raises((ValueError, TypeError)):
             fit(trainer=trainer, **options)
     assert trainer.num_steps == 0
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.int64(1), 1])
+def test_numbers_of_numpy_are_numbers(number):
+    trainer = build(max_grad_norm=number, accumulate=np.int32(2))
+    assert (trainer._step.max_grad_norm, trainer._step.accumulate) == (float(number), 2)
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.array(0.5), torch.tensor(0.5)])
+def test_what_only_looks_like_a_number_is_refused(value):
+    with pytest.raises(TypeError, match="max_grad_norm must be a number > 0"):
+        build(max_grad_norm=value)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from numbers import Integral, Real
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -15,21 +16,23 @@ C = TypeVar("C", bound=type)
 
 
 def check_int(name: str, value: object, *, minimum: int) -> int:
-    """Return ``value`` if it is an int of at least ``minimum``; bools and floats are not ints."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """Return ``value`` as an int of at least ``minimum``; bools and floats are not ints."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int >= {minimum}, got {_describe(value)}")
     if value < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {value}")
-    return value
+    return int(value)
 
 
 def check_positive(name: str, value: object) -> float:
     """Return ``value`` as a float if it is a real number above zero (infinity is accepted)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    # numpy's numbers are registered as such; its bool, like torch's tensors, is not.
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number > 0, got {_describe(value)}")
-    if math.isnan(value) or value <= 0:
+    number = float(value)
+    if math.isnan(number) or number <= 0:
         raise ValueError(f"{name} must be > 0, got {value}")
-    return float(value)
+    return number
 
 
 def check_choice(
