@@ -99,8 +99,6 @@ class Job:
 
     def adamw(self, model: nn.Module, **form: bool) -> torch.optim.AdamW:
         """Return the optimizer of every method, in torch's default form or in another."""
-        if not self.on_cuda:
-            form.pop("capturable", None)
         return torch.optim.AdamW(model.parameters(), lr=self.workload.lr, **form)
 
     def tuned_model(self) -> nn.Module:

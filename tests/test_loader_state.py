@@ -97,9 +97,14 @@ def resumed(make, state, **options):
     return loader
 
 
-def uninterrupted(make, epochs=3, **options):
+def begun(make, **options):
+    """Return the loader of a run that begins."""
     seed_everything(1)
-    loader, log = DeviceLoader(make(), CPU, **options), []
+    return DeviceLoader(make(), CPU, **options)
+
+
+def uninterrupted(make, epochs=3, **options):
+    loader, log = begun(make, **options), []
     for _ in range(epochs):
         drain(loader, log)
     return log
@@ -109,8 +114,7 @@ def uninterrupted(make, epochs=3, **options):
 @pytest.mark.parametrize("stop_after", range(1, NUM_BATCHES + 1))
 def test_a_run_goes_on_at_the_next_batch(name, stop_after):
     expected = uninterrupted(LOADERS[name])
-    seed_everything(1)
-    loader, log = DeviceLoader(LOADERS[name](), CPU), []
+    loader, log = begun(LOADERS[name]), []
     drain(loader, log)
     drain(loader, log, stop_after)
     other = resumed(LOADERS[name], saved(loader))
@@ -122,8 +126,7 @@ def test_a_run_goes_on_at_the_next_batch(name, stop_after):
 @pytest.mark.parametrize("name", WITH_WORKERS)
 def test_a_run_with_workers_goes_on_at_the_next_batch(name):
     expected = uninterrupted(WITH_WORKERS[name], epochs=2)
-    seed_everything(1)
-    loader, log = DeviceLoader(WITH_WORKERS[name](), CPU), []
+    loader, log = begun(WITH_WORKERS[name]), []
     drain(loader, log, stop_after=4)
     other = resumed(WITH_WORKERS[name], saved(loader))
     drain(other, log)
@@ -144,8 +147,7 @@ def assert_same(log, expected, name):
 @pytest.mark.parametrize("name", WITH_WORKERS)
 def test_a_later_epoch_with_workers_goes_on_at_the_next_batch(name):
     expected = uninterrupted(WITH_WORKERS[name], epochs=2)
-    seed_everything(1)
-    loader, log = DeviceLoader(WITH_WORKERS[name](), CPU), []
+    loader, log = begun(WITH_WORKERS[name]), []
     drain(loader, log)
     drain(loader, log, stop_after=4)
     drain(resumed(WITH_WORKERS[name], saved(loader)), log)
@@ -156,8 +158,7 @@ def test_a_later_epoch_with_workers_goes_on_at_the_next_batch(name):
 @pytest.mark.parametrize("epochs_done", [0, 1])
 def test_a_run_goes_on_with_the_next_epoch(name, epochs_done):
     expected = uninterrupted(LOADERS[name], epochs=2)
-    seed_everything(1)
-    loader, log = DeviceLoader(LOADERS[name](), CPU), []
+    loader, log = begun(LOADERS[name]), []
     for _ in range(epochs_done):
         drain(loader, log)
     other = resumed(LOADERS[name], saved(loader))
@@ -169,8 +170,7 @@ def test_a_run_goes_on_with_the_next_epoch(name, epochs_done):
 @pytest.mark.parametrize("name", WITH_WORKERS)
 def test_a_run_with_workers_goes_on_with_the_next_epoch(name):
     expected = uninterrupted(WITH_WORKERS[name], epochs=2)
-    seed_everything(1)
-    loader, log = DeviceLoader(WITH_WORKERS[name](), CPU), []
+    loader, log = begun(WITH_WORKERS[name]), []
     drain(loader, log)
     drain(resumed(WITH_WORKERS[name], saved(loader)), log)
     assert_same(log, expected, name)
@@ -179,8 +179,7 @@ def test_a_run_with_workers_goes_on_with_the_next_epoch(name):
 @pytest.mark.parametrize("name", ["global shuffle", "own generator"])
 def test_a_run_goes_on_twice_in_one_epoch(name):
     expected = uninterrupted(LOADERS[name], epochs=2)
-    seed_everything(1)
-    loader, log = DeviceLoader(LOADERS[name](), CPU), []
+    loader, log = begun(LOADERS[name]), []
     drain(loader, log, stop_after=2)
     second = resumed(LOADERS[name], saved(loader))
     drain(second, log, stop_after=2)
@@ -193,8 +192,7 @@ def test_a_run_goes_on_twice_in_one_epoch(name):
 @pytest.mark.parametrize("name", ["global shuffle", "own generator"])
 def test_micro_batches_that_were_not_yielded_come_again(name):
     expected = uninterrupted(LOADERS[name], epochs=2, accumulate=4)
-    seed_everything(1)
-    loader, log = DeviceLoader(LOADERS[name](), CPU, accumulate=4), []
+    loader, log = begun(LOADERS[name], accumulate=4), []
     drain(loader, log, stop_after=1)
     state = saved(loader)
     assert state["loader"]["num_batches"] == 4
@@ -207,8 +205,7 @@ def test_micro_batches_that_were_not_yielded_come_again(name):
 def test_without_the_epochs_generators_another_shuffle_comes():
     """The negative control: a count alone is not enough."""
     expected = uninterrupted(LOADERS["global shuffle"], epochs=1)
-    seed_everything(1)
-    loader, log = DeviceLoader(LOADERS["global shuffle"](), CPU), []
+    loader, log = begun(LOADERS["global shuffle"]), []
     drain(loader, log, stop_after=3)
     state = saved(loader)
     state["loader"]["epoch_start"]["rng"] = state["rng"]
@@ -348,8 +345,7 @@ class Stateful:
 @pytest.mark.parametrize("stop_after", range(1, NUM_BATCHES + 1))
 def test_a_loader_that_carries_state_is_given_it_back(stop_after):
     expected = uninterrupted(Stateful)
-    seed_everything(1)
-    loader, log = DeviceLoader(Stateful(), CPU), []
+    loader, log = begun(Stateful), []
     drain(loader, log)
     drain(loader, log, stop_after)
     other = resumed(Stateful, saved(loader))
@@ -360,8 +356,7 @@ def test_a_loader_that_carries_state_is_given_it_back(stop_after):
 
 def test_a_loader_that_carries_state_is_given_it_back_between_epochs():
     expected = uninterrupted(Stateful, epochs=2)
-    seed_everything(1)
-    loader, log = DeviceLoader(Stateful(), CPU), []
+    loader, log = begun(Stateful), []
     drain(loader, log)
     drain(resumed(Stateful, saved(loader)), log)
     assert log == expected

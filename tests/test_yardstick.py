@@ -142,12 +142,15 @@ def test_ctrl_c_leaves_no_process(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     children = f"/proc/{run.pid}/task/{run.pid}/children"
-    time.sleep(4)  # anywhere in a start
-    with open(children) as file:
-        started = [int(pid) for pid in file.read().split()]
+    deadline = time.monotonic() + 60
+    started = []
+    while len(started) < 2:  # the tracker of multiprocessing, and a method in its start
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        with open(children) as file:
+            started = [int(pid) for pid in file.read().split()]
     run.send_signal(signal.SIGINT)
     assert run.wait(30) != 0
-    assert started
     deadline = time.monotonic() + 20
     while alive := [pid for pid in started if _is_running(pid)]:
         assert time.monotonic() < deadline, alive

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.workloads.definition import Size, Workload, blocks, num_parameters
-from benchmarks.workloads.tokens import next_token_loss, token_batches
+from benchmarks.workloads.definition import Size, Workload, blocks
+from benchmarks.workloads.tokens import language_workload
 from benchmarks.workloads.transformer import Block, initialize
 
 
@@ -64,21 +64,8 @@ class GPT(nn.Module):
 def workload(name: str, size: Size) -> Workload:
     """Return "gpt-small", "gpt2" or "moe"."""
     at = SIZES[name, size]
-    build = partial(GPT, at)
     kind = {"gpt-small": "GPT", "gpt2": "GPT-2", "moe": "MoE GPT"}[name]
     experts = f", {at.experts} experts" if at.experts else ""
-    return Workload(
-        name=name,
-        title=f"{kind} {num_parameters(build)} ({at.layers} layers, d {at.width}{experts}), "
-        f"{at.batch}x{at.context} tokens",
-        build=build,
-        batches=partial(
-            token_batches, vocabulary=at.vocabulary, batch=at.batch, context=at.context
-        ),
-        loss_fn=next_token_loss,
-        unit="tokens",
-        items_per_step=at.batch * at.context,
-        lr=at.lr,
-        regions=blocks,
-        language=True,
+    return language_workload(
+        name, kind, partial(GPT, at), at, details=experts, lr=at.lr, regions=blocks
     )

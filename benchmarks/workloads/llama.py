@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.workloads.definition import Size, Workload, blocks, num_parameters
-from benchmarks.workloads.tokens import next_token_loss, token_batches
+from benchmarks.workloads.definition import Size, Workload, blocks
+from benchmarks.workloads.tokens import language_workload
 from benchmarks.workloads.transformer import initialize
 
 
@@ -112,23 +112,6 @@ class Llama(nn.Module):
 def workload(name: str, size: Size) -> Workload:
     """Return "llama"."""
     at = SIZES[size]
-    build = partial(Llama, at)
-    return Workload(
-        name=name,
-        title=f"Llama {num_parameters(build)} ({at.layers} layers, d {at.width}), "
-        f"{at.batch}x{at.context} tokens",
-        build=build,
-        batches=partial(
-            token_batches,
-            vocabulary=at.vocabulary,
-            batch=at.batch,
-            context=at.context,
-            num_batches=3,
-        ),
-        loss_fn=next_token_loss,
-        unit="tokens",
-        items_per_step=at.batch * at.context,
-        lr=at.lr,
-        regions=blocks,
-        language=True,
+    return language_workload(
+        name, "Llama", partial(Llama, at), at, num_batches=3, lr=at.lr, regions=blocks
     )

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from benchmarks.workloads.definition import Size, Workload, num_parameters
-from benchmarks.workloads.tokens import next_token_loss, token_batches
+from benchmarks.workloads.definition import Size, Workload
+from benchmarks.workloads.tokens import language_workload
 
 
 class LSTMSize(NamedTuple):
@@ -49,18 +49,4 @@ class LSTMLanguageModel(nn.Module):
 def workload(name: str, size: Size) -> Workload:
     """Return "lstm"."""
     at = SIZES[size]
-    build = partial(LSTMLanguageModel, at)
-    return Workload(
-        name=name,
-        title=f"LSTM {num_parameters(build)} ({at.layers} layers, d {at.width}), "
-        f"{at.batch}x{at.context} tokens",
-        build=build,
-        batches=partial(
-            token_batches, vocabulary=at.vocabulary, batch=at.batch, context=at.context
-        ),
-        loss_fn=next_token_loss,
-        unit="tokens",
-        items_per_step=at.batch * at.context,
-        lr=3e-3,
-        language=True,
-    )
+    return language_workload(name, "LSTM", partial(LSTMLanguageModel, at), at, lr=3e-3)

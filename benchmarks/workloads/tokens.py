@@ -1,12 +1,57 @@
-"""Made-up text for the language models, and their loss."""
+"""What the language models share: made-up text, their loss, and the rest of a workload."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.workloads.definition import Batch
+from benchmarks.workloads.definition import Batch, Workload, num_parameters
+
+
+class LanguageSize(Protocol):
+    """What the sizes of all language models have."""
+
+    layers: int
+    width: int
+    vocabulary: int
+    batch: int
+    context: int
+
+
+def language_workload(
+    name: str,
+    kind: str,
+    build: Callable[[], nn.Module],
+    at: LanguageSize,
+    *,
+    details: str = "",
+    num_batches: int = 8,
+    **others: Any,
+) -> Workload:
+    """Return the workload of a model that predicts the next token; others are its fields."""
+    return Workload(
+        name=name,
+        title=f"{kind} {num_parameters(build)} ({at.layers} layers, d {at.width}{details}), "
+        f"{at.batch}x{at.context} tokens",
+        build=build,
+        batches=partial(
+            token_batches,
+            vocabulary=at.vocabulary,
+            batch=at.batch,
+            context=at.context,
+            num_batches=num_batches,
+        ),
+        loss_fn=next_token_loss,
+        unit="tokens",
+        items_per_step=at.batch * at.context,
+        language=True,
+        **others,
+    )
 
 
 def token_batches(

@@ -29,9 +29,14 @@ Auto = Literal["auto"]
 
 # Beyond it memory and start-up grow surely, and supply only perhaps: that has to be measured.
 MOST_WORKERS = 8
-# Long enough for the first batch of slow storage or of a full shuffle buffer.
-TIMEOUT_S = 300.0
 PREFETCH_FACTOR = 2
+# Options with their reasons. The timeout is long enough for the first batch of slow storage or of a
+# full shuffle buffer.
+USUAL_TIMEOUT = 300.0, "seconds for a batch; after that an error names the worker"
+USUAL_PREFETCH = (
+    PREFETCH_FACTOR,
+    "batches ahead a worker; more cost memory and help if times vary much",
+)
 
 
 @explain_keywords
@@ -130,8 +135,8 @@ def build_dataloader(
     _pin_memory(choice, pin_memory, workers, device)
     for name, given, chosen in (
         ("persistent_workers", persistent_workers, _persistent(dataset, num_batches, workers)),
-        ("prefetch_factor", _check_prefetch(prefetch_factor), _prefetch()),
-        ("timeout", _check_timeout(timeout), _timeout()),
+        ("prefetch_factor", _check_prefetch(prefetch_factor), USUAL_PREFETCH),
+        ("timeout", _check_timeout(timeout), USUAL_TIMEOUT),
         ("multiprocessing_context", multiprocessing_context, (None, "the system's default")),
     ):
         _of_workers(choice, name, given, chosen, workers, asked=num_workers != "auto")
@@ -287,14 +292,6 @@ def _persistent(dataset: Any, num_batches: int | None, workers: int) -> tuple[bo
     if num_batches is not None and num_batches < workers:
         return False, f"an epoch has {num_batches} batches, fewer than there are workers"
     return True, "they need not start anew each epoch"
-
-
-def _prefetch() -> tuple[int, str]:
-    return PREFETCH_FACTOR, "batches ahead a worker; more cost memory and help if times vary much"
-
-
-def _timeout() -> tuple[float, str]:
-    return TIMEOUT_S, "seconds for a batch; after that an error names the worker"
 
 
 # What torch is given when there are no workers.
