@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import fcntl
 import gc
 import multiprocessing
 import os
 import random
 import signal
+import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -106,7 +109,11 @@ def no_process_is_left():
     before = set(multiprocessing.active_children())
     yield
     gc.collect()  # an error of torch's holds its iterator in a cycle
-    assert set(multiprocessing.active_children()) - before == set()
+    left = set(multiprocessing.active_children()) - before
+    for process in left:
+        process.kill()  # or the tests that follow fail too
+        process.join()
+    assert left == set()
 
 
 @pytest.fixture(autouse=True)
@@ -349,6 +356,62 @@ def test_a_worker_that_hangs_is_named(what, state):
     assert said.startswith("no batch for 1 s from DataLoader worker 0 (pid ")
     assert f", {state})" in said
     assert sum(f"(pid {pid}, " in said for pid in pids) == 1
+
+
+def wait_until(true, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Large(Quick):
+    def __getitem__(self, index):
+        return bytes(2**20)
+
+
+# The tensors of a batch that was sent are fetched from its process, which no longer answers.
+@pytest.mark.parametrize(
+    ("dataset", "num_bytes"),
+    [pytest.param(Quick(), 1, id="after"), pytest.param(Large(), 2**15, id="amid")],
+)
+def test_a_worker_that_was_stopped_when_it_sent_a_batch_is_named(dataset, num_bytes):
+    loader = build_dataloader(dataset, 1, num_workers=1, timeout=1, collate_fn=list)
+    iterator = iter(loader)
+    (worker,) = multiprocessing.active_children()
+    pipe = iterator._iterator._worker_result_queue._reader.fileno()
+
+    def waiting_bytes():
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+    wait_until(lambda: waiting_bytes() >= num_bytes)
+    os.kill(worker.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"no batch for 1 s .* 0 \(pid {worker.pid}, is stop"):
+        next(iterator)
+    assert time.monotonic() - start < 5
+    assert list(iterator) == []
+
+
+def test_the_watch_over_workers_ends_with_them():
+    def watches():
+        return [t for t in threading.enumerate() if t.name == "torchfast-worker-watch"]
+
+    loader = build_dataloader(Quick(), 2, num_workers=1, timeout=1)
+    assert len(list(loader)) == 8
+    wait_until(lambda: not watches())
+    iterator = iter(loader)
+    next(iterator)
+    assert len(watches()) == 1
+    del iterator
+    wait_until(lambda: not watches())
+
+
+def test_a_slow_consumer_is_not_taken_for_a_slow_worker():
+    iterator = iter(build_dataloader(Quick(), 2, num_workers=1, timeout=1))
+    next(iterator)
+    time.sleep(2.2)  # the step, longer than any patience
+    assert len(list(iterator)) == 7
 
 
 def test_torch_itself_does_not_name_a_worker_that_hangs():

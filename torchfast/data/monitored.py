@@ -2,15 +2,20 @@
 
 torch waits for ever for a worker that hangs or was stopped, unless it is given a timeout; then it
 says that time ran out, but not for whom, and leaves a stopped process behind, for which the exit of
-Python waits. Here the error names the worker and its process, all workers are ended at once, and
-the loader can be iterated again.
+Python waits. And its timeout covers only the wait for a message: the tensors behind a message are
+fetched from the worker's own process, for which it waits without end if the worker was stopped
+after it sent it. Here a watch sees that too, the error names the worker and its process, all
+workers are ended at once, and the loader can be iterated again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import threading
+import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
@@ -57,6 +62,10 @@ class _MonitoredIterator:
     def __init__(self, loader: MonitoredDataLoader, iterator: Any) -> None:
         self._loader = loader
         self._iterator = iterator
+        self._watch = _Watch(iterator, loader.timeout) if loader.timeout else None
+        if self._watch is not None:
+            # By way of a weak reference: a thread that held this iterator would keep it alive.
+            weakref.finalize(self, self._watch.over.set)
 
     def __iter__(self) -> _MonitoredIterator:
         return self
@@ -67,34 +76,41 @@ class _MonitoredIterator:
     def __next__(self) -> Any:
         if self._iterator is None:
             raise StopIteration
+        watch = self._watch
         try:
-            return next(self._iterator)
+            with watch or contextlib.nullcontext():
+                return next(self._iterator)
         except StopIteration:
+            self._stop_watching()
             raise
         except Exception as error:
             # torch's frames hold the error and this iterator in a cycle. Workers that the garbage
             # collector ends keep it waiting for 5 s.
             traceback.clear_frames(error.__traceback__)
             said = str(error)
-            if not isinstance(error, RuntimeError) or not said.startswith(_LOST):
+            hangs = (watch is not None and watch.suspects) or ""
+            if not hangs and (not isinstance(error, RuntimeError) or not said.startswith(_LOST)):
                 raise
-            who = _suspects(self._iterator) if said.startswith(_HANGS) else _dead(self._iterator)
+            if not hangs and said.startswith(_HANGS):
+                hangs = _suspects(self._iterator)
+            dead = _dead(self._iterator)
             timeout = self._loader.timeout
             self.end()
-            if said.startswith(_HANGS):
+            if hangs:
                 raise RuntimeError(
-                    f"no batch for {timeout:.3g} s from DataLoader worker {who}; it "
+                    f"no batch for {timeout:.3g} s from DataLoader worker {hangs}; it "
                     "hangs in the data set, or needs longer: give a longer timeout (0 waits for "
                     "ever), or run with num_workers=0 to see where it hangs"
                 ) from error
             raise RuntimeError(
-                f"a DataLoader worker died: {who or said.strip()}; SIGKILL is mostly want of "
+                f"a DataLoader worker died: {dead or said.strip()}; SIGKILL is mostly want of "
                 "memory and SIGBUS want of shared memory: take fewer workers or a smaller "
                 "prefetch_factor; otherwise run with num_workers=0 to see where it crashes"
             ) from error
 
     def end(self) -> None:
         """End the workers now; the loader starts new ones when it is iterated again."""
+        self._stop_watching()
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             end_workers(iterator)
@@ -107,22 +123,81 @@ class _MonitoredIterator:
             self._iterator._shutdown_workers()
         self.end()
 
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.over.set()
+
+
+class _Watch:
+    """Ends the workers of an iterator that waits for them beyond the reach of torch's timeout.
+
+    Entered while a batch is awaited. Nothing may have come for half as long again as the timeout,
+    so that torch's own word comes first where it has one.
+    """
+
+    def __init__(self, iterator: Any, timeout: float) -> None:
+        self.over = threading.Event()
+        self.suspects: str | None = None
+        self._iterator = weakref.ref(iterator)
+        self._timeout = timeout
+        self._waits = False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="torchfast-worker-watch", daemon=True
+            )
+            self._thread.start()
+        self._waits = True
+
+    def __exit__(self, *_: object) -> None:
+        self._waits = False
+
+    def _run(self) -> None:
+        seen: object = None
+        since = time.monotonic()
+        while not self.over.wait(self._timeout / 4):
+            iterator = self._iterator()
+            if iterator is None:
+                return
+            # Both change with what arrives and what is asked for.
+            now = (iterator._tasks_outstanding, iterator._send_idx) if self._waits else None
+            if now is None or now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > 1.5 * self._timeout:
+                self.suspects = _suspects(iterator)
+                _kill_workers(iterator)
+                # The last open end for writing: a reader of half a message gets its end of file.
+                iterator._worker_result_queue._writer.close()
+                return
+            del iterator
+
 
 def end_workers(iterator: Any) -> None:
     """End the workers of torch's iterator, also such as are stopped or hang."""
-    if getattr(iterator, "_worker_pids_set", False):
-        # Otherwise torch's SIGCHLD handler takes what is ended here for a crash.
-        _utils.signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
-        iterator._worker_pids_set = False
+    _forget_workers(iterator)
     thread = getattr(iterator, "_pin_memory_thread", None)
     if thread is not None:  # first, while what it reads from is whole
         iterator._pin_memory_thread_done_event.set()
         with contextlib.suppress(OSError, ValueError):  # it was closed
             iterator._worker_result_queue.put((None, None))
         thread.join(timeout=_utils.MP_STATUS_CHECK_INTERVAL)
+    _kill_workers(iterator)
+    iterator._shutdown_workers()
+
+
+def _forget_workers(iterator: Any) -> None:
+    """Take the workers off the list of torch's SIGCHLD handler, or their end is a crash to it."""
+    if getattr(iterator, "_worker_pids_set", False):
+        _utils.signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
+        iterator._worker_pids_set = False
+
+
+def _kill_workers(iterator: Any) -> None:
+    _forget_workers(iterator)
     for worker in getattr(iterator, "_workers", ()):
         worker.kill()  # a stopped process ignores SIGTERM
-    iterator._shutdown_workers()
 
 
 def _suspects(iterator: Any) -> str:
