@@ -6,8 +6,11 @@ import os
 # It has to be said before torch is imported, and holds for processes that tests start as well.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
 from hypothesis import settings
+
+from simulated_device import Prompt, simulated
 
 torch.set_num_threads(1)
 
@@ -16,3 +19,21 @@ settings.register_profile("dev", deadline=None)
 # In CI the examples are the same in every run, so that a change is judged and not its luck.
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A simulated device, through whose ring every loader of the test feeds."""
+    with simulated(monkeypatch) as device:
+        yield device
+
+
+@pytest.fixture(params=["one by one", "through the ring"])
+def both_ways(request, monkeypatch):
+    """Both ways that a batch can take to its step."""
+    if request.param == "one by one":
+        yield
+        return
+    with simulated(monkeypatch) as device:
+        device.kind = Prompt
+        yield

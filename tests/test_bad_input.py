@@ -18,13 +18,13 @@ from torch.optim import lr_scheduler as schedulers
 from bad_input import BATCHES, SGD, build, fit, frozen, load, on_meta, step, twice
 from models import DropoutNet, mean_loss
 from torchfast import (
-    DeviceLoader,
     EmptyEpochError,
     LossError,
     MicroBatches,
     Plan,
     PlanError,
     PrecisionOptions,
+    PrefetchingLoader,
     StateMismatchError,
     TrainStep,
     UnsupportedDeviceError,
@@ -105,7 +105,7 @@ ROWS = [
         TypeError,
         r"a weight for 1 of 2 micro-batches; return one always or never",
     ),
-    Row("8", lambda: build(device=object()), TypeError, r"device must be None, .* got <object"),
+    Row("8", lambda: build(device=object()), TypeError, r"device must be a string .* got <object"),
     Row("8", lambda: build(device=True), TypeError, r"device must be .* got True \(bool\)"),
     Row("8", lambda: build(device=1.0), TypeError, r"device must be .* got 1.0 \(float\)"),
     Row("12", lambda: fit(callbacks=print), TypeError, r"callbacks must be a list .* got builtin"),
@@ -196,7 +196,7 @@ ROWS = [
     Row("21", lambda: build(accumulate=0), ValueError, r"accumulate must be >= 1, got 0"),
     Row(
         "21",
-        lambda: DeviceLoader([], torch.device("cpu"), accumulate=0),
+        lambda: PrefetchingLoader([], torch.device("cpu"), accumulate=0),
         ValueError,
         r"accumulate must be >= 1, got 0",
     ),

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from containers import CPU, META, Ordinary, ones
 from models import make_batches
-from torchfast import DeviceLoader, MicroBatches
+from torchfast import MicroBatches, PrefetchingLoader
 
 # --- MicroBatches -------------------------------------------------------------------------------
 
@@ -35,42 +35,47 @@ def test_micro_batches_are_never_empty():
         MicroBatches([])
 
 
-# --- DeviceLoader -------------------------------------------------------------------------------
+# --- PrefetchingLoader --------------------------------------------------------------------------
 
 
 def test_batches_come_in_order_on_the_device():
     batches = make_batches(3, kind="dict")
-    moved = list(DeviceLoader(batches, META))
+    moved = list(PrefetchingLoader(batches, META))
     assert [m["inputs"].device for m in moved] == [META] * 3
-    same = list(DeviceLoader(batches, CPU))
+    same = list(PrefetchingLoader(batches, CPU))
     assert all(a is b for a, b in zip(same, batches, strict=True))
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("count", "accumulate", "sizes"), [(6, 3, [3, 3]), (7, 3, [3, 3, 1]), (2, 4, [2]), (0, 2, [])]
 )
 def test_groups_are_full_but_the_last(count, accumulate, sizes):
     batches = make_batches(count)
-    loader = DeviceLoader(batches, CPU, accumulate=accumulate)
+    loader = PrefetchingLoader(batches, CPU, accumulate=accumulate)
     groups = list(loader)
     assert [len(group) for group in groups] == sizes
     assert all(type(group) is MicroBatches for group in groups)
-    assert [batch for group in groups for batch in group] == batches
+    seen = [tensor for group in groups for batch in group for tensor in batch]
+    given = [tensor for batch in batches for tensor in batch]
+    assert all(torch.equal(a, b) for a, b in zip(seen, given, strict=True))
     assert len(loader) == len(sizes)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_group_does_not_cross_an_epoch():
-    loader = DeviceLoader(make_batches(3), CPU, accumulate=2)
+    loader = PrefetchingLoader(make_batches(3), CPU, accumulate=2)
     assert [len(group) for _ in range(2) for group in loader] == [2, 1, 2, 1]
 
 
 def test_without_accumulation_a_list_is_a_batch():
     batch = [torch.ones(2), torch.ones(2)]
-    assert list(DeviceLoader([batch], CPU)) == [batch]
+    assert list(PrefetchingLoader([batch], CPU)) == [batch]
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_the_layout_reaches_every_batch():
-    loader = DeviceLoader([torch.randn(2, 3, 4, 4)] * 3, CPU, accumulate=2, channels_last=True)
+    loader = PrefetchingLoader([torch.randn(2, 3, 4, 4)] * 3, CPU, accumulate=2, channels_last=True)
     for group in loader:
         assert all(b.is_contiguous(memory_format=torch.channels_last) for b in group)
 
@@ -80,21 +85,23 @@ class Unsized(IterableDataset):
         return iter(torch.arange(4.0))
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     ("loader", "name"),
     [((b for b in ()), "generator"), (DataLoader(Unsized()), "DataLoader")],
 )
 def test_a_length_is_never_guessed(loader, name):
     with pytest.raises(TypeError, match=rf"loader \({name}\) has no length; give steps="):
-        len(DeviceLoader(loader, CPU))
+        len(PrefetchingLoader(loader, CPU))
 
 
 @pytest.mark.parametrize("loader", [3, None, Ordinary(), torch.nn.ReLU(), len])
 def test_what_is_not_iterable_is_refused(loader):
     with pytest.raises(TypeError, match=rf"must be an iterable.*\({type(loader).__name__}\)"):
-        DeviceLoader(loader, CPU)
+        PrefetchingLoader(loader, CPU)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_the_old_sequence_protocol_is_iterable():
     class Old:
         def __getitem__(self, index):
@@ -102,7 +109,7 @@ def test_the_old_sequence_protocol_is_iterable():
                 raise IndexError
             return torch.full((), float(index))
 
-    assert len(list(DeviceLoader(Old(), CPU))) == 2
+    assert len(list(PrefetchingLoader(Old(), CPU))) == 2
 
 
 class Watched:
@@ -123,9 +130,10 @@ class Watched:
         return len(self.batches)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_construction_starts_nothing():
     watched = Watched(make_batches(2))
-    loader = DeviceLoader(watched, CPU)
+    loader = PrefetchingLoader(watched, CPU)
     assert not loader.is_one_shot
     assert watched.calls == []
     batches = iter(loader)
@@ -133,30 +141,34 @@ def test_construction_starts_nothing():
     assert watched.calls == ["iter", "next"]
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_construction_draws_no_random_number():
     before = torch.get_rng_state()
-    DeviceLoader(DataLoader(TensorDataset(ones()), shuffle=True), CPU)
+    PrefetchingLoader(DataLoader(TensorDataset(ones()), shuffle=True), CPU)
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_random_numbers_and_order_are_those_of_the_loader():
     data = TensorDataset(torch.arange(10.0))
     torch.manual_seed(3)
     plain = [b for _ in range(2) for (b,) in DataLoader(data, batch_size=3, shuffle=True)]
     after = torch.get_rng_state()
     torch.manual_seed(3)
-    loader = DeviceLoader(DataLoader(data, batch_size=3, shuffle=True), CPU)
+    loader = PrefetchingLoader(DataLoader(data, batch_size=3, shuffle=True), CPU)
     ours = [b for _ in range(2) for (b,) in loader]
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
     assert torch.equal(torch.get_rng_state(), after)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_an_iterator_serves_once():
-    loader = DeviceLoader((b for b in make_batches(2)), CPU)
+    loader = PrefetchingLoader((b for b in make_batches(2)), CPU)
     assert loader.is_one_shot
     assert [len(list(loader)) for _ in range(2)] == [2, 0]
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_an_error_of_the_loader_comes_through_after_the_batches_before_it():
     def failing():
         yield from make_batches(2)
@@ -164,7 +176,7 @@ def test_an_error_of_the_loader_comes_through_after_the_batches_before_it():
 
     got = []
     with pytest.raises(OSError, match=r"^disk$") as caught:
-        got.extend(DeviceLoader(failing(), CPU))
+        got.extend(PrefetchingLoader(failing(), CPU))
     assert len(got) == 2
     assert caught.traceback[-1].name == "failing"
 
@@ -182,7 +194,7 @@ def test_each_holder_is_told_of_the_epoch_once():
     loader.__class__ = type("Loader", (EpochAware,), {"__iter__": lambda self: iter(())})
     batch_sampler.sampler = loader.sampler = EpochAware()  # one object in two places
     loader.batch_sampler, loader.dataset = batch_sampler, EpochAware()
-    device_loader = DeviceLoader(loader, CPU)
+    device_loader = PrefetchingLoader(loader, CPU)
     device_loader.set_epoch(2)
     device_loader.set_epoch(3)
     for holder in (loader, loader.sampler, batch_sampler, loader.dataset):
@@ -190,5 +202,5 @@ def test_each_holder_is_told_of_the_epoch_once():
 
 
 def test_a_loader_that_asks_for_no_epoch_is_left_alone():
-    DeviceLoader([1, 2], CPU).set_epoch(1)
-    DeviceLoader(DataLoader(TensorDataset(ones())), CPU).set_epoch(1)
+    PrefetchingLoader([1, 2], CPU).set_epoch(1)
+    PrefetchingLoader(DataLoader(TensorDataset(ones())), CPU).set_epoch(1)

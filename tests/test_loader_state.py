@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from torchfast import DeviceLoader, MicroBatches, Trainer
+from torchfast import MicroBatches, PrefetchingLoader, Trainer
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.rng import get_rng_state, seed_everything, set_rng_state
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 CPU = torch.device("cpu")
 NUM_SAMPLES, BATCH_SIZE = 11, 2
@@ -90,7 +92,7 @@ def saved(loader):
 def resumed(make, state, **options):
     """Return the loader of another process, which has gone its own way before."""
     seed_everything(99)
-    loader = DeviceLoader(make(), CPU, **options)
+    loader = PrefetchingLoader(make(), CPU, **options)
     torch.rand(13)
     set_rng_state(state["rng"], CPU)
     loader.load_state_dict(state["loader"])
@@ -100,7 +102,7 @@ def resumed(make, state, **options):
 def begun(make, **options):
     """Return the loader of a run that begins."""
     seed_everything(1)
-    return DeviceLoader(make(), CPU, **options)
+    return PrefetchingLoader(make(), CPU, **options)
 
 
 def uninterrupted(make, epochs=3, **options):
@@ -215,10 +217,10 @@ def test_without_the_epochs_generators_another_shuffle_comes():
 
 def test_a_resumed_epoch_leaves_the_global_generators_alone():
     seed_everything(1)
-    loader = DeviceLoader(LOADERS["in order"](), CPU)
+    loader = PrefetchingLoader(LOADERS["in order"](), CPU)
     next(iter(loader))
     state = saved(loader)
-    other = DeviceLoader([torch.ones(1)] * 3, CPU)
+    other = PrefetchingLoader([torch.ones(1)] * 3, CPU)
     next(iter(other))
     position = other.state_dict()
     set_rng_state(state["rng"], CPU)
@@ -231,7 +233,7 @@ def test_a_resumed_epoch_leaves_the_global_generators_alone():
 
 
 def test_an_epoch_that_was_left_early_starts_anew():
-    loader = DeviceLoader(LOADERS["list"](), CPU)
+    loader = PrefetchingLoader(LOADERS["list"](), CPU)
     for _ in loader:
         break
     assert loader.state_dict()["num_batches"] == 1
@@ -241,7 +243,7 @@ def test_an_epoch_that_was_left_early_starts_anew():
 
 def test_a_state_does_not_change_while_the_run_goes_on():
     seed_everything(1)
-    loader = DeviceLoader(own_generator(), CPU)
+    loader = PrefetchingLoader(own_generator(), CPU)
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
@@ -366,7 +368,7 @@ def test_a_loader_that_carries_state_is_given_it_back_between_epochs():
 
 
 def position_of(make, batches=2):
-    loader = DeviceLoader(make(), CPU)
+    loader = PrefetchingLoader(make(), CPU)
     drain(loader, [], stop_after=batches)
     return loader.state_dict()
 
@@ -384,7 +386,7 @@ def position_of(make, batches=2):
 )
 def test_the_position_of_another_loader_is_refused(other, words):
     state = position_of(LOADERS["in order"])
-    loader = DeviceLoader(other(), CPU)
+    loader = PrefetchingLoader(other(), CPU)
     with pytest.raises(StateMismatchError, match=words):
         loader.load_state_dict(state)
     assert next(iter(loader)) is not None
@@ -393,7 +395,7 @@ def test_the_position_of_another_loader_is_refused(other, words):
 
 def test_a_loader_that_has_become_shorter_says_so():
     state = position_of(LOADERS["list"], batches=5)
-    loader = DeviceLoader(LOADERS["list"]()[:3], CPU)
+    loader = PrefetchingLoader(LOADERS["list"]()[:3], CPU)
     loader.load_state_dict(state)
     with pytest.raises(StateMismatchError, match=r"after batch 5 .* ended after 3"):
         next(iter(loader))
@@ -402,12 +404,12 @@ def test_a_loader_that_has_become_shorter_says_so():
 @pytest.mark.parametrize("state", [None, 3, [("num_batches", 1)]])
 def test_a_state_is_a_mapping(state):
     with pytest.raises(TypeError, match="state must be the mapping"):
-        DeviceLoader([], CPU).load_state_dict(state)
+        PrefetchingLoader([], CPU).load_state_dict(state)
 
 
 def test_a_state_that_lacks_something_is_refused():
     with pytest.raises(StateMismatchError, match=r"state lacks \['carries_state', 'epoch_start'"):
-        DeviceLoader([], CPU).load_state_dict({"num_batches": 1, "fingerprint": {}})
+        PrefetchingLoader([], CPU).load_state_dict({"num_batches": 1, "fingerprint": {}})
 
 
 def test_samplers_are_told_the_epoch_again():
@@ -424,9 +426,24 @@ def test_samplers_are_told_the_epoch_again():
             return 2
 
     data = [torch.tensor(float(i)) for i in range(9)]
-    loader = DeviceLoader(DataLoader(data, sampler=Sampler()), CPU)
+    loader = PrefetchingLoader(DataLoader(data, sampler=Sampler()), CPU)
     loader.set_epoch(5)
     assert next(iter(loader)).item() == 5
-    other = DeviceLoader(DataLoader(data, sampler=Sampler()), CPU)
+    other = PrefetchingLoader(DataLoader(data, sampler=Sampler()), CPU)
     other.load_state_dict(loader.state_dict())
     assert [batch.item() for batch in other] == [6]
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 4])
+@pytest.mark.parametrize("name", ["own generator", "batch sampler", "global shuffle"])
+def test_an_epoch_that_breaks_off_has_drawn_what_a_plain_loop_has(name, stop_after):
+    def run(loader):
+        log = []
+        drain(loader, log)
+        drain(loader, log, stop_after)
+        drain(loader, log)
+        return log
+
+    seed_everything(1)
+    expected = run(LOADERS[name]())
+    assert run(begun(LOADERS[name], depth=NUM_BATCHES)) == expected

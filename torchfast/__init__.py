@@ -8,19 +8,26 @@ a model of your own that a plan trains as the plain loop does.
 from torchfast._core.batches import MicroBatches
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import (
+    BatchStructureError,
+    CheckpointCorruptError,
+    CheckpointWriteError,
     ClosedError,
     EmptyEpochError,
+    IterationError,
     LossError,
     ParityError,
     PlanError,
     StateMismatchError,
     TorchFastError,
+    UnsafeCheckpointError,
     UnsupportedDeviceError,
     UnsupportedOptimizerError,
 )
+from torchfast.checkpoint import Checkpoint, CheckpointManager, import_state_dict
 from torchfast.data import (
-    DeviceLoader,
+    LoaderStatistics,
     MonitoredDataLoader,
+    PrefetchingLoader,
     WorkerMeasurement,
     WorkerSweep,
     build_dataloader,
@@ -33,12 +40,18 @@ from torchfast.step import TrainStep
 from torchfast.trainer import Trainer
 
 __all__ = [
+    "BatchStructureError",
+    "Checkpoint",
+    "CheckpointCorruptError",
+    "CheckpointManager",
+    "CheckpointWriteError",
     "ClosedError",
     "Decision",
-    "DeviceLoader",
     "EmptyEpochError",
     "FitEvent",
     "FitResult",
+    "IterationError",
+    "LoaderStatistics",
     "LossError",
     "MicroBatches",
     "MonitoredDataLoader",
@@ -46,16 +59,19 @@ __all__ = [
     "Plan",
     "PlanError",
     "PrecisionOptions",
+    "PrefetchingLoader",
     "Report",
     "StateMismatchError",
     "TorchFastError",
     "TrainStep",
     "Trainer",
+    "UnsafeCheckpointError",
     "UnsupportedDeviceError",
     "UnsupportedOptimizerError",
     "WorkerMeasurement",
     "WorkerSweep",
     "build_dataloader",
+    "import_state_dict",
     "sweep_workers",
 ]
 

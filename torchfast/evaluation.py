@@ -13,7 +13,7 @@ from torchfast._core.errors import EmptyEpochError
 from torchfast._core.loss import LossParts, Number
 from torchfast._core.reading import Reading
 from torchfast._core.rng import preserved_rng
-from torchfast.data import DeviceLoader
+from torchfast.data import PrefetchingLoader
 from torchfast.step import TrainStep
 
 
@@ -42,12 +42,16 @@ def evaluate(
         EmptyEpochError: No batch.
         EvaluationCutError: ``should_stop`` said so; half a data set is no evaluation.
     """
-    if isinstance(batches, DeviceLoader):
-        batches = batches.loader  # one loss a batch, not one a group
+    if isinstance(batches, PrefetchingLoader):
+        loader = batches.ungrouped()  # one loss a batch, not one a group
+    else:
+        loader = PrefetchingLoader(
+            batches, step.device, reuse=True, channels_last=step.channels_last
+        )
     parts: list[LossParts] = []
-    with undisturbed(step), torch.no_grad():
+    with undisturbed(step), torch.no_grad(), loader:
         step.model.eval()
-        for batch in batches:
+        for batch in loader:
             if should_stop():
                 raise EvaluationCutError
             loss, metrics, weight = step.compute_loss(batch)

@@ -31,7 +31,7 @@ from torchfast._core.device import peak_flops
 from torchfast._core.errors import EmptyEpochError
 from torchfast._core.loss import Number
 from torchfast._core.signals import StopSignals
-from torchfast.data import DeviceLoader
+from torchfast.data import PrefetchingLoader
 from torchfast.evaluation import EvaluationCutError, evaluate, undisturbed
 from torchfast.records import IntervalRecords, Record
 from torchfast.reporting import JSONLWriter, ProgressLine
@@ -147,7 +147,7 @@ class FitOptions:
 class FitLoop:
     """One call of ``fit``: holds what the loop counts and what it has yet to read."""
 
-    def __init__(self, step: TrainStep, loader: DeviceLoader, options: FitOptions) -> None:
+    def __init__(self, step: TrainStep, loader: PrefetchingLoader, options: FitOptions) -> None:
         self._step = step
         self._loader = loader
         self._options = options
@@ -244,7 +244,9 @@ class FitLoop:
         """Train on one epoch; return whether it came to its end."""
         options = self._options
         before, length = self._done, self._epoch_length()
-        batches = iter(self._loader)
+        steps_left = None if options.steps is None else options.steps - self._done
+        last = options.epochs is not None and self._epochs_done + 1 >= options.epochs
+        batches = self._loader.iterate(max_steps=steps_left, last=last)
         while (batch := self._next(batches)) is not _END:
             self._records.begin()
             loss = self._step(batch)

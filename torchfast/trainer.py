@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchfast._core.arguments import explain_keywords
 from torchfast._core.decisions import Report
 from torchfast._core.loss import Number
-from torchfast.data import DeviceLoader
+from torchfast.data import PrefetchingLoader
 from torchfast.evaluation import evaluate
 from torchfast.loop import (
     Callback,
@@ -121,20 +121,40 @@ class Trainer:
         """Run the second half of a step: clip, optimizer, scheduler."""
         self._step.update()
 
-    def prefetch(self, loader: Iterable[Any]) -> DeviceLoader:
-        """Return an iterable over ``loader``'s batches as `step` takes them.
+    @explain_keywords
+    def prefetch(
+        self,
+        loader: Iterable[Any],
+        *,
+        depth: int = 2,
+        reuse: bool = False,
+        transform: Callable[[Any], Any] | None = None,
+        transfer_dtype: torch.dtype | None = None,
+        across_epochs: bool = False,
+        background: bool = True,
+        strict: bool = False,
+    ) -> PrefetchingLoader:
+        """Return a `PrefetchingLoader` over ``loader`` that yields what `step` takes.
 
-        On the device, and grouped into `MicroBatches` under ``accumulate``. Copies are enqueued
-        in order, one batch at a time.
+        On the step's device, grouped into `MicroBatches` under ``accumulate``, and as NHWC where
+        the plan says so. `PrefetchingLoader` documents the arguments.
 
         Raises:
-            TypeError: ``loader`` is not iterable.
+            TypeError: An argument of the wrong kind, or an unknown keyword.
+            ValueError: An argument out of range.
         """
-        return DeviceLoader(
+        return PrefetchingLoader(
             loader,
             self.device,
+            depth=depth,
+            reuse=reuse,
             accumulate=self._step.accumulate,
+            transform=transform,
+            transfer_dtype=transfer_dtype,
             channels_last=self._step.channels_last,
+            across_epochs=across_epochs,
+            background=background,
+            strict=strict,
         )
 
     @explain_keywords
@@ -163,7 +183,8 @@ class Trainer:
 
         Args:
             loader: Any iterable of batches; ``set_epoch`` is called on it, its samplers and its
-                data set where they have it.
+                data set where they have it. What `prefetch` returns is taken as it is, with its
+                options and its position.
             steps: Updates to do in this call.
             epochs: Passes over the loader in this call. With both, whichever ends first.
             evaluate: Batches to evaluate on (see `evaluate`), or a callable ``model -> mapping``
@@ -187,7 +208,8 @@ class Trainer:
 
         Raises:
             TypeError: An argument of the wrong kind; an iterator as loader with epochs > 1.
-            ValueError: An argument out of range, or neither steps nor epochs.
+            ValueError: An argument out of range, or neither steps nor epochs; a
+                PrefetchingLoader for another device or another ``accumulate``.
             EmptyEpochError: An epoch that yields no batch.
 
         Numerics: The same as calling `step` in a loop. Evaluation leaves every random generator
@@ -208,7 +230,12 @@ class Trainer:
             flops_per_item=flops_per_item,
             peak_flops=peak_flops,
         )
-        return FitLoop(self._step, self.prefetch(loader), options).run()
+        if isinstance(loader, PrefetchingLoader):
+            loader.check_serves(self.device, self._step.accumulate)
+            return FitLoop(self._step, loader, options).run()
+        # The loop holds no batch longer than its step.
+        with self.prefetch(loader, reuse=True) as prefetching:
+            return FitLoop(self._step, prefetching, options).run()
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean loss and metrics of ``loss_fn`` over ``batches``.

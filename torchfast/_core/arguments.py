@@ -35,6 +35,13 @@ def check_positive(name: str, value: object) -> float:
     return number
 
 
+def check_flag(name: str, value: object) -> bool:
+    """Return ``value`` if it is a bool; 0 and 1 are not."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {_describe(value)}")
+    return value
+
+
 def check_choice(
     name: str, value: object, choices: Iterable[str], error: type[ValueError] = ValueError
 ) -> str:

@@ -80,16 +80,36 @@ def to_device(batch: T, device: torch.device, *, channels_last: bool = False) ->
     """
     if not channels_last and _is_there(batch, device):
         return batch
-    # The source is kept beside its copy: a tensor that a container makes on demand could
+    return map_batch(
+        batch,
+        lambda tensor: move_tensor(tensor, device, channels_last=channels_last),
+        lambda value: move_object(value, device),
+    )
+
+
+def map_batch(
+    batch: T, fn: Callable[[Tensor], Tensor], object_fn: Callable[[Any], Any] | None = None
+) -> T:
+    """Rebuild ``batch`` with ``fn`` over its tensors, each called once.
+
+    Args:
+        batch: A nested batch.
+        fn: What becomes of a tensor; one that stands in the batch twice stays one object.
+        object_fn: What becomes of an object with a ``.to`` method; None leaves it as it is.
+
+    Returns:
+        The same object if nothing changed.
+    """
+    # The source is kept beside its result: a tensor that a container makes on demand could
     # otherwise be gone, and its id be another's.
     memo: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def place(tensor: Tensor) -> Tensor:
+    def once(tensor: Tensor) -> Tensor:
         if id(tensor) not in memo:
-            memo[id(tensor)] = tensor, _place(tensor, device, channels_last)
+            memo[id(tensor)] = tensor, fn(tensor)
         return memo[id(tensor)][1]
 
-    return _map(batch, place, device)  # type: ignore[no-any-return]
+    return _map(batch, once, object_fn)  # type: ignore[no-any-return]
 
 
 def tensors(batch: object) -> Iterator[Tensor]:
@@ -121,7 +141,8 @@ def _is_there(batch: Any, device: torch.device) -> bool:
     return batch is None or kind in (str, int, float, bool)
 
 
-def _place(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
+def move_tensor(tensor: Tensor, device: torch.device, *, channels_last: bool = False) -> Tensor:
+    """Return ``tensor`` on ``device``, itself if it is there; 4-d ones as NHWC if asked."""
     if tensor.device != device:
         # Towards the host, torch would not wait for the copy, and the step would read too early.
         tensor = tensor.to(device, non_blocking=device.type != "cpu")
@@ -131,33 +152,36 @@ def _place(tensor: Tensor, device: torch.device, channels_last: bool) -> Tensor:
     return tensor
 
 
-def _map(value: Any, fn: Callable[[Tensor], Tensor], device: torch.device | None) -> Any:
-    """Rebuild ``value`` with ``fn`` over its tensors; ``device`` is for objects with ``.to``."""
+def move_object(value: Any, device: torch.device) -> Any:
+    """Return an object that has a ``.to`` method on ``device``."""
+    moved = value.to(device)
+    return value if moved is None else moved  # some .to methods work in place
+
+
+def _map(value: Any, fn: Callable[[Tensor], Tensor], object_fn: Callable[[Any], Any] | None) -> Any:
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
-        # Its batch_sizes belong on the host, which only its own .to knows.
-        if device is None:
-            fn(value.data)
+        # Its batch_sizes belong on the host.
+        old = [value.data, value.sorted_indices, value.unsorted_indices]
+        new = [None if tensor is None else fn(tensor) for tensor in old]
+        if _same(new, old):
             return value
-        if value.data.device == device:
-            return value
-        packed: Any = value
-        return packed.to(device, non_blocking=device.type != "cpu")
+        kind: Any = type(value)
+        return kind(new[0], value.batch_sizes, new[1], new[2])
     if isinstance(value, tuple | list):
-        items = [_map(item, fn, device) for item in value]
+        items = [_map(item, fn, object_fn) for item in value]
         return value if _same(items, value) else _rebuild_sequence(value, items)
     if isinstance(value, Mapping):
-        mapped = {key: _map(item, fn, device) for key, item in value.items()}
+        mapped = {key: _map(item, fn, object_fn) for key, item in value.items()}
         return value if _same(mapped.values(), value.values()) else _rebuild_mapping(value, mapped)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         old = [getattr(value, name) for name in names]
-        new = [_map(item, fn, device) for item in old]
+        new = [_map(item, fn, object_fn) for item in old]
         return value if _same(new, old) else _rebuild_dataclass(value, names, new)
-    if device is not None and _has_to(value):
-        moved = value.to(device)
-        return value if moved is None else moved  # some .to methods work in place
+    if object_fn is not None and _has_to(value):
+        return object_fn(value)
     return value
 
 

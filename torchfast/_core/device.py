@@ -43,9 +43,20 @@ def resolve_device(device: object, model: nn.Module) -> torch.device:
                 "pass a model with at least one nn.Parameter"
             )
         return first.device
+    return check_device(device)
+
+
+def check_device(device: object) -> torch.device:
+    """Return ``device``, with its index, if this machine has it.
+
+    Raises:
+        TypeError: Neither a string, an int nor a ``torch.device``.
+        ValueError: No such device type, or no device of that index.
+        UnsupportedDeviceError: The type exists but this machine or torch build has none.
+    """
     if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
         raise TypeError(
-            "device must be None, a string such as 'cuda:0', an int or a torch.device, "
+            "device must be a string such as 'cuda:0', an int or a torch.device, "
             f"got {device!r} ({type(device).__name__})"
         )
     return _existing(_parse(device))
@@ -70,8 +81,8 @@ def _parse(device: str | int | torch.device) -> torch.device:
 
 
 def _existing(device: torch.device) -> torch.device:
-    if device.type == "cpu":
-        return torch.device("cpu")
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
     backend = getattr(torch, device.type, None)
     if backend is None or not backend.is_available():
         raise UnsupportedDeviceError(

@@ -9,7 +9,12 @@
     ├── LossError (RuntimeError)                  a loss that cannot be differentiated
     ├── ClosedError (RuntimeError)                use after close()
     ├── EmptyEpochError (RuntimeError)            an epoch that yielded no batch
+    ├── IterationError (RuntimeError)             an iteration that another one ended
+    ├── BatchStructureError (RuntimeError)        a batch built otherwise than those before
     ├── StateMismatchError (RuntimeError)         saved state that does not fit
+    ├── CheckpointWriteError (RuntimeError)       a checkpoint that could not be written
+    ├── CheckpointCorruptError (RuntimeError)     a checkpoint that is damaged or incomplete
+    ├── UnsafeCheckpointError (RuntimeError)      a file that would run code if it were loaded
     └── ParityError (AssertionError)              a plan that trains another model
 
 Each also derives from the builtin that fits, so ``except ValueError`` works without importing
@@ -48,8 +53,28 @@ class EmptyEpochError(TorchFastError, RuntimeError):
     """An epoch yielded no batch."""
 
 
+class IterationError(TorchFastError, RuntimeError):
+    """An iteration over a loader was asked for more after another one had begun."""
+
+
+class BatchStructureError(TorchFastError, RuntimeError):
+    """Under ``strict``, a batch whose structure is not that of the batches before it."""
+
+
 class StateMismatchError(TorchFastError, RuntimeError):
     """Saved state does not fit the object it is loaded into; nothing was changed."""
+
+
+class CheckpointWriteError(TorchFastError, RuntimeError):
+    """A checkpoint could not be written; those that were there are as they were."""
+
+
+class CheckpointCorruptError(TorchFastError, RuntimeError):
+    """A checkpoint is damaged or incomplete; the message names the file."""
+
+
+class UnsafeCheckpointError(TorchFastError, RuntimeError):
+    """A file would run code of its own if it were loaded; it was not."""
 
 
 class ParityError(TorchFastError, AssertionError):

@@ -48,6 +48,16 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
         getattr(torch, device.type).set_rng_state(state[device.type].cpu(), device)
 
 
+def same_rng_state(a: RNGState, b: RNGState) -> bool:
+    """Whether no generator was drawn from between two states."""
+    return (
+        a["python"] == b["python"]
+        and a["numpy"][2:] == b["numpy"][2:]
+        and torch.equal(a["numpy"][1], b["numpy"][1])
+        and all(torch.equal(a[name], b[name]) for name in a.keys() - {"python", "numpy"})
+    )
+
+
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
     """Leave every generator as it was found, whatever the body draws."""

@@ -1,13 +1,15 @@
 """How batches get to the step."""
 
-from torchfast.data.loader import DeviceLoader
+from torchfast.data.loader import PrefetchingLoader
 from torchfast.data.monitored import MonitoredDataLoader
+from torchfast.data.statistics import LoaderStatistics
 from torchfast.data.worker_sweep import WorkerMeasurement, WorkerSweep, sweep_workers
 from torchfast.data.workers import build_dataloader
 
 __all__ = [
-    "DeviceLoader",
+    "LoaderStatistics",
     "MonitoredDataLoader",
+    "PrefetchingLoader",
     "WorkerMeasurement",
     "WorkerSweep",
     "build_dataloader",

@@ -1,59 +1,145 @@
-"""Batches on the device, grouped into micro-batches.
+"""PrefetchingLoader: batches that are on the device when the step asks for them.
 
-Any iterable of batches goes in; what comes out is what the step takes. Copies are enqueued on the
-current stream, in order, one batch at a time: from pinned memory the host goes on at once, from
-pageable memory it waits for the copy. Epochs, order and random numbers are the loader's own. Its
-position can be saved at any batch and taken up in another process.
+A training loop that copies a batch and then computes leaves the device idle while it copies, and
+idle again while the next batch is loaded. Here three things go on at once: a thread fetches from
+the loader and fills pinned memory, a copy stream moves what is filled, and the training's stream
+computes on what has arrived. Events keep the order between them, and nothing waits on the host.
+
+It helps where loading or copying takes a noticeable part of a step. It does not where the loader
+supplies less than the step consumes: then the device waits all the same, and the report says so.
+On a CPU there is nothing to overlap with: batches are fetched one by one, with the same semantics.
+
+Three rules. With ``reuse=True`` a batch is valid until the next one is asked for. A loader that
+hands out pinned or device memory must not write into it again. What the loader draws at random is
+drawn where a plain loop draws it, also if that means not to fetch ahead; the report says which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, final
 
 import torch
+from torch.utils.data import DataLoader
 
-from torchfast._core.arguments import check_int, check_iterable
-from torchfast._core.batches import MicroBatches, to_device
+from torchfast._core.arguments import (
+    check_callable,
+    check_flag,
+    check_int,
+    check_iterable,
+    explain_keywords,
+)
+from torchfast._core.batches import MicroBatches
+from torchfast._core.decisions import Report
+from torchfast._core.device import check_device
+from torchfast._core.errors import ClosedError, IterationError
+from torchfast.data.arrival import DirectMove, Finish
+from torchfast.data.epoch_ahead import EpochAhead
+from torchfast.data.feed import DirectFeed, Feed, RingFeed
+from torchfast.data.loader_report import direct_decision, loader_report
 from torchfast.data.position import Position, PositionedLoader
+from torchfast.data.ring import Ring
+from torchfast.data.stager import Fetching
+from torchfast.data.statistics import Counters, LoaderStatistics
+from torchfast.data.structure import StructureCheck
+from torchfast.data.transport import Transport, transport_for
 
 
 @final
-class DeviceLoader:
-    """Iterates over a loader's batches on the device.
+class PrefetchingLoader:
+    """Iterates over a loader's batches on the device, fetched and copied ahead.
 
     Args:
-        loader: Any iterable of batches.
+        loader: Any iterable of batches; nested at will, of one shape or many. ``torch``'s
+            DataLoader, torchdata's, a list, a generator.
         device: Where the tensors go.
+        depth: Batches in flight beyond the one in use. Each costs one batch of pinned memory and
+            one of device memory.
+        reuse: Hand out the ring's own memory: a batch is valid until the next one is asked for.
+            False hands out memory of its own, for one copy on the device more.
         accumulate: With more than 1, yields `MicroBatches` of so many batches; the last group of
             an epoch may be shorter, and none crosses an epoch.
-        channels_last: Lay 4-d tensors out as NHWC.
+        transform: ``batch -> batch``, run on the device behind the copy, on the copy stream:
+            normalise there, cast uint8 to float there, and fewer bytes cross the bus. One that
+            draws random numbers runs on the training's stream, where a plain loop would run it.
+        transfer_dtype: What floating-point tensors are rounded to before they cross, and stay.
+        channels_last: Lay 4-d tensors out as NHWC, on the device, behind ``transform``.
+        across_epochs: Begin the next epoch while the last batches of this one are consumed.
+            Its first draws are then made with the generators as they stand at that moment.
+        background: False fetches in the caller's thread always: for loaders that must stay in
+            the thread that made them. Copies overlap all the same.
+        strict: Raise where a batch has a leaf that cannot be moved, or another structure than
+            the first one.
 
     Raises:
-        TypeError: ``loader`` is not iterable.
+        TypeError: An argument of the wrong kind, or an unknown keyword.
+        ValueError: An argument out of range.
+        UnsupportedDeviceError: A device that this machine lacks.
 
-    Numerics: Exact.
-    Synchronizes: While copying from pageable host memory.
+    Numerics: Exact, but for ``transfer_dtype`` and what ``transform`` does.
+    Synchronizes: Never in the consumer's thread. The staging thread waits for copies.
+
+    Example:
+        >>> import torch
+        >>> loader = [(torch.ones(2, 3), torch.zeros(2))] * 4
+        >>> with PrefetchingLoader(loader, "cpu", depth=2) as batches:
+        ...     total = sum(float(inputs.sum()) for inputs, targets in batches)
+        >>> total
+        24.0
     """
 
+    @explain_keywords
     def __init__(
         self,
         loader: Iterable[Any],
-        device: torch.device,
+        device: torch.device | str | int,
         *,
+        depth: int = 2,
+        reuse: bool = False,
         accumulate: int = 1,
+        transform: Callable[[Any], Any] | None = None,
+        transfer_dtype: torch.dtype | None = None,
         channels_last: bool = False,
+        across_epochs: bool = False,
+        background: bool = True,
+        strict: bool = False,
     ) -> None:
         check_iterable("loader", loader, "batches")
         # Wrapped twice, it would group groups. The position is one for all that wrap a loader.
         self._upstream: PositionedLoader = (
-            loader._upstream if isinstance(loader, DeviceLoader) else PositionedLoader(loader)
+            loader._upstream if isinstance(loader, PrefetchingLoader) else PositionedLoader(loader)
         )
         self.loader: Iterable[Any] = self._upstream.loader
-        self.device = device
+        self.device = check_device(device)
+        self.depth = check_int("depth", depth, minimum=1)
         self.accumulate = check_int("accumulate", accumulate, minimum=1)
-        self._channels_last = channels_last
+        self.reuse = check_flag("reuse", reuse)
+        self.channels_last = check_flag("channels_last", channels_last)
+        self.across_epochs = check_flag("across_epochs", across_epochs)
+        self.background = check_flag("background", background)
+        self._check = StructureCheck() if check_flag("strict", strict) else None
+        if transform is not None:
+            check_callable("transform", transform, "transform(batch)")
+        if transfer_dtype is not None and not (
+            isinstance(transfer_dtype, torch.dtype) and transfer_dtype.is_floating_point
+        ):
+            raise TypeError(
+                f"transfer_dtype must be a floating-point torch.dtype or None, got {transfer_dtype}"
+            )
+        self._finish = Finish(self.device, transform, self.channels_last)
+        self._transfer_dtype = transfer_dtype
         self._epoch: int | None = None
+        self._iteration = 0
+        self._closed = False
+        self._ring: Ring | None = None
+        self._feed: Feed | None = None
+        self._counters = Counters()
+        self._fetching = Fetching() if self.background else Fetching("caller", "background=False")
+        self._ahead = EpochAhead(self._upstream, self._fetching)
+
+    # -- The loader's own --------------------------------------------------------------------------
 
     @property
     def is_one_shot(self) -> bool:
@@ -62,7 +148,11 @@ class DeviceLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its samplers and its data set which epoch starts, where they ask."""
+        if self._ahead.epoch != epoch:
+            self._tell_epoch(epoch)
         self._epoch = epoch
+
+    def _tell_epoch(self, epoch: int) -> None:
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         holders = (
             self.loader,
@@ -88,19 +178,187 @@ class DeviceLoader:
             ) from error
         return -(-batches // self.accumulate)
 
+    def check_serves(self, device: torch.device, accumulate: int) -> None:
+        """Raise ValueError unless what comes out is what such a step takes."""
+        for name, own, needed in (
+            ("device", self.device, device),
+            ("accumulate", self.accumulate, accumulate),
+        ):
+            if own != needed:
+                raise ValueError(
+                    f"the PrefetchingLoader has {name}={str(own)!r} and the trainer "
+                    f"{name}={str(needed)!r}; make it with trainer.prefetch(loader)"
+                )
+
+    def ungrouped(self) -> PrefetchingLoader:
+        """Return another loader over the same one, at its start, that yields single batches."""
+        return PrefetchingLoader(
+            self.loader,
+            self.device,
+            depth=self.depth,
+            reuse=True,
+            transform=self._finish.transform,
+            transfer_dtype=self._transfer_dtype,
+            channels_last=self.channels_last,
+            background=self.background,
+        )
+
+    # -- Iterating ---------------------------------------------------------------------------------
+
     def __iter__(self) -> Iterator[Any]:
+        """Begin an epoch, or go on in the one whose position was loaded.
+
+        Raises:
+            ClosedError: After `close`.
+            IterationError: While iterating, if another iteration has begun meanwhile.
+            BatchStructureError: While iterating under ``strict``.
+        """
+        return self.iterate()
+
+    def iterate(self, *, max_steps: int | None = None, last: bool = False) -> Iterator[Any]:
+        """Iterate over one epoch, and fetch no more than ``max_steps`` need.
+
+        Args:
+            max_steps: End after so many, with the rest of a generator's batches left in it.
+            last: No epoch follows, so none is begun ahead.
+        """
+        if self._closed:
+            raise ClosedError("this PrefetchingLoader is closed; make another one to iterate again")
+        return self._batches(max_steps, last)
+
+    def _batches(self, max_steps: int | None, last: bool) -> Iterator[Any]:
+        self._iteration += 1
+        mine = self._iteration
+        feed = self._begin(None if max_steps is None else max_steps * self.accumulate)
+        num_steps = 0
+        try:
+            self._counters.begin(time.perf_counter())
+            while max_steps is None or num_steps < max_steps:
+                feed.release()
+                group, position = self._group(feed)
+                if not group:
+                    self.end_epoch()
+                    return
+                self._upstream.position = position
+                num_steps += 1
+                if not last and self._looks_ahead(feed, max_steps, num_steps):
+                    self._begin_ahead()
+                yield group[0] if self.accumulate == 1 else MicroBatches(group)
+                if self._iteration != mine:
+                    raise IterationError(
+                        "another iteration over this PrefetchingLoader has begun, or it was "
+                        "closed, which ended this one; give each loop a PrefetchingLoader of its "
+                        "own"
+                    )
+        finally:
+            if self._iteration == mine:
+                self._leave(feed)
+
+    def _group(self, feed: Feed) -> tuple[list[Any], Position | None]:
         group: list[Any] = []
         position: Position | None = None
-        for batch, position in self._upstream:
-            group.append(to_device(batch, self.device, channels_last=self._channels_last))
-            if len(group) == self.accumulate:
-                self._upstream.position = position
-                yield group[0] if self.accumulate == 1 else MicroBatches(group)
-                group = []
-        if group:
-            self._upstream.position = position
-            yield MicroBatches(group)
-        self.end_epoch()
+        while len(group) < self.accumulate:
+            taken = feed.take()
+            if taken is None:
+                break
+            batch, position, num_bytes = taken
+            self._counters.handed_out(time.perf_counter(), num_bytes)
+            group.append(batch)
+        return group, position
+
+    def _begin(self, limit: int | None) -> Feed:
+        """Return what this iteration takes from; the one before it, if any, ends."""
+        kept, self._feed = self._feed, None
+        if kept is not None:
+            if self.is_one_shot and not self._upstream.will_resume:
+                kept.extend(limit)  # what was fetched from an iterator is not to be had again
+                self._feed = kept
+                return kept
+            self._abandon(kept)
+        self._feed = self._ahead.take(self._epoch) or self._open(limit)
+        return self._feed
+
+    def _leave(self, feed: Feed) -> None:
+        """End an iteration: at its end, by a break, or by an error."""
+        if self.is_one_shot and not feed.finished:
+            feed.release()
+            return
+        self._feed = None
+        if feed.finished:
+            feed.close()
+        else:
+            self._abandon(feed)
+
+    def _abandon(self, feed: Feed) -> None:
+        """Drop an epoch that was not consumed, as if nothing of it had been fetched ahead."""
+        self._drop_ahead()
+        feed.close()
+        self._upstream.rewind()
+
+    def _open(self, limit: int | None) -> Feed:
+        batches = self._upstream.begin()
+        if self._check is not None:
+            batches = self._check.checked(batches)
+        if self._ring is None:
+            transport = transport_for(self.device)
+            if transport is None:
+                return DirectFeed(
+                    batches, DirectMove(self._transfer_dtype, self._finish), self._counters
+                )
+            self._ring = self._make_ring(transport)
+        return RingFeed(batches, self._ring, self._fetching, self._counters, limit=limit)
+
+    def _make_ring(self, transport: Transport) -> Ring:
+        return Ring(
+            transport,
+            (self.depth + 1) * self.accumulate,
+            reuse=self.reuse,
+            transfer_dtype=self._transfer_dtype,
+            finish=self._finish if self._finish.is_needed else None,
+            # A DataLoader pins each batch anew; another loader may fill one block for ever.
+            trust_pinned=isinstance(self.loader, DataLoader | list | tuple),
+        )
+
+    # -- The next epoch, ahead ---------------------------------------------------------------------
+
+    def _looks_ahead(self, feed: Feed, max_steps: int | None, num_steps: int) -> bool:
+        """Whether upstream has nothing left in this epoch, and the next one may begin."""
+        if (
+            not self.across_epochs
+            or self._ahead.has_begun
+            or not isinstance(feed, RingFeed)
+            or self._fetching.where != "thread"
+            or self.is_one_shot
+            or self._upstream.carries_state
+        ):
+            return False
+        left = feed.num_ahead
+        if left is None or (max_steps is not None and num_steps + left >= max_steps):
+            return False
+        # The first fetch needs a slot, which nobody would free while it waits for one.
+        return self._ring is not None and not self._ring.free.empty()
+
+    def _begin_ahead(self) -> None:
+        with self._ahead.beginning() as begin:
+            if self._epoch is not None:
+                begin.epoch = self._epoch + 1
+                self._tell_epoch(begin.epoch)
+            begin.feed = self._open_ahead()
+
+    def _open_ahead(self) -> RingFeed:
+        feed = self._open(None)
+        assert isinstance(feed, RingFeed)
+        if isinstance(self.loader, DataLoader) and self.loader.num_workers > 0:
+            feed.start()  # its samplers have drawn in iter(), and its first batch takes long
+        else:
+            feed.prime()
+        return feed
+
+    def _drop_ahead(self) -> None:
+        if self._ahead.drop() and self._epoch is not None:
+            self._tell_epoch(self._epoch)
+
+    # -- State -------------------------------------------------------------------------------------
 
     @property
     def will_resume(self) -> bool:
@@ -114,7 +372,8 @@ class DeviceLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was yielded, for ``torch.save``.
 
-        Save it beside ``trainer.state_dict()``, which has the global random generators.
+        What was fetched ahead is not part of it, and comes again. Save it beside
+        ``trainer.state_dict()``, which has the global random generators.
         """
         return {**self._upstream.state_dict(), "epoch": self._epoch}
 
@@ -131,7 +390,64 @@ class DeviceLoader:
             StateMismatchError: It is the position of another loader: another number of samples,
                 batch size, number of workers or replicas.
         """
+        self._upstream.check(state)
+        self._stop()
         self._upstream.load_state_dict(state)
         epoch = state.get("epoch")
         if epoch is not None:
             self.set_epoch(epoch)
+
+    # -- Report and end ----------------------------------------------------------------------------
+
+    def statistics(self) -> LoaderStatistics:
+        """Return what was counted since the loader was made. Synchronizes: Never."""
+        if self._ring is not None:
+            self._counters.note_times(*self._ring.transport.take_times())
+        return self._counters.snapshot()
+
+    def report(self) -> Report:
+        """Return the verdict, with what to do about it, and how batches are fetched and moved."""
+        return loader_report(
+            f"PrefetchingLoader over {type(self.loader).__name__} on {self.device}",
+            self.statistics(),
+            self._fetching.decision(self.depth)
+            if self._ring is not None or transport_for(self.device) is not None
+            else direct_decision(self.device),
+            self._ahead.decision(carries_state=self._upstream.carries_state)
+            if self.across_epochs
+            else None,
+            transform_draws=self._ring is not None and self._ring.finishes_late,
+        )
+
+    def close(self) -> None:
+        """End the thread and let the memory go; a second call does nothing."""
+        self._closed = True
+        self._stop()
+        if self._ring is not None:
+            self._ring.transport.drain()
+            self._ring = None
+
+    def _stop(self) -> None:
+        """End what iterates now; it hears of it when it is asked for more."""
+        self._iteration += 1
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            self._abandon(feed)
+        self._drop_ahead()
+
+    def __enter__(self) -> PrefetchingLoader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"PrefetchingLoader({type(self.loader).__name__}, device={str(self.device)!r}, "
+            f"depth={self.depth}, reuse={self.reuse}, accumulate={self.accumulate})"
+        )

@@ -16,7 +16,6 @@ Which samples come is exact all the same.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -50,11 +49,16 @@ class Position:
         num_batches: Batches of this epoch that have come out, this one included.
         epoch_start: The generators as the epoch found them, shared by the epoch's positions.
         loader_state: The state of a loader that carries one.
+        generators: The loader's own generators as this batch left them; not saved.
     """
 
     num_batches: int
     epoch_start: dict[str, Any]
     loader_state: Any = None
+    generators: tuple[torch.Tensor, ...] = ()
+
+
+SAVED = ("num_batches", "epoch_start", "loader_state")
 
 
 @final
@@ -74,6 +78,7 @@ class PositionedLoader:
         # batches on moves it.
         self.position: Position | None = None
         self._resume_at: Position | None = None
+        self._announced: dict[str, Any] | None = None
         self._has_begun = False
 
     @property
@@ -88,20 +93,45 @@ class PositionedLoader:
             callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict")
         )
 
-    def __iter__(self) -> Iterator[tuple[Any, Position]]:
-        """Yield batches with their positions; an epoch that was loaded goes on."""
+    def begin(self) -> Iterator[tuple[Any, Position]]:
+        """Begin an epoch now, or go on in the one that was loaded.
+
+        Returns:
+            Batches with their positions.
+        """
         resume_at, self._resume_at = self._resume_at, None
-        if resume_at is None:
-            start = self._generators()
-            self._has_begun = True
-            iterator = iter(self.loader)
-            num_batches = 0
-        else:
-            start, num_batches = resume_at.epoch_start, resume_at.num_batches
-            iterator = self._resumed(resume_at)
-        for batch in iterator:
-            num_batches += 1
-            yield batch, Position(num_batches, start, self._loader_state())
+        if resume_at is not None:
+            return self._positions(self._resumed(resume_at), resume_at)
+        start = Position(0, self._generators())
+        self._has_begun = True
+        return self._positions(iter(self.loader), start)
+
+    def rewind(self) -> None:
+        """Put the loader's own generators where the last batch that came out had left them.
+
+        For an epoch that breaks off: what was fetched ahead has drawn too.
+        """
+        if self.position is not None and self.position.generators:
+            self._set_own_generators({"generators": self.position.generators})
+
+    def announce(self) -> None:
+        """Note that the epoch that `begin` is about to begin is not the training's turn yet."""
+        self._announced = self._generators()
+
+    def arrive(self) -> None:
+        """Note that the training has come to the announced epoch."""
+        self._announced = None
+
+    def recall(self) -> None:
+        """Take the announced epoch back: the next one begins where it would have begun."""
+        if self._announced is not None:
+            self._set_own_generators(self._announced)
+        self._announced = None
+
+    def _positions(self, iterator: Iterator[Any], at: Position) -> Iterator[tuple[Any, Position]]:
+        for number, batch in enumerate(iterator, start=at.num_batches + 1):
+            generators = tuple(g.get_state() for g in self._own_generators())
+            yield batch, Position(number, at.epoch_start, self._loader_state(), generators)
 
     def _resumed(self, at: Position) -> Iterator[Any]:
         self._has_begun = True
@@ -126,9 +156,11 @@ class PositionedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position for ``torch.save``."""
-        position = self.position or Position(0, self._generators(), self._loader_state())
+        position = self.position or Position(
+            0, self._announced or self._generators(), self._loader_state()
+        )
         return {
-            **vars(position),
+            **{name: getattr(position, name) for name in SAVED},
             "carries_state": self.carries_state,
             "fingerprint": self._fingerprint(),
         }
@@ -140,8 +172,8 @@ class PositionedLoader:
             TypeError: Not a mapping.
             StateMismatchError: The position is that of another kind of loader.
         """
-        self._check(state)
-        position = Position(**{name: state[name] for name in _names(Position)})
+        self.check(state)
+        position = Position(**{name: state[name] for name in SAVED})
         if self.carries_state:
             self.loader.load_state_dict(position.loader_state)  # type: ignore[attr-defined]
         elif position.num_batches == 0:
@@ -151,12 +183,13 @@ class PositionedLoader:
             self._set_own_generators(position.epoch_start)
         self.position = self._resume_at = position if position.num_batches else None
 
-    def _check(self, state: object) -> None:
+    def check(self, state: object) -> None:
+        """Raise unless ``state`` is a position in such a loader; see `load_state_dict`."""
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"state must be the mapping that state_dict() returned, got {type(state).__name__}"
             )
-        lacking = {*_names(Position), "carries_state", "fingerprint"} - set(state)
+        lacking = {*SAVED, "carries_state", "fingerprint"} - set(state)
         if lacking:
             raise StateMismatchError(
                 f"state lacks {sorted(lacking)}; load what the loader's state_dict() returned"
@@ -230,7 +263,3 @@ class PositionedLoader:
         if not self.carries_state:
             return None
         return copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
-
-
-def _names(kind: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]

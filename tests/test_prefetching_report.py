@@ -1,0 +1,150 @@
+"""What a loader counts, and the verdict that it draws from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from simulated_device import numbered
+from torchfast import LoaderStatistics, PrefetchingLoader
+from torchfast.data.loader_report import advice
+
+
+def figures(**given):
+    fixed = {
+        "num_batches": 100,
+        "num_bytes": 10**6,
+        "elapsed_s": 10.0,
+        "consumer_wait_s": 0.0,
+        "starved_s": 0.0,
+        "stager_wait_s": 5.0,
+        "fetch_s": 4.0,
+        "copy_ms": math.nan,
+        "stall_ms": math.nan,
+    }
+    return LoaderStatistics(**{**fixed, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict", "said"),
+    [
+        ({}, "fed", "waits for data 0.0% of the time; the loader supplies 2.5 times what"),
+        # A host that ran ahead and waited for a slot while the device was busy.
+        ({"consumer_wait_s": 9.0}, "fed", "waits for data 0.0%"),
+        ({"starved_s": 0.1}, "fed", "waits for data 1.0% of the time"),
+        ({"starved_s": 6.0, "fetch_s": 10.0}, "supply-bound", "60% of the time .* 0.4 times what"),
+        ({"stall_ms": 1.0}, "fed", "waits for data 1.0% of the time"),
+        (
+            {"stall_ms": 30.0, "copy_ms": 80.0},
+            "transfer-bound",
+            "the device waits for the bus 30% of the time; a batch takes 80 ms .* uint8",
+        ),
+        ({"stall_ms": 30.0, "starved_s": 5.0}, "supply-bound", "50% of the time"),
+        ({"stall_ms": 50.0, "starved_s": 3.0}, "transfer-bound", "50% of the time"),
+        ({"num_batches": 2, "starved_s": 9.0}, "unknown", "2 batches are too few to tell"),
+    ],
+)
+def test_the_verdict(given, verdict, said):
+    import re
+
+    statistics = figures(**given)
+    assert statistics.verdict == verdict
+    assert re.search(said, advice(statistics, beside_the_step=True))
+    assert json.loads(json.dumps(statistics.to_dict()))["verdict"] == verdict
+
+
+def test_the_remedy_fits_where_batches_are_fetched():
+    slow = figures(starved_s=5.0)
+    assert "more worker processes" in advice(slow, beside_the_step=True)
+    assert "worker processes (torchfast.build_dataloader) load beside" in advice(
+        slow, beside_the_step=False
+    )
+
+
+def step(device, seconds):
+    device.transports[0].consumer.enqueue(lambda: time.sleep(seconds))
+
+
+def test_a_device_that_is_fed(device):
+    loader = PrefetchingLoader(iter(numbered(60)), "cpu", depth=2, reuse=True)
+    for _ in loader:
+        step(device, 0.005)
+    statistics = loader.statistics()
+    assert statistics.num_batches == 60
+    assert statistics.num_bytes == 60 * (64 * 4 + 3 * 8)
+    assert statistics.starved < 0.3
+    # The host ran ahead, and waited: that is not the device's waiting.
+    assert statistics.consumer_wait_s > 0.5 * statistics.elapsed_s
+    assert statistics.stager_wait_s > 0.0
+    assert statistics.supply_over_demand > 3
+
+
+def test_a_device_that_starves(device):
+    def slow():
+        for batch in numbered(40):
+            time.sleep(0.008)
+            yield batch
+
+    loader = PrefetchingLoader(slow(), "cpu", depth=2)
+    for _ in loader:
+        step(device, 0.001)
+    statistics = loader.statistics()
+    assert statistics.verdict == "supply-bound"
+    assert statistics.starved > 0.5
+    assert statistics.supply_over_demand < 0.6
+    report = loader.report()
+    assert "supply-bound: " in str(report)
+    assert report.counters["verdict"] == "supply-bound"
+
+
+def test_on_a_cpu_all_loading_is_waiting():
+    def slow():
+        for batch in numbered(20):
+            time.sleep(0.004)
+            yield batch
+
+    loader = PrefetchingLoader(slow(), "cpu")
+    for _ in loader:
+        time.sleep(0.004)
+    statistics = loader.statistics()
+    assert statistics.num_bytes == 0
+    assert 0.3 < statistics.starved < 0.7
+    assert statistics.supply_over_demand == pytest.approx(1.0, rel=0.5)
+    report = str(loader.report())
+    assert "on the CPU nothing could be copied beside a step" in report
+    assert "worker processes (torchfast.build_dataloader)" in report
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_what_a_first_batch_takes_is_not_counted():
+    def slow_start():
+        time.sleep(0.3)
+        yield from numbered(10)
+
+    loader = PrefetchingLoader(slow_start(), "cpu")
+    assert len(list(loader)) == 10
+    statistics = loader.statistics()
+    assert statistics.num_batches == 10
+    assert statistics.elapsed_s < 0.3
+    assert statistics.starved_s < 0.3
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_before_anything_is_known():
+    loader = PrefetchingLoader([], "cpu")
+    assert loader.statistics().verdict == "unknown"
+    assert math.isnan(loader.statistics().supply_over_demand)
+    assert "0 batches are too few to tell" in str(loader.report())
+    assert loader.report().to_dict()["counters"]["num_batches"] == 0
+
+
+def test_moved_one_by_one_bytes_are_counted_too():
+    loader = PrefetchingLoader(numbered(3), torch.device("meta"))
+    assert len(list(loader)) == 3
+    assert loader.statistics().num_bytes == 3 * (64 * 4 + 3 * 8)
+    assert "it needs CUDA" in str(loader.report())
+    assert [d.lever for d in loader.report().stepped_aside] == ["prefetch"]

@@ -1,0 +1,90 @@
+"""Reading one checkpoint: manifest, tree, tensors, each checked before it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from torchfast.checkpoint.manifest import (
+    METADATA,
+    Manifest,
+    check_sizes,
+    explaining,
+    parse_json,
+    read_manifest,
+    read_named,
+    verify_files,
+)
+from torchfast.checkpoint.sharing import TAG
+from torchfast.checkpoint.tree import Node, stored_tensors, unflatten
+
+TREE: Final = "rank-00000.json"
+
+
+def read_checkpoint(folder: Path, part: str | None = None) -> tuple[Manifest, Any]:
+    """Return the manifest and the state of the checkpoint in ``folder``.
+
+    Every file that is read is compared with its hash in the same pass.
+
+    Args:
+        folder: The checkpoint.
+        part: A key of the state, to read only what belongs to it.
+
+    Raises:
+        CheckpointCorruptError: Something is damaged or missing.
+        UnsafeCheckpointError: Something is a pickle.
+        StateMismatchError: It is of a newer schema.
+        ValueError: It has no such part.
+    """
+    # Imported here: torch.distributed.checkpoint takes a second, which `import torchfast` spares.
+    from torchfast.checkpoint.storage import ShardReader, read
+
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    reader = ShardReader(folder, manifest)
+    tree = part_of(read_tree(folder, manifest), part, folder)
+    with explaining(folder / TREE):
+        wanted = stored_tensors(tree)
+    tensors = read(reader, wanted) if wanted else {}
+    with explaining(folder / TREE):
+        return manifest, unflatten(tree, tensors)
+
+
+def verify_folder(folder: Path) -> Manifest:
+    """Read all of a checkpoint, compare it with its hashes, and return its manifest.
+
+    Raises:
+        CheckpointCorruptError: Something is damaged or missing.
+        UnsafeCheckpointError: Something is a pickle.
+        StateMismatchError: It is of a newer schema.
+    """
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    verify_files(folder, manifest)
+    for name in (TREE, METADATA):
+        read_named(folder, manifest, name)  # a manifest could leave one out
+    return manifest
+
+
+def read_tree(folder: Path, manifest: Manifest) -> Node:
+    """Return the tree of the state, without its tensors."""
+    return parse_json(folder / TREE, read_named(folder, manifest, TREE), _mapping)
+
+
+def part_of(tree: Node, part: str | None, folder: Path) -> Node:
+    """Return the value under a key of the state."""
+    if part is None:
+        return tree
+    pairs = tree["items"] if TAG in tree else tree.items()
+    found = {key: value for key, value in pairs if isinstance(key, str)}
+    if part not in found:
+        raise ValueError(
+            f"{folder} has no part {part!r}; it has {sorted(found)}: take one of these"
+        )
+    return found[part]
+
+
+def _mapping(body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise TypeError(f"a state is a mapping, this is a {type(body).__name__}")
+    return body

@@ -1,0 +1,320 @@
+"""Where batches are fetched: ahead, in a thread that stages them, or in the loop's own thread.
+
+Fetching ahead must not change a random number. An epoch begins in the caller's thread, ``iter()``
+and the first batch, which is where samplers draw. The second batch of a loader's life is fetched
+there too, and watched: if that moved a generator of the host, samples are augmented in this very
+process, and fetching ahead would let training and augmentation draw in another order. Then all
+fetching stays in the caller's thread, one batch at a time, as a plain loop does it; only the copies
+overlap. Otherwise a staging thread takes over. It looks on now and then, and if a generator moved
+while it fetched, hands back to the caller's thread, which finds out whose draw it was.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, final
+
+from typing_extensions import override
+
+from torchfast._core.errors import ClosedError
+from torchfast._core.rng import RNGState, get_rng_state, same_rng_state
+from torchfast.data.position import Position
+from torchfast.data.ring import Ring, Staged
+from torchfast.data.stager import (
+    CPU,
+    LIMIT,
+    SUSPECT,
+    Batches,
+    Failure,
+    Fetching,
+    Stager,
+    end_thread,
+    stage,
+)
+from torchfast.data.statistics import Counters
+from torchfast.data.transport import Slot
+
+
+class Feed(Protocol):
+    """One pass over upstream, batch by batch.
+
+    Attributes:
+        finished: Whether there is nothing left to take.
+    """
+
+    finished: bool
+
+    def take(self) -> tuple[Any, Position, int] | None:
+        """Return the next batch on the device, its position and bytes moved; None at the end."""
+
+    def release(self) -> None:
+        """Say that the batches taken so far are done with."""
+
+    def close(self) -> None:
+        """Stop fetching; what was fetched ahead is dropped."""
+
+    def extend(self, limit: int | None) -> None:
+        """Let so many batches more be taken than were taken by now; None means all."""
+
+
+@final
+class DirectFeed(Feed):
+    """Fetches in the caller's thread and moves at once: for devices without a copy stream."""
+
+    def __init__(
+        self, batches: Batches, move: Callable[[Any], tuple[Any, int]], counters: Counters
+    ) -> None:
+        self._batches = batches
+        self._move = move
+        self._counters = counters
+        self.finished = False
+
+    @override
+    def take(self) -> tuple[Any, Position, int] | None:
+        start = time.perf_counter()
+        try:
+            pair = next(self._batches, None)
+        except BaseException:
+            self.finished = True
+            raise
+        spent = time.perf_counter() - start
+        self._counters.fetched(spent)
+        self._counters.waited(spent, starved=True)
+        if pair is None:
+            self.finished = True
+            return None
+        batch, position = pair
+        moved, num_bytes = self._move(batch)
+        return moved, position, num_bytes
+
+    @override
+    def release(self) -> None:
+        pass
+
+    @override
+    def extend(self, limit: int | None) -> None:
+        pass  # nothing is fetched ahead
+
+    @override
+    def close(self) -> None:
+        self.finished = True
+        _close(self._batches)
+
+
+@final
+class RingFeed(Feed):
+    """Fetches ahead where that changes no random number, through a ring of slots.
+
+    Args:
+        batches: Upstream's batches with their positions; begun in the caller's thread.
+        ring: Where they travel.
+        fetching: What is known about where to fetch; written to.
+        counters: Written to.
+        limit: Fetch no more than so many batches; what upstream has left stays there.
+
+    Raises:
+        ClosedError: In a process that was forked, where there is no staging thread.
+        Exception: What upstream raised, once, behind the batches before it.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        ring: Ring,
+        fetching: Fetching,
+        counters: Counters,
+        *,
+        limit: int | None = None,
+    ) -> None:
+        self._stager = Stager(batches, ring, counters, fetching, limit)
+        self._ring = ring
+        self._fetching = fetching
+        self._counters = counters
+        self._thread: threading.Thread | None = None
+        self._held: list[Slot] = []
+        self._released: Slot | None = None
+        self._num_here = 0
+        self._suspects = False
+        self._left_rng: RNGState | None = None
+        self._training_draws: bool | None = None
+        self._primed: Staged | None = None
+        self._num_taken = 0
+        self.finished = False
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def num_ahead(self) -> int | None:
+        """How many batches are left, once upstream has come to its end; None before."""
+        if self.finished:
+            return 0
+        return self._stager.staged.qsize() - 1 if self._stager.exhausted else None
+
+    def prime(self) -> None:
+        """Fetch the first batch in the caller's thread, before it is asked for."""
+        self._primed = self._fetch_here()
+
+    @override
+    def extend(self, limit: int | None) -> None:
+        self._stager.limit = None if limit is None else self._num_taken + limit
+
+    @override
+    def take(self) -> tuple[Any, Position, int] | None:
+        if self._left_rng is not None:
+            # Since a suspicion arose nobody fetches: if a generator moved, training did it.
+            moved = not same_rng_state(self._left_rng, get_rng_state(CPU))
+            self._training_draws = moved or bool(self._training_draws)
+        staged, self._primed = self._primed or self._next(), None
+        if staged is None:
+            return None
+        self._num_taken += 1
+        self._held.append(staged.slot)
+        batch = self._ring.hand_out(staged)
+        self._left_rng = get_rng_state(CPU) if self._stager.suspects else None
+        return batch, staged.position, staged.num_bytes
+
+    @override
+    def release(self) -> None:
+        if self._stager.pid != os.getpid():
+            # Its thread is the parent's, and a lock that it held then is held for ever.
+            self.finished = True
+            self._held.clear()
+            raise ClosedError(
+                f"this iteration began in process {self._stager.pid} and cannot go on in its fork "
+                f"{os.getpid()}; make another PrefetchingLoader there"
+            )
+        for slot in self._held:
+            self._ring.take_back(slot)
+            self._released = slot
+        self._held.clear()
+
+    @override
+    def close(self) -> None:
+        self.finished = True
+        stager = self._stager
+        if stager.pid != os.getpid():
+            return  # the thread and the locks are the parent's
+        if self._thread is not None:
+            stager.stop()
+            self._thread.join()
+            self._thread = None
+            self._ring.forget_wakes()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self.release()
+        if self._drop_staged():
+            self._ring.transport.drain()
+        _close(stager.batches)
+
+    # -- Fetching ----------------------------------------------------------------------------------
+
+    def _next(self) -> Staged | None:
+        while not self.finished:
+            if self._thread is None:
+                return self._fetch_here()
+            item = self._arrival()
+            if isinstance(item, Staged):
+                return item
+            self._thread.join()
+            self._thread = None
+            if item is LIMIT:
+                continue
+            if item is SUSPECT:
+                self._stager.suspects = False
+                if self._training_draws is None:
+                    self._suspects = True  # it had no time to show itself: watch the next fetch
+                else:
+                    self._settle_suspicion(draws=not self._training_draws)
+                continue
+            self.finished = True
+            if isinstance(item, Failure):
+                try:
+                    raise item.error
+                finally:
+                    del item  # its traceback refers to this frame
+        return None
+
+    def _arrival(self) -> Any:
+        try:
+            return self._stager.staged.get_nowait()
+        except queue.Empty:
+            pass
+        start = time.perf_counter()
+        item = self._stager.staged.get()
+        self._count_wait(time.perf_counter() - start)
+        return item
+
+    def _count_wait(self, seconds: float) -> None:
+        idle = self._released is None or self._ring.transport.is_idle(self._released)
+        self._counters.waited(seconds, starved=idle)
+
+    def _fetch_here(self) -> Staged | None:
+        stager, fetching = self._stager, self._fetching
+        if stager.limit is not None and stager.num_fetched >= stager.limit:
+            return None
+        watched = self._suspects or (fetching.where is None and self._num_here > 0)
+        before = get_rng_state(CPU) if watched else None
+        start = time.perf_counter()
+        try:
+            pair = stager.fetch()
+        except BaseException:
+            self.finished = True
+            raise
+        self._count_wait(time.perf_counter() - start)
+        if pair is None:
+            self.finished = True
+            return None
+        if before is not None:
+            self._judge(draws=not same_rng_state(before, get_rng_state(CPU)))
+        self._num_here += 1
+        slot = self._ring.free.get()
+        assert slot is not None
+        staged = stage(self._ring, slot, *pair)
+        if fetching.where == "thread":
+            self.start()
+        return staged
+
+    def _judge(self, *, draws: bool) -> None:
+        if self._suspects:
+            self._settle_suspicion(draws=draws)
+        else:
+            self._fetching.decide(draws)
+
+    def _settle_suspicion(self, *, draws: bool) -> None:
+        self._suspects = False
+        if draws:
+            self._fetching.late = self._stager.num_fetched
+        else:
+            self._fetching.training_draws = True
+        self._fetching.decide(draws)
+
+    def start(self) -> None:
+        """Start the staging thread."""
+        self._thread = self._stager.start()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        # Python's exit waits for the finalizer, which does not wait for ever.
+        self._finalizer = weakref.finalize(self, end_thread, self._stager, self._thread)
+
+    def _drop_staged(self) -> bool:
+        """Free the slots of batches that nobody has read; return whether there were any."""
+        dropped = [] if self._primed is None else [self._primed]
+        self._primed = None
+        while not self._stager.staged.empty():
+            item = self._stager.staged.get()
+            if isinstance(item, Staged):
+                dropped.append(item)
+        for staged in dropped:
+            self._ring.take_back(staged.slot)
+        return bool(dropped)
+
+
+def _close(batches: Batches) -> None:
+    """Let go of upstream's iterator, and so of its workers."""
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()

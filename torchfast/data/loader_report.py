@@ -1,0 +1,79 @@
+"""A loader's report: the verdict, with what to do about it, and how batches got to the device."""
+
+from __future__ import annotations
+
+import torch
+
+from torchfast._core.decisions import Decision, Report
+from torchfast.data.statistics import LoaderStatistics
+
+
+def loader_report(
+    title: str,
+    statistics: LoaderStatistics,
+    prefetch: Decision,
+    across_epochs: Decision | None,
+    *,
+    transform_draws: bool,
+) -> Report:
+    """Return the report of a `PrefetchingLoader`."""
+    beside_the_step = prefetch.outcome == "applied"
+    verdict = Decision(
+        lever="verdict",
+        outcome="applied",
+        detail=advice(statistics, beside_the_step=beside_the_step),
+    )
+    decisions = [verdict, prefetch]
+    if across_epochs is not None:
+        decisions.append(across_epochs)
+    if transform_draws:
+        decisions.append(
+            Decision(
+                lever="transform",
+                outcome="stepped aside",
+                detail="it draws random numbers, so it runs on the training's stream, where a "
+                "plain loop would run it, and not beside the step; draw in the data set instead",
+            )
+        )
+    figures = {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
+        for name, value in statistics.to_dict().items()
+        if value is not None
+    }
+    return Report(title=title, decisions=tuple(decisions), counters=figures)
+
+
+def direct_decision(device: torch.device) -> Decision:
+    """Return what became of fetching ahead on a device without a copy stream."""
+    if device.type == "cpu":
+        detail = "on the CPU nothing could be copied beside a step: batches come one by one"
+        return Decision(lever="prefetch", outcome="left alone", detail=detail)
+    detail = f"on {device.type} batches are fetched and copied one by one; it needs CUDA"
+    return Decision(lever="prefetch", outcome="stepped aside", detail=detail)
+
+
+def advice(statistics: LoaderStatistics, *, beside_the_step: bool) -> str:
+    """Return the verdict in a sentence, with what to do about it."""
+    s = statistics
+    if s.verdict == "unknown":
+        return f"{s.num_batches} batches are too few to tell"
+    ratio = f"the loader supplies {s.supply_over_demand:.3g} times what the loop takes"
+    if s.verdict == "fed":
+        return (
+            f"fed: the device waits for data {max(s.starved, s.stalled):.1%} of the time; {ratio}"
+        )
+    if s.verdict == "supply-bound":
+        remedy = (
+            "more worker processes (torchfast.sweep_workers measures how many pay), cheaper samples"
+            if beside_the_step
+            else "worker processes (torchfast.build_dataloader) load beside the step"
+        )
+        return (
+            f"supply-bound: {s.starved:.0%} of the time goes into waiting for the loader, "
+            f"{ratio}; {remedy}"
+        )
+    return (
+        f"transfer-bound: the device waits for the bus {s.stalled:.0%} of the time; a batch takes "
+        f"{s.copy_ms:.3g} ms of it; send fewer bytes: uint8 with a transform that casts on the "
+        "device, or transfer_dtype=torch.bfloat16"
+    )

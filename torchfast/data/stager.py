@@ -1,0 +1,227 @@
+"""The thread that fetches batches and stages them, and what is known about where to fetch."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Literal, final
+
+import torch
+
+from torchfast._core.decisions import Decision, Outcome
+from torchfast._core.rng import RNGState, get_rng_state, same_rng_state
+from torchfast.data.position import Position
+from torchfast.data.ring import Ring, Staged
+from torchfast.data.statistics import Counters
+from torchfast.data.transport import Slot
+
+CPU = torch.device("cpu")
+LOOKS_FIRST, LOOKS_EVERY = 8, 16  # which of the thread's fetches are watched
+EXIT_S = 5.0  # how long the exit of Python waits for a fetch in progress
+
+Batches = Iterator[tuple[Any, Position]]
+
+
+@final
+@dataclass
+class Fetching:
+    """Where a loader's batches are fetched, found out once and kept for its life.
+
+    Attributes:
+        where: ``"thread"``, ``"caller"``, or None while it is not known.
+        reason: Why.
+        training_draws: Whether a generator moved though it was not the fetching that moved it.
+        late: Batches that were fetched ahead before it was seen that fetching draws.
+        num_moves: How often generators were set by the loader itself; odd while one is.
+    """
+
+    where: Literal["thread", "caller"] | None = None
+    reason: str = "not known before the second batch"
+    training_draws: bool = False
+    late: int = 0
+    num_moves: int = 0
+
+    @contextmanager
+    def setting_generators(self) -> Iterator[None]:
+        """Let the body set generators without any fetch being suspected of it."""
+        self.num_moves += 1
+        try:
+            yield
+        finally:
+            self.num_moves += 1
+
+    def decide(self, draws: bool) -> None:
+        """Note what a watched fetch in the caller's thread has shown."""
+        if draws:
+            self.where = "caller"
+            self.reason = (
+                "fetching draws from a random generator of this process, so it keeps its turn "
+                "with the training; with worker processes batches are fetched ahead"
+            )
+        else:
+            self.where = "thread"
+            self.reason = "fetching draws no random number, so it runs ahead in a thread"
+
+    def decision(self, depth: int) -> Decision:
+        """Return what became of fetching ahead."""
+        detail = self.reason
+        if self.where == "thread":
+            detail += f", up to {depth} steps"
+        if self.late:
+            detail += (
+                f"; {self.late} batches had been fetched ahead before that was seen, and their "
+                "random numbers fell in another order than a plain loop's"
+            )
+        outcome: Outcome = "stepped aside" if self.where == "caller" else "applied"
+        return Decision(lever="prefetch", outcome=outcome, detail=detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What ended the thread."""
+
+    error: BaseException
+
+
+END = object()
+SUSPECT = object()  # a generator of the host moved during a fetch
+LIMIT = object()
+
+
+class Stager:
+    """Fetches ahead into a ring, in a thread of its own.
+
+    The thread refers to this object and this object to no feed, so a feed that is let go is
+    collected, and takes the thread with it.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        ring: Ring,
+        counters: Counters,
+        fetching: Fetching,
+        limit: int | None,
+    ) -> None:
+        self.batches = batches
+        self.ring = ring
+        self.counters = counters
+        self.limit = limit
+        self._fetching = fetching
+        self.num_fetched = 0
+        self.staged: SimpleQueue[Any] = SimpleQueue()
+        self.stopped = False
+        self.suspects = False  # of drawing random numbers; the thread has ended
+        self.exhausted = False
+        self.pid = os.getpid()
+
+    def fetch(self) -> tuple[Any, Position] | None:
+        """Return upstream's next batch, None at its end."""
+        start = time.perf_counter()
+        pair = next(self.batches, None)
+        self.counters.fetched(time.perf_counter() - start)
+        self.num_fetched += 1
+        return pair
+
+    def stop(self) -> None:
+        """Let the thread end after the fetch it is in."""
+        self.stopped = True
+        self.ring.wake()
+
+    def run(self) -> None:
+        """Fetch and stage until the end, an error, a limit or a suspicion."""
+        try:
+            while not self.stopped:
+                if self.limit is not None and self.num_fetched >= self.limit:
+                    self.staged.put(LIMIT)
+                    return
+                moves, before = self._fetching.num_moves, self._state()
+                with self.ring.transport.fetching():
+                    pair = self.fetch()
+                if pair is None:
+                    self.exhausted = True
+                    self.staged.put(END)
+                    return
+                suspect = (
+                    before is not None
+                    and not same_rng_state(before, get_rng_state(CPU))
+                    and moves % 2 == 0
+                    and moves == self._fetching.num_moves
+                )
+                slot = self._free_slot()
+                if slot is None:
+                    return
+                self.staged.put(stage(self.ring, slot, *pair))
+                if suspect:
+                    self.suspects = True
+                    self.staged.put(SUSPECT)
+                    return
+        except BaseException as error:
+            self.staged.put(Failure(error))
+
+    def _state(self) -> RNGState | None:
+        number = self.num_fetched
+        due = not self._fetching.training_draws and (
+            number <= LOOKS_FIRST or number % LOOKS_EVERY == 0
+        )
+        return get_rng_state(CPU) if due else None
+
+    def _free_slot(self) -> Slot | None:
+        start = time.perf_counter()
+        slot = self.ring.free.get()
+        self.counters.stager_wait_s += time.perf_counter() - start
+        return slot
+
+    def start(self) -> threading.Thread:
+        """Run in a thread that sees torch's thread-local settings as the caller does."""
+        context = contextvars.copy_context()
+        inherited = _inherited(self.ring.transport.device)
+
+        def run() -> None:
+            with inherited():
+                context.run(self.run)
+
+        # Not joined by Python's exit: a fetch may never return.
+        thread = threading.Thread(target=run, name="torchfast-stager", daemon=True)
+        thread.start()
+        return thread
+
+
+def stage(ring: Ring, slot: Slot, batch: Any, position: Position) -> Staged:
+    """Stage a batch; the slot is free again if that fails."""
+    try:
+        return ring.stage(slot, batch, position)
+    except BaseException:
+        ring.take_back(slot)
+        raise
+
+
+def end_thread(stager: Stager, thread: threading.Thread) -> None:
+    """End a thread whose feed is gone, or the exit of Python has come."""
+    if stager.pid != os.getpid() or thread is threading.current_thread():
+        return
+    stager.stop()
+    thread.join(timeout=EXIT_S)
+
+
+def _inherited(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a context in which another thread sees torch's thread-local settings as here."""
+    grad_enabled = torch.is_grad_enabled()
+    default_device = torch.get_default_device()
+
+    def enter() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(torch.set_grad_enabled(grad_enabled))
+        if default_device != CPU:
+            stack.enter_context(default_device)
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+        return stack
+
+    return enter

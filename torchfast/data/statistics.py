@@ -1,0 +1,155 @@
+"""What a loader's time went into, and the verdict: is the device fed?
+
+Counting costs nothing that a step would notice: the host's clock is read where the host waits
+anyway, and one batch in sixteen is timed on the device by events that nobody waits for.
+
+The host's waiting alone says little. A host that runs ahead of the device waits in every healthy
+loop, for a slot to become free. The device starves only if, when the batch came at last, it had
+finished all that was enqueued before. That is what is counted, and the time that the consumer's
+stream itself stood still for a copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal, final
+
+Verdict = Literal["fed", "supply-bound", "transfer-bound", "unknown"]
+
+# Of the loop's time: less than this is noise, and nobody would change a loader for it.
+NOTEWORTHY = 0.02
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LoaderStatistics:
+    """What was counted since the loader was made.
+
+    Attributes:
+        num_batches: Batches that were handed out; micro-batches under accumulation.
+        num_bytes: Bytes that crossed to the device.
+        elapsed_s: Time between the first batch and the last.
+        consumer_wait_s: Time in which the loop waited for a batch, the device idle or not.
+        starved_s: The part of it after which the device had nothing left to do. On a device
+            without a copy stream, the CPU, all time spent loading.
+        stager_wait_s: Time in which loading waited for a free slot: the reserve.
+        fetch_s: Time spent in the loader that was given.
+        copy_ms: Mean time of a batch on the bus, by the device's clock; NaN if not timed.
+        stall_ms: Mean time that the device waited for a copy, a batch; NaN if not timed.
+    """
+
+    num_batches: int
+    num_bytes: int
+    elapsed_s: float
+    consumer_wait_s: float
+    starved_s: float
+    stager_wait_s: float
+    fetch_s: float
+    copy_ms: float
+    stall_ms: float
+
+    @property
+    def starved(self) -> float:
+        """The share of the time in which the device waited for the loader."""
+        return self.starved_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def stalled(self) -> float:
+        """The share of the time in which the device waited for the bus."""
+        if math.isnan(self.stall_ms) or self.elapsed_s <= 0:
+            return 0.0
+        return self.stall_ms / 1e3 * self.num_batches / self.elapsed_s
+
+    @property
+    def supply_over_demand(self) -> float:
+        """Batches that could be loaded over batches that would be consumed, in the same time.
+
+        NaN before there is anything to say. From about 1.2 on the device does not notice it.
+        """
+        demand_s = self.elapsed_s - self.starved_s
+        return demand_s / self.fetch_s if self.fetch_s > 0 and self.num_batches > 1 else math.nan
+
+    @property
+    def verdict(self) -> Verdict:
+        """What limits the loop, as far as data go."""
+        if self.num_batches < 3:
+            return "unknown"
+        if max(self.starved, self.stalled) < NOTEWORTHY:
+            return "fed"
+        return "supply-bound" if self.starved >= self.stalled else "transfer-bound"
+
+    def to_dict(self) -> dict[str, float | int | str | None]:
+        """Return the figures and the verdict as JSON-ready builtins; None for what is not known."""
+        figures: dict[str, float | int | str] = {
+            **dataclasses.asdict(self),
+            "supply_over_demand": self.supply_over_demand,
+            "verdict": self.verdict,
+        }
+        return {name: None if value != value else value for name, value in figures.items()}
+
+
+@final
+class Counters:
+    """The running figures behind `LoaderStatistics`; one thread at a time writes each.
+
+    The first batch of all is not counted: starting workers says nothing about the loop.
+    """
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.num_bytes = 0
+        self.consumer_wait_s = 0.0
+        self.starved_s = 0.0
+        self.stager_wait_s = 0.0
+        self.fetch_s = 0.0
+        self._elapsed_s = 0.0
+        self._since: float | None = None
+        self._times: dict[str, list[float]] = {"copy": [], "wait": []}
+
+    def begin(self, now: float) -> None:
+        """Note that an iteration asks for its first batch."""
+        self._since = now if self.num_batches else None
+
+    def fetched(self, seconds: float) -> None:
+        """Count what a batch took to load."""
+        if self.num_batches:
+            self.fetch_s += seconds
+
+    def waited(self, seconds: float, *, starved: bool) -> None:
+        """Count a wait of the loop for a batch, and whether the device waited too."""
+        if self.num_batches:
+            self.consumer_wait_s += seconds
+            self.starved_s += seconds if starved else 0.0
+
+    def handed_out(self, now: float, num_bytes: int) -> None:
+        """Count a batch, and the time until now."""
+        self.num_batches += 1
+        self.num_bytes += num_bytes
+        if self._since is not None:
+            self._elapsed_s += now - self._since
+        self._since = now
+
+    def note_times(self, copies_ms: list[float], waits_ms: list[float]) -> None:
+        """Add what the device's clock said."""
+        self._times["copy"] += copies_ms
+        self._times["wait"] += waits_ms
+
+    def snapshot(self) -> LoaderStatistics:
+        """Return the figures as they are."""
+        return LoaderStatistics(
+            num_batches=self.num_batches,
+            num_bytes=self.num_bytes,
+            elapsed_s=self._elapsed_s,
+            consumer_wait_s=self.consumer_wait_s,
+            starved_s=self.starved_s,
+            stager_wait_s=self.stager_wait_s,
+            fetch_s=self.fetch_s,
+            copy_ms=_mean(self._times["copy"]),
+            stall_ms=_mean(self._times["wait"]),
+        )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

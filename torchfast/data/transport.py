@@ -1,0 +1,199 @@
+"""Streams and events: the order in which a ring's copies and the training's reads happen.
+
+One copy stream serves a loader for its whole life. Two events belong to each slot of the ring:
+``ready``, recorded on the copy stream behind the copy, for which the consumer's stream waits; and
+``free``, recorded on the consumer's stream behind the last use, for which the copy stream waits
+before it writes again. The host waits in one place only, before it writes into pinned memory of
+which a copy may still be under way.
+
+All that a ring asks of a device is here, so that its logic can be run against a simulated device
+whose streams are as slow as a test likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+# Of so many batches one is timed on the device: two events on each of the two streams.
+TIMED_EVERY = 16
+
+
+class Slot:
+    """A batch's place in the ring: memory on both sides, and the events that guard it."""
+
+    def __init__(self, ready: Any, free: Any) -> None:
+        self.ready = ready
+        self.free = free
+        self.pinned: Tensor | None = None
+        self.device: Tensor | None = None
+        # What must live until the consumer is done: pinned sources, what a transform made.
+        self.held: Any = None
+
+
+class Transport(Protocol):
+    """What a ring asks of a device."""
+
+    device: torch.device
+
+    def slot(self) -> Slot:
+        """Return a slot without memory."""
+
+    def allocate(self, slot: Slot, pinned_bytes: int, device_bytes: int) -> None:
+        """Give the slot memory of at least these sizes; nothing may be on its way in it."""
+
+    def settle(self, slot: Slot) -> None:
+        """Make the host wait until the slot's last copy is done."""
+
+    def upload(
+        self, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]], finish: Callable[[], Any]
+    ) -> Any:
+        """Enqueue copies of (target, source) once the slot is free, then what ``finish`` enqueues.
+
+        Returns:
+            What ``finish`` returned.
+        """
+
+    def receive(self, slot: Slot) -> None:
+        """Make the consumer's stream wait for the slot's copies."""
+
+    def release(self, slot: Slot) -> None:
+        """Mark the slot free behind what is enqueued on the consumer's stream by now."""
+
+    def clone(self, tensor: Tensor) -> Tensor:
+        """Return a copy in memory of the consumer's own, enqueued on its stream."""
+
+    def is_idle(self, slot: Slot) -> bool:
+        """Whether the consumer's stream has passed the slot's last release."""
+
+    def fetching(self) -> AbstractContextManager[Any]:
+        """Return the context in which another thread fetches, as the consumer's thread would."""
+
+    def drain(self) -> None:
+        """Order the two streams behind each other, before memory of either is let go."""
+
+    def take_times(self) -> tuple[list[float], list[float]]:
+        """Return the copies' and the consumer's waits' times that are known by now, in ms."""
+
+
+@final
+class CUDATransport(Transport):
+    """Streams and events of a CUDA device.
+
+    Args:
+        device: The device, with its index.
+
+    Synchronizes: `settle` waits on the host, for a copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copy_stream = torch.cuda.Stream(device)
+        self._consumer = torch.cuda.current_stream(device)
+        self._num_uploads = 0
+        self._num_receipts = 0
+        self._timed: dict[str, deque[tuple[Any, Any]]] = {
+            name: deque(maxlen=256) for name in ("copy", "wait")
+        }
+
+    @override
+    def slot(self) -> Slot:
+        # Blocking: the thread that waits sleeps, and leaves its core to the loader's workers.
+        return Slot(ready=torch.cuda.Event(blocking=True), free=torch.cuda.Event())
+
+    @override
+    def allocate(self, slot: Slot, pinned_bytes: int, device_bytes: int) -> None:
+        # Not record_stream, which would hold freed memory back: the memory is the consumer's, and
+        # the copy stream waits below for all that the consumer had enqueued when it got it.
+        self.settle(slot)
+        if slot.pinned is None or slot.pinned.numel() < pinned_bytes:
+            slot.pinned = torch.empty(pinned_bytes, dtype=torch.uint8, pin_memory=True)
+        if slot.device is None or slot.device.numel() < device_bytes:
+            with torch.cuda.stream(self._consumer):
+                slot.device = torch.empty(device_bytes, dtype=torch.uint8, device=self.device)
+                slot.free.record(self._consumer)
+
+    @override
+    def settle(self, slot: Slot) -> None:
+        slot.ready.synchronize()
+
+    @override
+    def upload(
+        self, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]], finish: Callable[[], Any]
+    ) -> Any:
+        self._num_uploads += 1
+        stream = self._copy_stream
+        with torch.cuda.stream(stream):
+            stream.wait_event(slot.free)
+            slot.held = None  # what the consumer has read may be overwritten from here on
+            with self._timing("copy", stream, self._num_uploads):
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
+            result = finish()
+            slot.ready.record(stream)
+        return result
+
+    @override
+    def receive(self, slot: Slot) -> None:
+        self._num_receipts += 1
+        stream = self._consumer = torch.cuda.current_stream(self.device)
+        with self._timing("wait", stream, self._num_receipts):
+            stream.wait_event(slot.ready)
+
+    @override
+    def release(self, slot: Slot) -> None:
+        slot.free.record(torch.cuda.current_stream(self.device))
+
+    @override
+    def clone(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @override
+    def is_idle(self, slot: Slot) -> bool:
+        return bool(slot.free.query())
+
+    @override
+    def fetching(self) -> AbstractContextManager[Any]:
+        # Device work of the loader's own is then ordered before the step that uses it.
+        return torch.cuda.stream(self._consumer)
+
+    @override
+    def drain(self) -> None:
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._copy_stream)
+        self._copy_stream.wait_stream(current)
+
+    @override
+    def take_times(self) -> tuple[list[float], list[float]]:
+        return self._passed(self._timed["copy"]), self._passed(self._timed["wait"])
+
+    @contextlib.contextmanager
+    def _timing(self, what: str, stream: torch.cuda.Stream, number: int) -> Any:
+        if number % TIMED_EVERY:
+            yield
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._timed[what].append((start, end))
+
+    @staticmethod
+    def _passed(pairs: deque[tuple[Any, Any]]) -> list[float]:
+        times = []
+        while pairs and pairs[0][1].query():
+            start, end = pairs.popleft()
+            times.append(start.elapsed_time(end))
+        return times
+
+
+def transport_for(device: torch.device) -> Transport | None:
+    """Return the device's transport; None where a copy cannot run beside a step."""
+    return CUDATransport(device) if device.type == "cuda" else None
