@@ -100,6 +100,23 @@ def test_staging_memory_is_used_again(tmp_path):
     assert checkpoints._stager._blocks == {}
 
 
+def test_the_modes_of_the_caller_do_not_matter(tmp_path):
+    state = {
+        "a": torch.ones(3),
+        "b": torch.arange(6.0).view(2, 3).t(),
+        "c": torch.ones(1).expand(4),
+    }
+    with CheckpointManager(tmp_path) as checkpoints:
+        with torch.inference_mode():
+            checkpoints.save({**state, "own": torch.ones(2)}, 1)
+            first = checkpoints.load().state
+        checkpoints.save(state, 2)
+        first["a"].requires_grad_().mul(2).sum().backward()
+        with torch.device("meta"):
+            checkpoints.save(state, 3)
+            assert_same(checkpoints.load().state, state)
+
+
 def test_shared_memory_is_written_once(tmp_path):
     weight = torch.randn(50_000)
     state = {"a": weight, "b": weight, "c": weight[:40_000], "d": weight[20_000:]}

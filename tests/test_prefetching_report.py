@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 
 import pytest
@@ -49,20 +50,18 @@ def figures(**given):
     ],
 )
 def test_the_verdict(given, verdict, said):
-    import re
-
     statistics = figures(**given)
     assert statistics.verdict == verdict
-    assert re.search(said, advice(statistics, beside_the_step=True))
+    assert re.search(said, advice(statistics, ahead=True, has_workers=True))
     assert json.loads(json.dumps(statistics.to_dict()))["verdict"] == verdict
 
 
-def test_the_remedy_fits_where_batches_are_fetched():
+def test_the_remedy_fits_the_loader():
     slow = figures(starved_s=5.0)
-    assert "more worker processes" in advice(slow, beside_the_step=True)
-    assert "worker processes (torchfast.build_dataloader) load beside" in advice(
-        slow, beside_the_step=False
-    )
+    assert "try more worker processes" in advice(slow, ahead=True, has_workers=True)
+    alone = advice(slow, ahead=False, has_workers=False)
+    assert "50% of the time goes into waiting for the loader, and nothing is fetched ahead" in alone
+    assert "try worker processes" in alone
 
 
 def step(device, seconds):
@@ -116,7 +115,7 @@ def test_on_a_cpu_all_loading_is_waiting():
     assert statistics.supply_over_demand == pytest.approx(1.0, rel=0.5)
     report = str(loader.report())
     assert "on the CPU nothing could be copied beside a step" in report
-    assert "worker processes (torchfast.build_dataloader)" in report
+    assert "try worker processes" in report
 
 
 @pytest.mark.usefixtures("both_ways")

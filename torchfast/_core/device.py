@@ -43,11 +43,13 @@ def resolve_device(device: object, model: nn.Module) -> torch.device:
                 "pass a model with at least one nn.Parameter"
             )
         return first.device
-    return check_device(device)
+    return check_device(device, data=False)
 
 
-def check_device(device: object) -> torch.device:
+def check_device(device: object, *, data: bool = True) -> torch.device:
     """Return ``device``, with its index, if this machine has it.
+
+    With ``data`` it is where batches go, and may be the meta device, on which nothing can train.
 
     Raises:
         TypeError: Neither a string, an int nor a ``torch.device``.
@@ -59,7 +61,8 @@ def check_device(device: object) -> torch.device:
             "device must be a string such as 'cuda:0', an int or a torch.device, "
             f"got {device!r} ({type(device).__name__})"
         )
-    return _existing(_parse(device))
+    parsed = _parse(device)
+    return parsed if data and parsed.type == "meta" else _existing(parsed)
 
 
 def _parse(device: str | int | torch.device) -> torch.device:
@@ -81,8 +84,8 @@ def _parse(device: str | int | torch.device) -> torch.device:
 
 
 def _existing(device: torch.device) -> torch.device:
-    if device.type in ("cpu", "meta"):
-        return torch.device(device.type)
+    if device.type == "cpu":
+        return torch.device("cpu")
     backend = getattr(torch, device.type, None)
     if backend is None or not backend.is_available():
         raise UnsupportedDeviceError(

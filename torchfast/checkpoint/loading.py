@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from torchfast.checkpoint.manifest import (
     METADATA,
     Manifest,
@@ -45,9 +47,11 @@ def read_checkpoint(folder: Path, part: str | None = None) -> tuple[Manifest, An
     tree = part_of(read_tree(folder, manifest), part, folder)
     with explaining(folder / TREE):
         wanted = stored_tensors(tree)
-    tensors = read(reader, wanted) if wanted else {}
-    with explaining(folder / TREE):
-        return manifest, unflatten(tree, tensors)
+    # What is loaded is trained further, even if an evaluation happens to ask for it.
+    with torch.inference_mode(mode=False):
+        tensors = read(reader, wanted) if wanted else {}
+        with explaining(folder / TREE):
+            return manifest, unflatten(tree, tensors)
 
 
 def verify_folder(folder: Path) -> Manifest:

@@ -1,8 +1,8 @@
 """Copies of tensors that training may change while they are written.
 
 A save may return once everything has been copied; writing goes on beside the training. The copies
-lie one behind the other in one block of host memory per device, allocated at the first save and
-reused by the next ones, so it costs as much host memory as the state is large.
+lie one behind the other in one block of host memory per device, allocated at the first save, which
+takes longer for it, and reused by the next ones. It is as large as the state.
 
 For a CUDA device the block is pinned: the copies are queued on the current stream, so they come
 after the step that was queued before and before the one that is queued next, and the host waits
@@ -49,8 +49,10 @@ class Stager:
         for key, tensor in tensors.items():
             by_device.setdefault(tensor.device, []).append(key)
         staged: dict[str, Tensor] = {}
-        for device, keys in by_device.items():
-            staged |= self._stage_device(device, {key: tensors[key] for key in keys})
+        # A block that was made under inference_mode() could not be written to again outside of it.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for device, keys in by_device.items():
+                staged |= self._stage_device(device, {key: tensors[key] for key in keys})
         for device in by_device:
             _wait(device)
         return {key: staged[key] for key in tensors}
@@ -94,9 +96,11 @@ class _Block:
     """Host memory, pinned where it stages for CUDA."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self.memory = torch.empty(max(num_bytes, _ALIGNMENT), dtype=torch.uint8)
+        self.memory = torch.empty(max(num_bytes, _ALIGNMENT), dtype=torch.uint8, device="cpu")
         self._unpin: weakref.finalize[..., Any] | None = None
         if device.type == "cuda" and torch.version.hip is None:
+            # Touched by all cores first: the driver would fetch the pages with one.
+            self.memory.zero_()
             address = self.memory.data_ptr()
             code = int(
                 torch.cuda.cudart().cudaHostRegister(address, self.memory.numel(), _PORTABLE)

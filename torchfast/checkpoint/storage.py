@@ -70,6 +70,7 @@ from torchfast.checkpoint.sharing import plain
 
 SHARD_BYTES: Final = 256 << 20
 _ALIGNMENT: Final = 64
+_CPU: Final = torch.device("cpu")  # named, since torch's default device may be another
 
 
 @final
@@ -314,9 +315,9 @@ def read(reader: ShardReader, wanted: Mapping[str, Sequence[int] | None]) -> dic
             raise CheckpointCorruptError(f"the checkpoint has no tensor {key!r}; load another step")
         dtype = found.properties.dtype
         flat[key] = (
-            torch.empty(found.size, dtype=dtype)
+            torch.empty(found.size, dtype=dtype, device=_CPU)
             if strides is None
-            else torch.empty_strided(found.size, strides, dtype=dtype)
+            else torch.empty_strided(found.size, strides, dtype=dtype, device=_CPU)
         )
     planner = PlainLoadPlanner()
     planner.set_up_planner(flat, metadata, is_coordinator=True)
@@ -339,10 +340,12 @@ def _sink(
     if whole and first.is_contiguous() and first.device.type == "cpu":
         return raw_bytes(first), lambda: planner.commit_tensor(requests[0], first)
     # A part of it, another order or another device: by way of a copy of this one piece.
-    raw = torch.empty(place.num_bytes, dtype=torch.uint8)
+    raw = torch.empty(place.num_bytes, dtype=torch.uint8, device=_CPU)
     sizes = _chunk_sizes(index, planner)
     piece = (
-        raw.view(first.dtype).view(sizes) if raw.numel() else torch.empty(sizes, dtype=first.dtype)
+        raw.view(first.dtype).view(sizes)
+        if raw.numel()
+        else torch.empty(sizes, dtype=first.dtype, device=_CPU)
     )
 
     def hand_over() -> None:

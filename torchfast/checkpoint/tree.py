@@ -242,7 +242,7 @@ def dtype_of(name: object) -> torch.dtype:
 
 def _view(memory: Tensor, node: Node) -> Tensor:
     dtype = dtype_of(node["dtype"])
-    view = torch.empty(0, dtype=dtype)
+    view = torch.empty(0, dtype=dtype, device="cpu")
     item, start = view.element_size(), node["start"]
     storage = memory.untyped_storage()
     if start % item or start < 0 or min([0, *node["shape"], *node["strides"]]) < 0:

@@ -416,6 +416,7 @@ class PrefetchingLoader:
             self._ahead.decision(carries_state=self._upstream.carries_state)
             if self.across_epochs
             else None,
+            has_workers=getattr(self.loader, "num_workers", 0) > 0,
             transform_draws=self._ring is not None and self._ring.finishes_late,
         )
 

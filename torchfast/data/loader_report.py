@@ -14,14 +14,15 @@ def loader_report(
     prefetch: Decision,
     across_epochs: Decision | None,
     *,
+    has_workers: bool,
     transform_draws: bool,
 ) -> Report:
     """Return the report of a `PrefetchingLoader`."""
-    beside_the_step = prefetch.outcome == "applied"
+    ahead = prefetch.outcome == "applied"
     verdict = Decision(
         lever="verdict",
         outcome="applied",
-        detail=advice(statistics, beside_the_step=beside_the_step),
+        detail=advice(statistics, ahead=ahead, has_workers=has_workers),
     )
     decisions = [verdict, prefetch]
     if across_epochs is not None:
@@ -52,8 +53,14 @@ def direct_decision(device: torch.device) -> Decision:
     return Decision(lever="prefetch", outcome="stepped aside", detail=detail)
 
 
-def advice(statistics: LoaderStatistics, *, beside_the_step: bool) -> str:
-    """Return the verdict in a sentence, with what to do about it."""
+def advice(statistics: LoaderStatistics, *, ahead: bool, has_workers: bool) -> str:
+    """Return the verdict in a sentence, with what to do about it.
+
+    Args:
+        statistics: What was counted.
+        ahead: Whether batches are fetched ahead.
+        has_workers: Whether the loader has worker processes.
+    """
     s = statistics
     if s.verdict == "unknown":
         return f"{s.num_batches} batches are too few to tell"
@@ -63,14 +70,11 @@ def advice(statistics: LoaderStatistics, *, beside_the_step: bool) -> str:
             f"fed: the device waits for data {max(s.starved, s.stalled):.1%} of the time; {ratio}"
         )
     if s.verdict == "supply-bound":
-        remedy = (
-            "more worker processes (torchfast.sweep_workers measures how many pay), cheaper samples"
-            if beside_the_step
-            else "worker processes (torchfast.build_dataloader) load beside the step"
-        )
+        cause = ratio if ahead else "and nothing is fetched ahead"
+        remedy = "more worker processes" if has_workers else "worker processes"
         return (
-            f"supply-bound: {s.starved:.0%} of the time goes into waiting for the loader, "
-            f"{ratio}; {remedy}"
+            f"supply-bound: {s.starved:.0%} of the time goes into waiting for the loader, {cause}; "
+            f"try {remedy} (torchfast.sweep_workers measures how many pay), or cheaper samples"
         )
     return (
         f"transfer-bound: the device waits for the bus {s.stalled:.0%} of the time; a batch takes "
