@@ -110,6 +110,8 @@ def test_the_modes_of_the_caller_do_not_matter(tmp_path):
         with torch.inference_mode():
             checkpoints.save({**state, "own": torch.ones(2)}, 1)
             first = checkpoints.load().state
+        [block] = checkpoints._stager._blocks.values()
+        assert not block.memory.is_inference()  # or it could not be used again
         checkpoints.save(state, 2)
         first["a"].requires_grad_().mul(2).sum().backward()
         with torch.device("meta"):

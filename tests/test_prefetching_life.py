@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -280,25 +281,24 @@ def test_an_error_of_the_transform_comes_where_it_belongs():
 
 
 def test_an_interrupt_while_waiting_leaves_no_thread(device):
-    asked = threading.Event()
+    asked, done = threading.Event(), threading.Event()
 
-    def slow():
+    def stuck():
         yield from numbered(4)
         asked.set()
-        time.sleep(0.5)
+        assert done.wait(20)
         yield from numbered(1)
 
     def interrupt():
         asked.wait(20)
-        time.sleep(0.1)
-        import _thread
-
-        _thread.interrupt_main()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # the loop hears of it, and waits for the fetch that is under way
+        done.set()
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        for _ in PrefetchingLoader(slow(), "cpu"):
+        for _ in PrefetchingLoader(stuck(), "cpu"):
             pass
     thread.join()
     wait_until(lambda: not stagers())

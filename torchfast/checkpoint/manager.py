@@ -10,7 +10,7 @@ long enough to be noticed. It does not help where the host has no memory for the
 next save begins before the last has ended: at most one is in flight, and the next waits for it.
 
 It is built on torch.distributed.checkpoint (`storage.py`). One process saves and loads; the layout
-has room for many ranks. Nothing that torchfast writes is a pickle, and nothing is ever unpickled.
+has room for many ranks. No file of a checkpoint is a pickle, and none is ever unpickled.
 """
 
 from __future__ import annotations
