@@ -9,6 +9,7 @@ after the step it tells of and the device never waits for the host.
 from __future__ import annotations
 
 import logging
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from torchfast._core.loss import Number
 from torchfast._core.signals import StopSignals
 from torchfast.data import PrefetchingLoader
 from torchfast.evaluation import EvaluationCutError, evaluate, undisturbed
+from torchfast.fit_checkpoints import CheckpointOptions, FitCheckpoints, FitProgress
 from torchfast.records import IntervalRecords, Record
 from torchfast.reporting import JSONLWriter, ProgressLine
 from torchfast.step import TrainStep
@@ -79,10 +81,12 @@ class FitResult:
     """What ``fit`` did.
 
     Attributes:
-        num_steps: Updates of this call.
-        num_epochs: Epochs of this call that were finished.
+        num_steps: Updates of this call; if it went on from a checkpoint, those of the run that
+            saved it too.
+        num_epochs: Epochs of this call that were finished, likewise.
         seconds: Wall-clock time.
-        stopped_by: ``"steps"``, ``"epochs"``, ``"callback"``, ``"SIGINT"`` or ``"SIGTERM"``.
+        stopped_by: ``"steps"``, ``"epochs"``, ``"callback"``, or the name of a signal:
+            ``"SIGINT"``, ``"SIGTERM"`` and, with checkpoints, ``"SIGUSR1"``.
         history: Every record, in order: those of training and those of evaluation.
         evaluation: The last evaluation's values; empty if there was none.
     """
@@ -93,6 +97,16 @@ class FitResult:
     stopped_by: str
     history: list[Record] = field(repr=False)
     evaluation: dict[str, float]
+
+    @property
+    def exit_code(self) -> int:
+        """What a program should end with: 0, or 128 plus the signal's number, as shells say it.
+
+        143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT. A scheduler that starts such a
+        program again lets it go on from its checkpoint.
+        """
+        number = getattr(signal, self.stopped_by, None)
+        return 0 if number is None else 128 + int(number)
 
 
 @final
@@ -112,6 +126,7 @@ class FitOptions:
     unit: str
     flops_per_item: float | None
     peak_flops: float | None
+    checkpoints: CheckpointOptions
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -164,7 +179,8 @@ class FitLoop:
         self._epoch = step.num_epochs
         self._epochs_done = 0
         self._stop_reason: str | None = None
-        self._signals = StopSignals()
+        self._signals = StopSignals(with_usr1=options.checkpoints.checkpoint is not None)
+        self._checkpoints = FitCheckpoints(options.checkpoints, step, loader)
         self._records = IntervalRecords(
             step,
             options.count_items,
@@ -196,16 +212,21 @@ class FitLoop:
             self._signals,
         ):
             try:
+                self._resume()
                 self._epochs()
                 if self._records.has_steps:
                     self._records.stage(self._place())
                 self._evaluate()
+                self._checkpoints.save(self._progress(), self._fresh_evaluation(), blocking=True)
                 self._flush(wait=True)
             except BaseException:
                 # What was measured is kept, and must not hide what went wrong.
                 with suppress(Exception):
                     self._flush(wait=True)
+                with suppress(Exception):
+                    self._checkpoints.close()
                 raise
+            self._checkpoints.close()
             self._emit("end", None)
         return FitResult(
             num_steps=self._done,
@@ -217,6 +238,16 @@ class FitLoop:
         )
 
     # --- the loop ------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        progress = self._checkpoints.resume()
+        self._done, self._epochs_done = progress.num_steps, progress.num_epochs
+
+    def _progress(self) -> FitProgress:
+        return FitProgress(num_steps=self._done, num_epochs=self._epochs_done)
+
+    def _fresh_evaluation(self) -> dict[str, float] | None:
+        return self._evaluation if self._evaluated_at == self._done else None
 
     def _epochs(self) -> None:
         self._records.clock.start()
@@ -237,13 +268,13 @@ class FitLoop:
                 self._step.num_epochs += 1
                 if self._options.evaluate_every is None:
                     self._evaluate()
+                self._checkpoints.after_epoch(self._progress(), self._fresh_evaluation())
                 self._emit("epoch", None)
             self._check_end()
 
     def _run_epoch(self) -> bool:
         """Train on one epoch; return whether it came to its end."""
         options = self._options
-        before, length = self._done, self._epoch_length()
         steps_left = None if options.steps is None else options.steps - self._done
         last = options.epochs is not None and self._epochs_done + 1 >= options.epochs
         batches = self._loader.iterate(max_steps=steps_left, last=last)
@@ -258,9 +289,10 @@ class FitLoop:
             self._flush(wait=False)
             if options.evaluate_every and self._done % options.evaluate_every == 0:
                 self._evaluate()
+            self._checkpoints.after_step(self._progress(), self._fresh_evaluation())
             self._check_end()
             if self._stop_reason is not None:
-                return self._done - before == length
+                return self._loader.at_epoch_end
         return self._signals.received is None
 
     def _next(self, batches: Iterator[Any]) -> Any:

@@ -21,6 +21,7 @@ from torchfast._core.decisions import Report
 from torchfast._core.loss import Number
 from torchfast.data import PrefetchingLoader
 from torchfast.evaluation import evaluate
+from torchfast.fit_checkpoints import CheckpointOptions, Resume, Target
 from torchfast.loop import (
     Callback,
     Evaluate,
@@ -174,6 +175,9 @@ class Trainer:
         unit: str = "samples",
         flops_per_item: float | None = None,
         peak_flops: float | None = None,
+        checkpoint: Target | None = None,
+        checkpoint_every: int | None = None,
+        resume: Resume = "auto",
     ) -> FitResult:
         """Train over ``loader``, again and again until ``steps`` or ``epochs`` are done.
 
@@ -202,6 +206,14 @@ class Trainer:
             flops_per_item: Forward and backward FLOPs of an item, for ``mfu`` in the records.
             peak_flops: FLOP/s that 100 % MFU means; None means the data sheet's dense 16-bit
                 figure of a known GPU.
+            checkpoint: A folder to save checkpoints in, of which the last three are kept; or a
+                `CheckpointManager` that says what to keep. The last step of the call is saved in
+                any case; SIGTERM and SIGUSR1 save and end the loop.
+            checkpoint_every: Steps between checkpoints; None means after each epoch.
+            resume: ``"auto"`` goes on from the newest checkpoint, if there is one: ``steps`` and
+                ``epochs`` then count from where that run began, so that the same command ends
+                where it would have ended. A step takes that one. The path of other checkpoints
+                begins from their newest, where there are none here yet. None begins anew.
 
         Returns:
             What was done, with every record.
@@ -211,10 +223,14 @@ class Trainer:
             ValueError: An argument out of range, or neither steps nor epochs; a
                 PrefetchingLoader for another device or another ``accumulate``.
             EmptyEpochError: An epoch that yields no batch.
+            CheckpointWriteError: A checkpoint could not be written; the one before it is whole.
+            CheckpointCorruptError: The step asked for is damaged, or all checkpoints are.
+            StateMismatchError: A checkpoint of another model, optimizer or loader.
 
         Numerics: The same as calling `step` in a loop. Evaluation leaves every random generator
-            as it found it.
-        Synchronizes: At evaluations and at the end. Records are read late, behind an event.
+            as it found it. A resumed run is bitwise the uninterrupted one.
+        Synchronizes: At evaluations, at checkpoints and at the end. Records are read late, behind
+            an event.
         """
         options = FitOptions(
             steps=steps,
@@ -229,6 +245,9 @@ class Trainer:
             unit=unit,
             flops_per_item=flops_per_item,
             peak_flops=peak_flops,
+            checkpoints=CheckpointOptions(
+                checkpoint=checkpoint, every=checkpoint_every, resume=resume
+            ),
         )
         if isinstance(loader, PrefetchingLoader):
             loader.check_serves(self.device, self._step.accumulate)

@@ -9,6 +9,8 @@ from types import FrameType, TracebackType
 from typing import Any, final
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What a cluster's scheduler sends some time before it ends a job; Windows has none.
+_WARNING = getattr(signal, "SIGUSR1", None)
 
 
 @final
@@ -18,15 +20,21 @@ class StopSignals:
     A second signal does at once what it would have done without us: the old handlers are put
     back and the signal is sent again. Outside the main thread, where Python allows no handlers,
     nothing is installed.
+
+    Args:
+        with_usr1: Note SIGUSR1 too, unless the program has a handler of its own for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_usr1: bool = False) -> None:
+        self._numbers = list(_SIGNALS)
+        if with_usr1 and _WARNING and signal.getsignal(_WARNING) is signal.SIG_DFL:
+            self._numbers.append(_WARNING)
         self.received: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            for number in self._numbers:
                 # What the process was started to ignore, as a background job is, stays ignored.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._note)

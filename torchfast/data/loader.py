@@ -365,6 +365,15 @@ class PrefetchingLoader:
         """Whether the next iteration goes on in the middle or at the end of an epoch."""
         return self._upstream.will_resume
 
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the last batch that was yielded is the epoch's last, as far as lengths tell."""
+        position = self._upstream.position
+        try:
+            return position is not None and position.num_batches >= len(self.loader)  # type: ignore[arg-type]
+        except TypeError:
+            return False
+
     def end_epoch(self) -> None:
         """Count the epoch as finished, though the loader was not asked for more than its last."""
         self._upstream.position = None
