@@ -78,6 +78,8 @@ def test_without_reuse_batches_can_be_kept(device):
 
 def test_with_reuse_batches_lie_in_the_ring(device):
     loader = PrefetchingLoader(numbered(40), "cpu", depth=2, reuse=True)
+    next(iter(loader))
+    assert device.transports[0].num_allocations == 3  # all at once: pinning stalls a device
     blocks = {x.untyped_storage().data_ptr() for batch in loader for x in batch}
     assert len(blocks) == 3  # depth + 1
     assert device.transports[0].num_allocations == 3
