@@ -115,7 +115,7 @@ def test_a_container_arrives_as_the_type_it_was(name, reuse):
 def test_a_tensor_arrives_as_to_would_send_it(name, reuse, pinned):
     tensor = SHAPES[name]
     if pinned:
-        if tensor.is_sparse or tensor.requires_grad:
+        if tensor.is_sparse or tensor.requires_grad or tensor.is_conj():
             pytest.skip("such tensors are not pinned")
         tensor = tensor.pin_memory()
     plain = tensor.to("cuda")
@@ -321,6 +321,17 @@ def test_a_bus_that_is_too_slow_is_named():
     statistics = loader.statistics()
     assert statistics.copy_ms > 0.5
     assert statistics.verdict == "transfer-bound", loader.report()
+
+
+def test_a_default_device_does_not_matter():
+    with torch.device("cuda"):
+        batches = [(torch.full((4,), float(i), device="cpu"), i) for i in range(6)]
+        for (x, number), (given, _) in zip(
+            PrefetchingLoader(batches, "cuda"), batches, strict=True
+        ):
+            assert x.device.type == "cuda"
+            assert torch.equal(x.cpu(), given)
+            assert isinstance(number, int)
 
 
 def test_a_fed_device_is_called_fed():

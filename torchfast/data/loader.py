@@ -10,8 +10,9 @@ supplies less than the step consumes: then the device waits all the same, and th
 On a CPU there is nothing to overlap with: batches are fetched one by one, with the same semantics.
 
 Three rules. With ``reuse=True`` a batch is valid until the next one is asked for. A loader that
-hands out pinned or device memory must not write into it again. What the loader draws at random is
-drawn where a plain loop draws it, also if that means not to fetch ahead; the report says which.
+hands out device memory must not write into it again, nor a DataLoader or a list into pinned memory.
+What the loader draws at random is drawn where a plain loop draws it, also if that means not to
+fetch ahead; the report says which.
 """
 
 from __future__ import annotations

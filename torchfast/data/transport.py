@@ -114,7 +114,10 @@ class CUDATransport(Transport):
         # the copy stream waits below for all that the consumer had enqueued when it got it.
         self.settle(slot)
         if slot.pinned is None or slot.pinned.numel() < pinned_bytes:
-            slot.pinned = torch.empty(pinned_bytes, dtype=torch.uint8, pin_memory=True)
+            # The device is named, since a default device may be set.
+            slot.pinned = torch.empty(
+                pinned_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
         if slot.device is None or slot.device.numel() < device_bytes:
             with torch.cuda.stream(self._consumer):
                 slot.device = torch.empty(device_bytes, dtype=torch.uint8, device=self.device)
