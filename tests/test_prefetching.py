@@ -121,7 +121,12 @@ def test_a_container_keeps_its_exact_type(device, name, reuse):
         assert torch.equal(tensor_of(got), tensor_of(given))
 
 
+class Tagged(torch.Tensor):
+    """As torchvision's tensors of images and boxes are."""
+
+
 SHAPES = {
+    "subclass": torch.randn(3, 2).as_subclass(Tagged),
     "0-d": torch.tensor(3.0),
     "empty": torch.empty(0, 4),
     "channels_last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
@@ -150,6 +155,7 @@ def test_a_tensor_keeps_dtype_shape_and_strides(device, name, reuse):
     for x, (first, text, second) in out:
         assert x is first is second
         assert text == "text"
+        assert isinstance(x, Tagged) == isinstance(tensor, Tagged)
         assert x.dtype == tensor.dtype
         assert x.requires_grad == tensor.requires_grad
         if tensor.is_sparse:
@@ -178,6 +184,12 @@ def test_a_ragged_batch_has_its_own_shape(device, reuse):
     assert reader.result() == [[b.unique().tolist()] for b in batches]
     # Each of the three slots grew to the largest batch, and then no more.
     assert device.transports[0].num_allocations <= 9
+
+
+def test_lengths_that_grow_bit_by_bit_do_not_move_a_slot_each_time(device):
+    batches = [torch.zeros(1000 + 20 * i) for i in range(200)]
+    assert len(list(PrefetchingLoader(iter(batches), "cpu", reuse=True))) == 200
+    assert device.transports[0].num_allocations < 40
 
 
 def test_leaves_that_are_no_tensors_pass_by_identity(device):

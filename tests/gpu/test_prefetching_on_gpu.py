@@ -121,6 +121,7 @@ def test_a_tensor_arrives_as_to_would_send_it(name, reuse, pinned):
     plain = tensor.to("cuda")
     for x, again in PrefetchingLoader([(tensor, tensor)] * 4, "cuda", reuse=reuse):
         assert x is again
+        assert type(x) is type(plain)
         assert x.dtype == plain.dtype
         assert x.requires_grad == plain.requires_grad
         if not tensor.is_sparse:

@@ -277,7 +277,6 @@ def _is_plain(tensor: Tensor) -> bool:
         type(tensor) is Tensor
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
-        and tensor.numel() > 0
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
         and not tensor.is_quantized
     )
