@@ -73,7 +73,7 @@ COVERAGE = 0.95
 PROCESS_BIAS = 0.002
 # What two files may differ in without a method's relative time meaning something else.
 MAY_DIFFER = {"rounds", "cold_start_limit_s"}
-WORKLOAD_KEYS = ("unit", "items_per_step", "num_parameters", "batch_bytes", "precision")
+WORKLOAD_KEYS = ("unit", "items_per_step", "num_parameters", "precision")
 # Growth of a count per step, and of peak memory in parts, that is more than chance.
 MOST_COUNT_GROWTH = 0.5
 MOST_MEMORY_GROWTH = 0.01

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import multiprocessing
 import os
@@ -325,10 +324,13 @@ def sweep(
 
     Returns:
         The records of ``models``; the file may hold those of other models as well.
+
+    Raises:
+        SystemExit: The file was measured by another commit, elsewhere or under other settings.
     """
-    machine = results.machine()
     settings = {"plan": plan, "device": device, "limit_s": limit_s, "num_pairs": NUM_PAIRS}
-    held = _held(out, machine, settings)
+    earlier = results.resumed(out, {"settings": settings}) if out else None
+    held: dict[str, Record] = earlier["models"] if earlier else {}
     context = None
     for name, outside in models.items():
         if name in held and not fresh:
@@ -337,18 +339,8 @@ def sweep(
         held[name] = run_apart(context, outside, plan, device, limit_s)
         print(line(name, held[name]), flush=True)
         if out:
-            results.write(out, {"machine": machine, "settings": settings, "models": held})
+            results.write(out, {"settings": settings, "models": held})
     return {name: held[name] for name in models}
-
-
-def _held(out: Path | None, machine: Record, settings: Record) -> dict[str, Record]:
-    """Return the records of a file that was measured under the same conditions."""
-    if out is None or not out.exists():
-        return {}
-    result = json.loads(out.read_text())
-    same = all(result["machine"][key] == machine[key] for key in ("gpu", "torch", "commit"))
-    same = same and all(result["settings"][key] == settings[key] for key in ("plan", "device"))
-    return result["models"] if same else {}
 
 
 def line(name: str, record: Record) -> str:

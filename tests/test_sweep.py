@@ -214,7 +214,7 @@ def test_a_second_run_skips_what_the_file_holds(measured, tmp_path):
 
 
 @pytest.mark.parametrize("other", ["plan", "device", "commit", "torch"])
-def test_what_was_measured_under_other_conditions_is_not_kept(
+def test_what_was_measured_under_other_conditions_is_not_mixed_in(
     measured, monkeypatch, tmp_path, other
 ):
     out = tmp_path / "out.json"
@@ -226,9 +226,10 @@ def test_what_was_measured_under_other_conditions_is_not_kept(
         monkeypatch.setenv("TORCHFAST_COMMIT", "bbb")
     else:
         monkeypatch.setattr(torch, "__version__", "9.9")
-    runner.sweep({"b": 2}, **conditions, out=out)
-    assert measured == [1, 2, 2]
-    assert list(json.loads(out.read_text())["models"]) == ["b"]
+    with pytest.raises(SystemExit, match="was measured with"):
+        runner.sweep({"b": 2}, **conditions, out=out)
+    assert measured == [1, 2]
+    assert list(json.loads(out.read_text())["models"]) == ["a", "b"]
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(measured, monkeypatch, tmp_path):

@@ -120,6 +120,14 @@ def test_a_plan_that_trains_nothing_is_not_close(monkeypatch):
         )
 
 
+def test_a_loss_function_may_change_its_batch_in_place():
+    def loss_fn(model, batch):
+        inputs, targets = batch
+        return mean_loss(model, (inputs.mul_(2), targets))
+
+    assert_parity(DropoutNet, SGD, loss_fn, make_batches(3))
+
+
 def test_an_optimizer_instance_is_refused():
     model = DropoutNet()
     with pytest.raises(TypeError, match="two are needed"):

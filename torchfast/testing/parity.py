@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchfast._core.arguments import check_callable, check_int, explain_keywords
-from torchfast._core.batches import MicroBatches, to_device
+from torchfast._core.batches import MicroBatches, map_batch, to_device
 from torchfast._core.building import build_scheduler
 from torchfast._core.compare import differences
 from torchfast._core.device import resolve_device
@@ -203,7 +203,8 @@ class _Pair:
             self.plain,
             self._optimizer,
             self._loss_fn,
-            [to_device(batch, self.device) for batch in group],
+            # Copies, for a loss_fn may change its batch in place, which is the plan's too.
+            [map_batch(to_device(batch, self.device), torch.clone) for batch in group],
             max_grad_norm=self._max_grad_norm,
             lr_scheduler=self._scheduler,
         )
