@@ -11,6 +11,7 @@ import contextlib
 import gc
 import queue
 import random
+import sys
 import threading
 import time
 
@@ -79,6 +80,7 @@ class Stream:
                 work()
             except BaseException as error:
                 self.errors.append(error)
+            del work  # it may hold the last reference to a ring
 
 
 class PromptStream(Stream):
@@ -101,23 +103,36 @@ class SimulatedTransport(Transport):
         self.copy_stream = self.stream(copy_delay_s, seed=1)
         self.consumer = self.stream(consumer_delay_s, seed=2)
         self.num_allocations = 0
-        self.num_pinned_bytes = self.num_device_bytes = 0
-        self.num_copies = 0
+        self._blocks = {}
+        self.num_copies = self.num_copied = 0
 
     @override
     def slot(self):
         return Slot(ready=Event(), free=Event())
 
     @override
-    def allocate(self, slot, pinned_bytes, device_bytes):
+    def allocate(self, slot, pinned_bytes, block_bytes):
         self.settle(slot)
         self.num_allocations += 1
-        self.num_pinned_bytes += pinned_bytes
-        self.num_device_bytes += device_bytes
         # New memory, full of what nobody may read.
         slot.pinned = torch.full((pinned_bytes,), 251, dtype=torch.uint8)
-        slot.device = torch.full((device_bytes,), 253, dtype=torch.uint8)
+        slot.blocks = [torch.full((size,), 253, dtype=torch.uint8) for size in block_bytes]
         slot.free.record(self.consumer)
+
+    @override
+    def renew(self, slot):
+        # What the consumer let go comes back at once, though its stream may still read it.
+        slot.blocks = [self._block(block.numel()) for block in slot.blocks]
+
+    def _block(self, size):
+        for block in self._blocks.setdefault(size, []):
+            if (
+                sys.getrefcount(block) == 3
+                and torch._C._storage_Use_Count(block.untyped_storage()._cdata) <= 2
+            ):
+                return block
+        self._blocks[size].append(torch.full((size,), 253, dtype=torch.uint8))
+        return self._blocks[size][-1]
 
     @override
     def settle(self, slot):
@@ -128,14 +143,23 @@ class SimulatedTransport(Transport):
         slot.free.wait(self.copy_stream)
         for target, source in copies:
             self.num_copies += 1
-            self.copy_stream.enqueue(lambda t=target, s=source: t.copy_(s))
+            self.copy_stream.enqueue(lambda t=target, s=source: self._copy(t, s))
         slot.held = None
         before = torch.get_rng_state()
         result = finish()  # for what it draws and what it returns
-        if torch.equal(before, torch.get_rng_state()):
+        blocks = {block.untyped_storage().data_ptr() for block in slot.blocks}
+        foreign = any(
+            not t.is_sparse and t.untyped_storage().data_ptr() not in blocks
+            for t in tensors(result)
+        )
+        if foreign and torch.equal(before, torch.get_rng_state()):
             self._enqueue_again(finish, result)
         slot.ready.record(self.copy_stream)
         return result
+
+    def _copy(self, target, source):
+        target.copy_(source)
+        self.num_copied += 1
 
     def _enqueue_again(self, finish, result):
         """Let what ``finish`` computed be computed behind the copies, into the same tensors."""
@@ -149,11 +173,14 @@ class SimulatedTransport(Transport):
 
     @override
     def receive(self, slot):
+        slot.stream = self.consumer
         slot.ready.wait(self.consumer)
 
     @override
     def release(self, slot):
-        slot.free.record(self.consumer)
+        if slot.stream is not None:
+            slot.free.record(slot.stream)
+            slot.stream = None
 
     @override
     def clone(self, tensor):
@@ -184,6 +211,9 @@ class SimulatedTransport(Transport):
         return [], []
 
     def end(self):
+        for _ in range(3):  # what is done last may let a ring go, which enqueues something more
+            self.copy_stream.synchronize()
+            self.consumer.synchronize()
         self.copy_stream.end()
         self.consumer.end()
 

@@ -41,7 +41,7 @@ def test_every_batch_is_read_as_it_was_sent(device, delays, depth, reuse):
 
 class NoReady(SimulatedTransport):
     def receive(self, slot):
-        pass
+        slot.stream = self.consumer
 
 
 class NoFree(SimulatedTransport):
@@ -66,14 +66,37 @@ def test_without_an_event_batches_are_not_what_was_sent(device, kind, delays):
     assert read_all(loader, device) != [[[float(i)], [i]] for i in range(120)]
 
 
-def test_without_reuse_batches_can_be_kept(device):
+@pytest.mark.parametrize("size", [64, 2**15])
+def test_without_reuse_batches_can_be_kept(device, size):
     device.copy_delay_s = 0.001
-    kept = list(PrefetchingLoader(iter(numbered(40)), "cpu", depth=2))
+    kept = list(PrefetchingLoader(iter(numbered(40, size)), "cpu", depth=2))
     device.transports[0].consumer.synchronize()
     for number, (x, y) in enumerate(kept):
         assert x.unique().tolist() == [number]
         assert y.unique().tolist() == [number]
-    assert len({x.untyped_storage().data_ptr() for batch in kept for x in batch}) == 80
+
+
+def test_who_keeps_the_labels_does_not_keep_the_images(device):
+    device.kind = Prompt
+    labels = [y for _, y in PrefetchingLoader(iter(numbered(40, 2**15)), "cpu", depth=2)]
+    assert max(y.untyped_storage().nbytes() for y in labels) < 2**10
+    assert [int(y[0]) for y in labels] == list(range(40))
+
+
+def test_what_is_let_go_is_used_again(device):
+    device.kind = Prompt
+    for _ in PrefetchingLoader(iter(numbered(200, 2**15)), "cpu", depth=2):
+        pass
+    assert sum(map(len, device.transports[0]._blocks.values())) <= 4 * 2
+
+
+def test_tensors_of_a_batch_can_be_changed_each_on_its_own(device):
+    device.kind = Prompt
+    weight = torch.ones(64, requires_grad=True)
+    for x, y in PrefetchingLoader(numbered(5), "cpu"):
+        loss = (x * weight).sum()
+        y.zero_()  # it lies beside x, which the backward needs
+        loss.backward()
 
 
 def test_with_reuse_batches_lie_in_the_ring(device):
@@ -204,7 +227,8 @@ def test_a_transform_runs_behind_the_copy(device):
     loader = PrefetchingLoader(
         iter(batches), "cpu", reuse=True, transform=lambda b: {"x": b["x"].float() / 2}
     )
-    assert read_all(loader, device) == [[[i / 2]] for i in range(30)]
+    # The first one is transformed in this thread, at once, to see whether that draws.
+    assert read_all(loader, device)[1:] == [[[i / 2]] for i in range(1, 30)]
     assert "transform" not in str(loader.report())
 
 
@@ -401,3 +425,28 @@ def test_the_thread_sees_torch_as_the_caller_does(device):
         for _ in PrefetchingLoader(batches(), "cpu", reuse=True):
             pass
     assert seen == [(False, torch.device("meta"))] * 6
+
+
+def test_the_thread_runs_a_transform_under_the_callers_autocast_and_inference_mode(device):
+    device.kind = Prompt
+    seen = []
+
+    def transform(batch):
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        seen.append((product.dtype, product.is_inference()))
+        return batch
+
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        for _ in PrefetchingLoader(iter(numbered(8)), "cpu", transform=transform):
+            pass
+    assert len(seen) >= 8
+    assert set(seen) == {(torch.bfloat16, True)}
+
+
+def test_a_thread_that_cannot_begin_says_so(device, monkeypatch):
+    def broken(self):
+        raise OSError("no settings")
+
+    monkeypatch.setattr("torchfast.data.stager._Settings.applied", broken)
+    with pytest.raises(OSError, match="no settings"):
+        list(PrefetchingLoader(numbered(8), "cpu"))

@@ -121,6 +121,42 @@ def test_an_iteration_that_is_let_go_takes_its_thread_along(device, last):
     wait_until(lambda: not stagers())
 
 
+def test_while_paused_nothing_is_enqueued(device):
+    loader = PrefetchingLoader(iter(numbered(1000)), "cpu", depth=4)
+    with loader.paused():  # before there is anything
+        pass
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    transport = device.transports[0]
+    wait_until(lambda: transport.num_copies >= 7)  # the ring is full
+    with loader.paused():
+        next(batches)  # it was staged before
+        next(batches)
+        before = transport.num_copies
+        time.sleep(0.1)
+        assert transport.num_copies == before
+    wait_until(lambda: transport.num_copies > before)
+    loader.close()
+
+
+@pytest.mark.parametrize("end", [lambda loader: loader.close(), lambda loader: None])
+def test_memory_is_let_go_behind_the_copies_that_are_under_way(device, end):
+    device.copy_delay_s = 0.1
+    loader = PrefetchingLoader(numbered(50), "cpu", depth=8)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    transport = device.transports[0]
+    wait_until(lambda: transport.num_copies >= 10)
+    end(loader)
+    del batches, loader
+    gc.collect()
+    # What the consumer's stream does next comes after all copies into memory that is its own now.
+    transport.consumer.synchronize()
+    assert transport.num_copied == transport.num_copies
+
+
 # --- closing ------------------------------------------------------------------------------------
 
 

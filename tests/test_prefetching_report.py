@@ -33,11 +33,15 @@ def figures(**given):
 @pytest.mark.parametrize(
     ("given", "verdict", "said"),
     [
-        ({}, "fed", "waits for data 0.0% of the time; the loader supplies 2.5 times what"),
+        ({}, "fed", "waits for data 0.0% of the time$"),
         # A host that ran ahead and waited for a slot while the device was busy.
         ({"consumer_wait_s": 9.0}, "fed", "waits for data 0.0%"),
         ({"starved_s": 0.1}, "fed", "waits for data 1.0% of the time"),
-        ({"starved_s": 6.0, "fetch_s": 10.0}, "supply-bound", "60% of the time .* 0.4 times what"),
+        (
+            {"starved_s": 6.0, "fetch_s": 10.0},
+            "supply-bound",
+            "60% of the time .* supplies 0.4 times what the loop could take",
+        ),
         ({"stall_ms": 1.0}, "fed", "waits for data 1.0% of the time"),
         (
             {"stall_ms": 30.0, "copy_ms": 80.0},

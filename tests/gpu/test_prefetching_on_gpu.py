@@ -50,7 +50,7 @@ class Late(CUDATransport):
 
 class WithoutReady(Late):
     def receive(self, slot):
-        pass
+        slot.stream = torch.cuda.current_stream()
 
 
 class WithoutFree(Late):
@@ -194,6 +194,38 @@ def test_the_consumer_may_work_on_another_stream(monkeypatch):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         assert num_wrong(monkeypatch, Late, 2, steps=1000) == 0
+
+
+def test_a_batch_is_free_behind_the_stream_that_received_it():
+    side = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    batches = iter(PrefetchingLoader(numbered(300), "cuda", depth=1, reuse=True))
+    for number in range(300):
+        with torch.cuda.stream(side):
+            x, _ = next(batches)
+            torch.cuda._sleep(200_000)
+            wrong += (x != number).any()
+        if number % 2:  # asked for from elsewhere, while the other stream still reads
+            torch.cuda.current_stream().synchronize()
+    torch.cuda.synchronize()
+    assert int(wrong) == 0
+
+
+def test_a_graph_can_be_captured_in_the_default_mode_while_paused():
+    loader = PrefetchingLoader(numbered(200), "cuda", depth=4)
+    static = torch.zeros(SIZE, device="cuda")
+    torch.cuda.synchronize()
+    out = []
+    for number, (x, _) in enumerate(loader):
+        static.copy_(x)
+        if number == 50:
+            graph = torch.cuda.CUDAGraph()
+            with loader.paused(), torch.cuda.graph(graph):
+                result = static.sum()
+        if number >= 50:
+            graph.replay()
+            out.append(result.clone())
+    assert [float(o) for o in out] == [float(SIZE * number) for number in range(50, 200)]
 
 
 def test_memory_is_flat_over_epochs():

@@ -102,9 +102,9 @@ class EpochAhead:
         self._upstream.recall()
         return True
 
-    def decision(self, *, carries_state: bool) -> Decision:
+    def decision(self) -> Decision:
         """Return what became of ``across_epochs``."""
-        if carries_state:
+        if self._upstream.carries_state:
             return Decision(
                 lever="across_epochs",
                 outcome="stepped aside",

@@ -52,8 +52,11 @@ class Feed(Protocol):
     def take(self) -> tuple[Any, Position, int] | None:
         """Return the next batch on the device, its position and bytes moved; None at the end."""
 
-    def release(self) -> None:
+    def turn(self) -> None:
         """Say that the batches taken so far are done with."""
+
+    def release(self) -> None:
+        """Let their memory be written again; best when the next ones have been taken."""
 
     def close(self) -> None:
         """Stop fetching; what was fetched ahead is dropped."""
@@ -91,6 +94,10 @@ class DirectFeed(Feed):
         batch, position = pair
         moved, num_bytes = self._move(batch)
         return moved, position, num_bytes
+
+    @override
+    def turn(self) -> None:
+        pass
 
     @override
     def release(self) -> None:
@@ -137,6 +144,7 @@ class RingFeed(Feed):
         self._counters = counters
         self._thread: threading.Thread | None = None
         self._held: list[Slot] = []
+        self._used: list[Slot] = []
         self._released: Slot | None = None
         self._num_here = 0
         self._suspects = False
@@ -178,7 +186,7 @@ class RingFeed(Feed):
         return batch, staged.position, staged.num_bytes
 
     @override
-    def release(self) -> None:
+    def turn(self) -> None:
         if self._stager.pid != os.getpid():
             # Its thread is the parent's, and a lock that it held then is held for ever.
             self.finished = True
@@ -187,10 +195,15 @@ class RingFeed(Feed):
                 f"this iteration began in process {self._stager.pid} and cannot go on in its fork "
                 f"{os.getpid()}; make another PrefetchingLoader there"
             )
-        for slot in self._held:
+        self._used += self._held
+        self._held.clear()
+
+    @override
+    def release(self) -> None:
+        for slot in self._used:
             self._ring.take_back(slot)
             self._released = slot
-        self._held.clear()
+        self._used.clear()
 
     @override
     def close(self) -> None:
@@ -205,9 +218,9 @@ class RingFeed(Feed):
             self._ring.forget_wakes()
         if self._finalizer is not None:
             self._finalizer.detach()
+        self.turn()
         self.release()
-        if self._drop_staged():
-            self._ring.transport.drain()
+        self._drop_staged()
         _close(stager.batches)
 
     # -- Fetching ----------------------------------------------------------------------------------
@@ -243,6 +256,9 @@ class RingFeed(Feed):
             return self._stager.staged.get_nowait()
         except queue.Empty:
             pass
+        # It may be waiting for just these slots. Otherwise they are released behind the next batch:
+        # the thread that they wake would compete with this one for the interpreter.
+        self.release()
         start = time.perf_counter()
         item = self._stager.staged.get()
         self._count_wait(time.perf_counter() - start)
@@ -256,6 +272,7 @@ class RingFeed(Feed):
         stager, fetching = self._stager, self._fetching
         if stager.limit is not None and stager.num_fetched >= stager.limit:
             return None
+        self.release()
         watched = self._suspects or (fetching.where is None and self._num_here > 0)
         before = get_rng_state(CPU) if watched else None
         start = time.perf_counter()
@@ -300,8 +317,8 @@ class RingFeed(Feed):
         # Python's exit waits for the finalizer, which does not wait for ever.
         self._finalizer = weakref.finalize(self, end_thread, self._stager, self._thread)
 
-    def _drop_staged(self) -> bool:
-        """Free the slots of batches that nobody has read; return whether there were any."""
+    def _drop_staged(self) -> None:
+        """Free the slots of batches that nobody has read."""
         dropped = [] if self._primed is None else [self._primed]
         self._primed = None
         while not self._stager.staged.empty():
@@ -310,7 +327,6 @@ class RingFeed(Feed):
                 dropped.append(item)
         for staged in dropped:
             self._ring.take_back(staged.slot)
-        return bool(dropped)
 
 
 def _close(batches: Batches) -> None:

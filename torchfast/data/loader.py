@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, final
 
@@ -145,28 +146,13 @@ class PrefetchingLoader:
     @property
     def is_one_shot(self) -> bool:
         """Whether the loader is an iterator, which serves one epoch only."""
-        return hasattr(type(self.loader), "__next__")
+        return self._upstream.is_one_shot
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its samplers and its data set which epoch starts, where they ask."""
         if self._ahead.epoch != epoch:
-            self._tell_epoch(epoch)
+            self._upstream.tell_epoch(epoch)
         self._epoch = epoch
-
-    def _tell_epoch(self, epoch: int) -> None:
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        holders = (
-            self.loader,
-            getattr(self.loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-            getattr(self.loader, "dataset", None),
-        )
-        seen: set[int] = set()
-        for holder in holders:
-            if id(holder) not in seen and callable(getattr(holder, "set_epoch", None)):
-                holder.set_epoch(epoch)  # type: ignore[union-attr]
-            seen.add(id(holder))
 
     def __len__(self) -> int:
         """Return the number of steps in an epoch; TypeError where the loader has no length."""
@@ -235,8 +221,9 @@ class PrefetchingLoader:
         try:
             self._counters.begin(time.perf_counter())
             while max_steps is None or num_steps < max_steps:
-                feed.release()
+                feed.turn()
                 group, position = self._group(feed)
+                feed.release()
                 if not group:
                     self.end_epoch()
                     return
@@ -282,6 +269,7 @@ class PrefetchingLoader:
     def _leave(self, feed: Feed) -> None:
         """End an iteration: at its end, by a break, or by an error."""
         if self.is_one_shot and not feed.finished:
+            feed.turn()
             feed.release()
             return
         self._feed = None
@@ -343,7 +331,7 @@ class PrefetchingLoader:
         with self._ahead.beginning() as begin:
             if self._epoch is not None:
                 begin.epoch = self._epoch + 1
-                self._tell_epoch(begin.epoch)
+                self._upstream.tell_epoch(begin.epoch)
             begin.feed = self._open_ahead()
 
     def _open_ahead(self) -> RingFeed:
@@ -357,7 +345,17 @@ class PrefetchingLoader:
 
     def _drop_ahead(self) -> None:
         if self._ahead.drop() and self._epoch is not None:
-            self._tell_epoch(self._epoch)
+            self._upstream.tell_epoch(self._epoch)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the staging thread off the device for the length of the body.
+
+        For a CUDA graph that is captured in torch's default mode, which any thread's allocation
+        would end. What is staged stays; ask for no batch within.
+        """
+        with nullcontext() if self._ring is None else self._ring.lock:
+            yield
 
     # -- State -------------------------------------------------------------------------------------
 
@@ -369,11 +367,7 @@ class PrefetchingLoader:
     @property
     def at_epoch_end(self) -> bool:
         """Whether the last batch that was yielded is the epoch's last, as far as lengths tell."""
-        position = self._upstream.position
-        try:
-            return position is not None and position.num_batches >= len(self.loader)  # type: ignore[arg-type]
-        except TypeError:
-            return False
+        return self._upstream.at_epoch_end
 
     def end_epoch(self) -> None:
         """Count the epoch as finished, though the loader was not asked for more than its last."""
@@ -417,15 +411,12 @@ class PrefetchingLoader:
 
     def report(self) -> Report:
         """Return the verdict, with what to do about it, and how batches are fetched and moved."""
+        ahead = self._ring is not None or self.device.type == "cuda"
         return loader_report(
             f"PrefetchingLoader over {type(self.loader).__name__} on {self.device}",
             self.statistics(),
-            self._fetching.decision(self.depth)
-            if self._ring is not None or transport_for(self.device) is not None
-            else direct_decision(self.device),
-            self._ahead.decision(carries_state=self._upstream.carries_state)
-            if self.across_epochs
-            else None,
+            self._fetching.decision(self.depth) if ahead else direct_decision(self.device),
+            self._ahead.decision() if self.across_epochs else None,
             has_workers=getattr(self.loader, "num_workers", 0) > 0,
             transform_draws=self._ring is not None and self._ring.finishes_late,
         )
@@ -434,9 +425,7 @@ class PrefetchingLoader:
         """End the thread and let the memory go; a second call does nothing."""
         self._closed = True
         self._stop()
-        if self._ring is not None:
-            self._ring.transport.drain()
-            self._ring = None
+        self._ring = None
 
     def _stop(self) -> None:
         """End what iterates now; it hears of it when it is asked for more."""

@@ -64,13 +64,14 @@ def advice(statistics: LoaderStatistics, *, ahead: bool, has_workers: bool) -> s
     s = statistics
     if s.verdict == "unknown":
         return f"{s.num_batches} batches are too few to tell"
-    ratio = f"the loader supplies {s.supply_over_demand:.3g} times what the loop takes"
     if s.verdict == "fed":
-        return (
-            f"fed: the device waits for data {max(s.starved, s.stalled):.1%} of the time; {ratio}"
-        )
+        return f"fed: the device waits for data {max(s.starved, s.stalled):.1%} of the time"
     if s.verdict == "supply-bound":
-        cause = ratio if ahead else "and nothing is fetched ahead"
+        cause = (
+            f"which supplies {s.supply_over_demand:.3g} times what the loop could take"
+            if ahead
+            else "and nothing is fetched ahead"
+        )
         remedy = "more worker processes" if has_workers else "worker processes"
         return (
             f"supply-bound: {s.starved:.0%} of the time goes into waiting for the loader, {cause}; "

@@ -87,6 +87,36 @@ class PositionedLoader:
         return self._resume_at is not None
 
     @property
+    def is_one_shot(self) -> bool:
+        """Whether the loader is an iterator, which serves one epoch only."""
+        return hasattr(type(self.loader), "__next__")
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the last batch that came out is the epoch's last, as far as lengths tell."""
+        try:
+            length = len(self.loader)  # type: ignore[arg-type]
+        except TypeError:
+            return False
+        return self.position is not None and self.position.num_batches >= length
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the loader, its samplers and its data set, where they have it."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        holders = (
+            self.loader,
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+            getattr(self.loader, "dataset", None),
+        )
+        seen: set[int] = set()
+        for holder in holders:
+            if id(holder) not in seen and callable(getattr(holder, "set_epoch", None)):
+                holder.set_epoch(epoch)  # type: ignore[union-attr]
+            seen.add(id(holder))
+
+    @property
     def carries_state(self) -> bool:
         """Whether the loader knows its position by itself."""
         return all(

@@ -1,21 +1,23 @@
 """A ring of slots: batches on their way to the device, and the memory they travel in.
 
-A slot holds one batch in two blocks of memory, pinned on the host and on the device, laid out
-alike, so that a batch of many small tensors crosses the bus in one copy. Tensors that upstream has
-pinned already are copied from where they are. A batch of another shape gets views of its own shape
-in the same block, never a part of another batch's; one that is larger gets a larger block.
+A slot holds one batch, in pinned memory and on the device, laid out by `layout.py`. Tensors that
+upstream has pinned already are copied from where they are. A batch of another shape gets tensors of
+its own shape in the same blocks, never a part of another batch's; one that is larger gets larger
+blocks.
 
-Who owns what comes out? With ``reuse`` the tensors are views of the slot, right until the next
-batch is asked for. Without it they are copied once more, on the device, into memory that is the
-consumer's: a copy that runs at the speed of the device's memory, and that makes it safe to keep a
-batch for as long as one likes. Copying straight into new memory would be worse: what the allocator
-hands out may still be in use by kernels that were enqueued before, behind which a copy on another
-stream would have to wait, and nothing would overlap.
+Who owns what comes out? With ``reuse`` the tensors lie in the slot, right until the next batch is
+asked for, and the slot is written again behind the consumer's reads. Without it the slot gives its
+device blocks away with the batch and gets new ones in their place, at the moment it is released
+and on the consumer's stream. What the allocator hands out there may be in use by kernels enqueued
+before that moment, and behind just these the slot's next copy has to wait anyway. So it costs no
+copy, and the copies overlap as they do with ``reuse``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, final
@@ -25,11 +27,11 @@ from torch import Tensor
 
 from torchfast._core.batches import map_batch, move_object, move_tensor
 from torchfast._core.rng import get_rng_state, same_rng_state
+from torchfast.data.layout import LARGE_BYTES, Layout, dense_strides, lay_out
 from torchfast.data.position import Position
 from torchfast.data.transport import Slot, Transport
 
-ALIGNMENT = 512  # bytes, the allocator's own: what kernels that read by 16 bytes rely on
-DIRECT_BYTES = 2**16  # a pinned tensor above this is not packed with the others
+MOST_LAYOUTS = 64  # that are remembered; batches of ever new lengths make ever new ones
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class Staged:
         batch: On the device, but not before the slot is ready.
         position: Of this batch.
         slot: Where it travels.
-        kept: The ids of tensors that were on the device already.
+        owned: The ids of tensors that the consumer may keep as they are.
         finish_late: Whether the ring's ``finish`` is left to the consumer's stream.
         num_bytes: What crosses the bus.
     """
@@ -48,7 +50,7 @@ class Staged:
     batch: Any
     position: Position
     slot: Slot
-    kept: set[int]
+    owned: set[int]
     finish_late: bool
     num_bytes: int
 
@@ -60,10 +62,13 @@ class Ring:
     Args:
         transport: The device.
         num_slots: How many batches can be on their way or in use.
-        reuse: Hand out the slot's own memory, not a copy.
+        reuse: Hand out the slot's own memory.
         transfer_dtype: What floating-point tensors cross the bus as; None leaves them.
         finish: What is done to each batch on the device; enqueued behind its copy.
         trust_pinned: Whether upstream leaves pinned memory alone once it has handed it on.
+
+    Attributes:
+        lock: Held while anything is enqueued or allocated for a slot.
 
     Synchronizes: `stage` waits for the slot's previous copy.
     """
@@ -79,15 +84,20 @@ class Ring:
         trust_pinned: bool = False,
     ) -> None:
         self.transport = transport
+        # Before the memory is let go: it goes back to the consumer's stream, and a batch that was
+        # dropped may still be on its way into it. Python's exit frees nothing.
+        weakref.finalize(self, transport.drain).atexit = False
         self.slots = [transport.slot() for _ in range(num_slots)]
         self.free: SimpleQueue[Slot | None] = SimpleQueue()
         for slot in self.slots:
             self.free.put(slot)
+        self.lock = threading.Lock()
+        self.transfer_dtype = transfer_dtype
+        self.trust_pinned = trust_pinned
         self._reuse = reuse
-        self._transfer_dtype = transfer_dtype
         self._finish = finish
         self._finish_draws: bool | None = None
-        self._trust_pinned = trust_pinned
+        self._layouts: dict[Any, Layout] = {}
 
     @property
     def finishes_late(self) -> bool:
@@ -97,20 +107,30 @@ class Ring:
     def stage(self, slot: Slot, batch: Any, position: Position) -> Staged:
         """Lay ``batch`` out in ``slot`` and enqueue its copies."""
         cargo = _Cargo(self, batch)
-        self.transport.settle(slot)
-        self._make_room(slot, cargo)
-        placed, copies = cargo.load(slot)
-        late = self._finish is not None and (
-            self.finishes_late or cargo.has_resident or (cargo.has_objects and not self._reuse)
-        )
+        layout = self._layout(cargo)
+        with self.lock:
+            self.transport.settle(slot)
+            self._make_room(slot, layout)
+            on_device = [place.on_device(slot.blocks) for place in layout.places]
+            copies = _fill(slot, layout, cargo, on_device)
+            placed = {id(t): there for t, there in zip(cargo.plain, on_device, strict=True)}
+            late = self._finish is not None and (
+                # Not known before the first batch is handed out, in the consumer's thread.
+                self._finish_draws is not False
+                or bool(cargo.resident)
+                or (cargo.has_objects and not self._reuse)
+            )
 
-        def arrive() -> Any:
-            moved = map_batch(cargo.batch, lambda t: self._arrived(t, placed), self._object_fn)
-            return moved if late or self._finish is None else self._finish_watched(moved)
+            def arrive() -> Any:
+                moved = map_batch(cargo.batch, lambda t: self._arrived(t, placed), self._object_fn)
+                return moved if late or self._finish is None else self._finish(moved)
 
-        arrived = self.transport.upload(slot, copies, arrive)
-        slot.held = cargo.batch, arrived
-        return Staged(arrived, position, slot, cargo.kept, late, cargo.num_bytes)
+            arrived = self.transport.upload(slot, copies, arrive)
+            # Sources in use, and tensors whose memory is the copy stream's.
+            is_foreign = cargo.has_others or (self._finish is not None and not late)
+            slot.held = cargo.direct, arrived if is_foreign else None
+        owned = cargo.resident | {id(tensor) for tensor in placed.values()}
+        return Staged(arrived, position, slot, owned, late, cargo.num_bytes)
 
     def hand_out(self, staged: Staged) -> Any:
         """Return the batch for the consumer's stream."""
@@ -120,15 +140,18 @@ class Ring:
             device, clone = self.transport.device, self.transport.clone
             batch = map_batch(
                 batch,
-                lambda t: t if id(t) in staged.kept else clone(t),
+                lambda t: t if id(t) in staged.owned else clone(t),
                 lambda value: move_object(value, device),
             )
         if staged.finish_late and self._finish is not None:
-            batch = self._finish(batch)
+            batch = self._finish_watched(batch)
         return batch
 
     def take_back(self, slot: Slot) -> None:
         """Let the slot be written again, behind what was enqueued until now."""
+        if not self._reuse and slot.is_received:
+            with torch.inference_mode(False):
+                self.transport.renew(slot)
         self.transport.release(slot)
         self.free.put(slot)
 
@@ -147,7 +170,7 @@ class Ring:
 
     @property
     def _object_fn(self) -> Callable[[Any], Any] | None:
-        # What an unknown object holds cannot be copied out of the ring.
+        # What an unknown object holds cannot be copied out of the copy stream's memory.
         return (lambda value: move_object(value, self.transport.device)) if self._reuse else None
 
     def _arrived(self, tensor: Tensor, placed: dict[int, Tensor]) -> Tensor:
@@ -164,111 +187,123 @@ class Ring:
         self._finish_draws = not same_rng_state(before, get_rng_state(self.transport.device))
         return result
 
-    def _make_room(self, slot: Slot, cargo: _Cargo) -> None:
-        needed = cargo.pinned_bytes, cargo.device_bytes
-        if slot.device is None:  # the first batch: all at once, since pinning stalls the device
-            for each in self.slots:
-                self._allocate(each, *needed)
-        else:
-            self._allocate(slot, *needed)
+    def _layout(self, cargo: _Cargo) -> Layout:
+        key = tuple(cargo.keys)
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = lay_out(cargo.kinds(self.transfer_dtype))
+        return layout
 
-    def _allocate(self, slot: Slot, pinned_bytes: int, device_bytes: int) -> None:
-        pinned = 0 if slot.pinned is None else slot.pinned.numel()
-        device = -1 if slot.device is None else slot.device.numel()
-        if pinned >= pinned_bytes and device >= device_bytes:
-            return
-        # Some more than asked, or lengths that grow bit by bit would move the slot each time.
-        grown = [
-            old if old >= new else new + (new // 4 if old > 0 else 0)
-            for old, new in ((pinned, pinned_bytes), (device, device_bytes))
-        ]
-        with torch.inference_mode(False):  # such memory could not be written outside of it
-            self.transport.allocate(slot, *grown)
+    def _make_room(self, slot: Slot, layout: Layout) -> None:
+        # At the first batch all slots at once, since pinning stalls the device.
+        slots = [slot] if slot.blocks else self.slots
+        for each in slots:
+            pinned = 0 if each.pinned is None else each.pinned.numel()
+            have = [block.numel() for block in each.blocks]
+            have += [-1] * (len(layout.block_bytes) - len(have))
+            if pinned >= layout.host_bytes and all(map(int.__ge__, have, layout.block_bytes)):
+                continue
+            with torch.inference_mode(False):  # such memory could not be written outside of it
+                self.transport.allocate(
+                    each,
+                    _grown(pinned, layout.host_bytes),
+                    [_grown(*sizes) for sizes in zip(have, layout.block_bytes, strict=False)],
+                )
+
+
+def _grown(old: int, new: int) -> int:
+    # Some more than asked, or lengths that grow bit by bit would move the slot each time.
+    return old if old >= new else new + (new // 4 if old > 0 else 0)
 
 
 class _Cargo:
-    """A batch, taken apart: what is packed, what goes directly, what goes its own way."""
+    """A batch, taken apart: what is laid out in a slot, and what goes its own way."""
 
     def __init__(self, ring: Ring, batch: Any) -> None:
-        self._ring = ring
-        self._packed: list[Tensor] = []
-        self._direct: list[Tensor] = []
-        self.kept: set[int] = set()
+        self._device = ring.transport.device
+        self._dtype = ring.transfer_dtype
+        self._trust_pinned = ring.trust_pinned
+        self.plain: list[Tensor] = []
+        self.direct: list[Tensor] = []
+        self.keys: list[Any] = []
+        self.resident: set[int] = set()
         self.has_objects = False
+        self.has_others = False
         self.num_bytes = 0
         # A container that makes tensors on demand comes back as one that holds them.
         self.batch = map_batch(batch, self._sort, self._note_object)
-        self._layouts = {id(t): self._layout(t) for t in (*self._packed, *self._direct)}
-        self._offsets: dict[int, int] = {}
-        self.pinned_bytes = self._reserve(self._packed, 0)
-        self.device_bytes = self._reserve(self._direct, self.pinned_bytes)
 
-    @property
-    def has_resident(self) -> bool:
-        """Whether a tensor is on the device already."""
-        return bool(self.kept)
-
-    def load(self, slot: Slot) -> tuple[dict[int, Tensor], list[tuple[Tensor, Tensor]]]:
-        """Fill the pinned block; return the views on the device and the copies to make."""
-        assert slot.device is not None
-        placed = {key: self._view(slot.device, key) for key in self._layouts}
-        copies = []
-        if self._packed:
-            assert slot.pinned is not None
-            for tensor in self._packed:
-                self._view(slot.pinned, id(tensor)).copy_(tensor)
-            copies.append((slot.device[: self.pinned_bytes], slot.pinned[: self.pinned_bytes]))
-        copies += [(placed[id(tensor)], tensor) for tensor in self._direct]
-        return placed, copies
+    def kinds(self, dtype: torch.dtype | None) -> list[Any]:
+        """Return what `lay_out` takes."""
+        narrow = dtype is not None
+        return [
+            (
+                (
+                    dtype if narrow and t.is_floating_point() else t.dtype,
+                    t.shape,
+                    dense_strides(t),
+                ),
+                key[-1],
+            )
+            for t, key in zip(self.plain, self.keys, strict=True)
+        ]
 
     def _sort(self, tensor: Tensor) -> Tensor:
-        if tensor.device == self._ring.transport.device and tensor.device.type != "cpu":
-            self.kept.add(id(tensor))
+        if tensor.device == self._device and tensor.device.type != "cpu":
+            self.resident.add(id(tensor))
             return tensor
-        dtype = self._ring._transfer_dtype
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-            if not _is_plain(tensor):
+        is_plain = _is_plain(tensor)
+        dtype = tensor.dtype
+        if self._dtype is not None and tensor.is_floating_point() and dtype != self._dtype:
+            dtype = self._dtype
+            if not is_plain:
                 tensor = tensor.to(dtype)
-        else:
-            dtype = tensor.dtype
         size = tensor.numel() * dtype.itemsize
         self.num_bytes += size
-        if not _is_plain(tensor):
+        if not is_plain:
+            self.has_others = True
             return tensor
-        if (
-            self._ring._trust_pinned
-            and size >= DIRECT_BYTES
+        is_direct = (
+            self._trust_pinned
+            and size >= LARGE_BYTES
             and dtype == tensor.dtype
             and tensor.is_pinned()
-            and _dense_strides(tensor) == tensor.stride()
-        ):
-            self._direct.append(tensor)
-        else:
-            self._packed.append(tensor)
+            and dense_strides(tensor) == tensor.stride()
+        )
+        self.plain.append(tensor)
+        self.keys.append((tensor.dtype, tensor.shape, tensor.stride(), is_direct))
+        if is_direct:
+            self.direct.append(tensor)
         return tensor
 
     def _note_object(self, value: Any) -> Any:
-        self.has_objects = True
+        self.has_objects = self.has_others = True
         return value
 
-    def _layout(self, tensor: Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-        dtype = self._ring._transfer_dtype
-        if dtype is None or not tensor.is_floating_point():
-            dtype = tensor.dtype
-        return dtype, tensor.shape, _dense_strides(tensor)
 
-    def _reserve(self, tensors: Iterable[Tensor], end: int) -> int:
-        for tensor in tensors:
-            start = -(-end // ALIGNMENT) * ALIGNMENT
-            self._offsets[id(tensor)] = start
-            end = start + tensor.numel() * self._layouts[id(tensor)][0].itemsize
-        return end
-
-    def _view(self, block: Tensor, key: int) -> Tensor:
-        dtype, shape, strides = self._layouts[key]
-        start = self._offsets[key]
-        size = shape.numel() * dtype.itemsize
-        return block[start : start + size].view(dtype).as_strided(shape, strides)
+def _fill(
+    slot: Slot, layout: Layout, cargo: _Cargo, on_device: list[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Fill the pinned block; return the copies to make, as (target, source)."""
+    copies: list[tuple[Tensor, Tensor]] = []
+    targets, sources = [], []
+    pinned = slot.pinned
+    assert pinned is not None
+    if layout.pack_bytes:
+        copies.append((slot.blocks[0][: layout.pack_bytes], pinned[: layout.pack_bytes]))
+    for tensor, place, there in zip(cargo.plain, layout.places, on_device, strict=True):
+        if place.host_offset is not None:
+            targets.append(place.on_host(pinned))
+            sources.append(tensor)
+        if place.block > 0:
+            source = tensor if place.host_offset is None else targets[-1]
+            copies.append((there, source))
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)  # one call: it gives the interpreter up once
+    return copies
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -280,8 +315,3 @@ def _is_plain(tensor: Tensor) -> bool:
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
         and not tensor.is_quantized
     )
-
-
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides that ``tensor.to(device)`` would give: its own where it has no gaps."""
-    return torch.empty_like(tensor, device="meta").stride()

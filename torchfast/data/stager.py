@@ -6,8 +6,8 @@ import contextvars
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, final
@@ -181,11 +181,14 @@ class Stager:
     def start(self) -> threading.Thread:
         """Run in a thread that sees torch's thread-local settings as the caller does."""
         context = contextvars.copy_context()
-        inherited = _inherited(self.ring.transport.device)
+        settings = _Settings(self.ring.transport.device)
 
         def run() -> None:
-            with inherited():
-                context.run(self.run)
+            try:
+                with settings.applied():
+                    context.run(self.run)
+            except BaseException as error:  # nobody waits for a thread that says nothing
+                self.staged.put(Failure(error))
 
         # Not joined by Python's exit: a fetch may never return.
         thread = threading.Thread(target=run, name="torchfast-stager", daemon=True)
@@ -210,18 +213,31 @@ def end_thread(stager: Stager, thread: threading.Thread) -> None:
     thread.join(timeout=EXIT_S)
 
 
-def _inherited(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context in which another thread sees torch's thread-local settings as here."""
-    grad_enabled = torch.is_grad_enabled()
-    default_device = torch.get_default_device()
+class _Settings:
+    """torch's thread-local settings, as the thread that makes this has them."""
 
-    def enter() -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        stack.enter_context(torch.set_grad_enabled(grad_enabled))
-        if default_device != CPU:
-            stack.enter_context(default_device)
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        return stack
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grad_enabled = torch.is_grad_enabled()
+        self._inference_mode = torch.is_inference_mode_enabled()
+        self._default_device = torch.get_default_device()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", device.type))
+            if torch.is_autocast_enabled(kind)
+        ]
 
-    return enter
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let another thread have them."""
+        with ExitStack() as stack:
+            if self._inference_mode:  # switching it off would switch gradients on
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
+            for kind, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            if self._default_device != CPU:
+                stack.enter_context(self._default_device)
+            if self._device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self._device))
+            yield

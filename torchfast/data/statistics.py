@@ -66,7 +66,8 @@ class LoaderStatistics:
     def supply_over_demand(self) -> float:
         """Batches that could be loaded over batches that would be consumed, in the same time.
 
-        NaN before there is anything to say. From about 1.2 on the device does not notice it.
+        NaN before there is anything to say. Of a loader with worker processes it is an upper bound
+        as long as they are ahead: what lies ready takes no time to load.
         """
         demand_s = self.elapsed_s - self.starved_s
         return demand_s / self.fetch_s if self.fetch_s > 0 and self.num_batches > 1 else math.nan

@@ -27,15 +27,29 @@ TIMED_EVERY = 16
 
 
 class Slot:
-    """A batch's place in the ring: memory on both sides, and the events that guard it."""
+    """A batch's place in the ring: memory on both sides, and the events that guard it.
+
+    Attributes:
+        ready: Recorded behind the copies into it.
+        free: Recorded behind the consumer's last use.
+        pinned: Memory on the host, bytes.
+        blocks: Memory on the device, bytes each.
+        held: What must live until the consumer is done: pinned sources, what a transform made.
+        stream: Where the consumer received it, until it is released.
+    """
 
     def __init__(self, ready: Any, free: Any) -> None:
         self.ready = ready
         self.free = free
         self.pinned: Tensor | None = None
-        self.device: Tensor | None = None
-        # What must live until the consumer is done: pinned sources, what a transform made.
+        self.blocks: list[Tensor] = []
         self.held: Any = None
+        self.stream: Any = None
+
+    @property
+    def is_received(self) -> bool:
+        """Whether the consumer has got the batch that is in it."""
+        return self.stream is not None
 
 
 class Transport(Protocol):
@@ -46,8 +60,11 @@ class Transport(Protocol):
     def slot(self) -> Slot:
         """Return a slot without memory."""
 
-    def allocate(self, slot: Slot, pinned_bytes: int, device_bytes: int) -> None:
+    def allocate(self, slot: Slot, pinned_bytes: int, block_bytes: Sequence[int]) -> None:
         """Give the slot memory of at least these sizes; nothing may be on its way in it."""
+
+    def renew(self, slot: Slot) -> None:
+        """Replace the slot's device blocks, which the consumer keeps, by as large ones."""
 
     def settle(self, slot: Slot) -> None:
         """Make the host wait until the slot's last copy is done."""
@@ -65,7 +82,10 @@ class Transport(Protocol):
         """Make the consumer's stream wait for the slot's copies."""
 
     def release(self, slot: Slot) -> None:
-        """Mark the slot free behind what is enqueued on the consumer's stream by now."""
+        """Mark the slot free behind what is enqueued by now on the stream that received it.
+
+        One that nobody received stays free from where it was.
+        """
 
     def clone(self, tensor: Tensor) -> Tensor:
         """Return a copy in memory of the consumer's own, enqueued on its stream."""
@@ -109,7 +129,7 @@ class CUDATransport(Transport):
         return Slot(ready=torch.cuda.Event(blocking=True), free=torch.cuda.Event())
 
     @override
-    def allocate(self, slot: Slot, pinned_bytes: int, device_bytes: int) -> None:
+    def allocate(self, slot: Slot, pinned_bytes: int, block_bytes: Sequence[int]) -> None:
         # Not record_stream, which would hold freed memory back: the memory is the consumer's, and
         # the copy stream waits below for all that the consumer had enqueued when it got it.
         self.settle(slot)
@@ -118,10 +138,17 @@ class CUDATransport(Transport):
             slot.pinned = torch.empty(
                 pinned_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
             )
-        if slot.device is None or slot.device.numel() < device_bytes:
-            with torch.cuda.stream(self._consumer):
-                slot.device = torch.empty(device_bytes, dtype=torch.uint8, device=self.device)
-                slot.free.record(self._consumer)
+        with torch.cuda.stream(self._consumer):
+            slot.blocks = [self._block(size) for size in block_bytes]
+            slot.free.record(self._consumer)
+
+    @override
+    def renew(self, slot: Slot) -> None:
+        with torch.cuda.stream(slot.stream):
+            slot.blocks = [self._block(block.numel()) for block in slot.blocks]
+
+    def _block(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     @override
     def settle(self, slot: Slot) -> None:
@@ -146,13 +173,16 @@ class CUDATransport(Transport):
     @override
     def receive(self, slot: Slot) -> None:
         self._num_receipts += 1
-        stream = self._consumer = torch.cuda.current_stream(self.device)
+        stream = self._consumer = slot.stream = torch.cuda.current_stream(self.device)
         with self._timing("wait", stream, self._num_receipts):
             stream.wait_event(slot.ready)
 
     @override
     def release(self, slot: Slot) -> None:
-        slot.free.record(torch.cuda.current_stream(self.device))
+        if slot.stream is not None:
+            # Not on the current stream, which may be another by now.
+            slot.free.record(slot.stream)
+            slot.stream = None
 
     @override
     def clone(self, tensor: Tensor) -> Tensor:
@@ -169,9 +199,8 @@ class CUDATransport(Transport):
 
     @override
     def drain(self) -> None:
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._copy_stream)
-        self._copy_stream.wait_stream(current)
+        self._consumer.wait_stream(self._copy_stream)
+        self._copy_stream.wait_stream(self._consumer)
 
     @override
     def take_times(self) -> tuple[list[float], list[float]]:
