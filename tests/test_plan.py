@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 
-from torchfast import Plan, PlanError, PrecisionOptions
+from torchfast import NonfiniteOptions, Plan, PlanError, PrecisionOptions
 
 FP16 = PrecisionOptions(format="fp16", init_scale=1024.0, growth_interval=10)
 
@@ -21,12 +21,16 @@ PLANS = [
     Plan(precision=FP16),
     Plan(precision=PrecisionOptions(format="fp16", growth_factor=1.5, backoff_factor=0.25)),
     Plan(precision=PrecisionOptions(format="bf16")),
+    Plan(nonfinite="skip"),
+    Plan(nonfinite=NonfiniteOptions(stop_after=5), precision=FP16),
 ]
 
 
 def test_eager_and_exact_change_no_number():
     assert Plan.preset("eager") == Plan.preset("exact") == Plan()
-    assert Plan() == Plan(precision="as_given", channels_last=False, optimizer="as_given")
+    assert Plan() == Plan(
+        precision="as_given", channels_last=False, optimizer="as_given", nonfinite="propagate"
+    )
 
 
 def test_fast_is_what_its_docstring_says():
@@ -46,7 +50,8 @@ def test_a_plan_is_taken_by_name_or_as_it_is():
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_repr_is_the_call_that_makes_the_plan(plan):
-    made = eval(repr(plan), {"Plan": Plan, "PrecisionOptions": PrecisionOptions})
+    names = {"NonfiniteOptions": NonfiniteOptions, "PrecisionOptions": PrecisionOptions}
+    made = eval(repr(plan), {"Plan": Plan, **names})
     assert made == plan
     assert repr(made) == repr(plan)
 
@@ -55,6 +60,7 @@ def test_repr_leaves_defaults_out():
     assert repr(Plan()) == "Plan()"
     assert repr(Plan(precision="bf16")) == "Plan(precision='bf16')"
     assert repr(PrecisionOptions()) == "PrecisionOptions(format='as_given')"
+    assert repr(NonfiniteOptions()) == "NonfiniteOptions(action='skip')"
     assert repr(FP16) == ("PrecisionOptions(format='fp16', init_scale=1024.0, growth_interval=10)")
 
 
@@ -72,6 +78,11 @@ def test_json_holds_what_was_changed():
         "channels_last": True,
         "precision": {"format": "fp16", "init_scale": 1024.0, "growth_interval": 10},
     }
+    assert json.loads(Plan(nonfinite="skip").to_json()) == {"nonfinite": "skip"}
+    assert json.loads(Plan(nonfinite=NonfiniteOptions(stop_after=5)).to_json()) == {
+        "nonfinite": {"action": "skip", "stop_after": 5}
+    }
+    assert Plan.from_json('{"nonfinite": {"stop_after": 5}}').nonfinite_options.stop_after == 5
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
@@ -87,6 +98,9 @@ def test_a_plan_has_one_way_to_be_written():
     assert Plan(precision=PrecisionOptions()) == Plan()
     assert Plan(precision=PrecisionOptions(format="bf16")) == Plan(precision="bf16")
     assert Plan(precision=FP16) != Plan(precision="fp16")
+    assert Plan(nonfinite=NonfiniteOptions()) == Plan(nonfinite="skip")
+    assert Plan(nonfinite=NonfiniteOptions(action="propagate")) == Plan()
+    assert Plan(nonfinite=NonfiniteOptions(stop_after=1)) != Plan(nonfinite="skip")
 
 
 def test_plans_that_differ_are_not_equal():
@@ -105,14 +119,14 @@ def test_replace_changes_what_is_named_and_checks_it():
         fast.replace(channel_last=True)
 
 
-@pytest.mark.parametrize("value", [Plan(), PrecisionOptions()])
+@pytest.mark.parametrize("value", [Plan(), PrecisionOptions(), NonfiniteOptions()])
 def test_a_plan_is_frozen(value):
     field = dataclasses.fields(value)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(value, field, "bf16")
 
 
-@pytest.mark.parametrize("make", [Plan, PrecisionOptions])
+@pytest.mark.parametrize("make", [Plan, PrecisionOptions, NonfiniteOptions])
 def test_fields_are_given_by_name(make):
     with pytest.raises(TypeError, match="positional argument"):
         make("bf16")
@@ -121,6 +135,13 @@ def test_fields_are_given_by_name(make):
 def test_precision_by_name_and_by_options_is_one_thing_to_a_step():
     assert Plan(precision="bf16").precision_options == PrecisionOptions(format="bf16")
     assert Plan(precision=FP16).precision_options is FP16
+
+
+def test_nonfinite_by_name_and_by_options_is_one_thing_to_a_step():
+    options = NonfiniteOptions(stop_after=5)
+    assert Plan().nonfinite_options == NonfiniteOptions(action="propagate")
+    assert Plan(nonfinite="skip").nonfinite_options == NonfiniteOptions()
+    assert Plan(nonfinite=options).nonfinite_options is options
 
 
 def test_scaling_is_what_was_set():
@@ -180,6 +201,39 @@ REFUSED = [
         TypeError,
         r"growth_interval must be an int >= 1, got 2.0 \(float\)",
     ),
+    (
+        lambda: Plan(nonfinite="skp"),
+        PlanError,
+        r"nonfinite must be one of \['propagate', 'skip'\], got 'skp'; did you mean 'skip'",
+    ),
+    (
+        lambda: Plan(nonfinite=True),
+        TypeError,
+        r"nonfinite must be one of .* or NonfiniteOptions, got True \(bool\)",
+    ),
+    (lambda: Plan(nonfinite=None), TypeError, r"or NonfiniteOptions, got None"),
+    (
+        lambda: NonfiniteOptions(action="propagate", stop_after=3),
+        PlanError,
+        r"stop_after=3 counts skipped updates, but nonfinite='propagate' skips none; drop it",
+    ),
+    (lambda: NonfiniteOptions(stop_after=0), ValueError, r"stop_after must be >= 1, got 0"),
+    (
+        lambda: NonfiniteOptions(stop_after=2.0),
+        TypeError,
+        r"stop_after must be an int >= 1, got 2.0 \(float\)",
+    ),
+    (
+        lambda: NonfiniteOptions(stop_afer=2),
+        TypeError,
+        r"NonfiniteOptions\(\) has no argument 'stop_afer'; did you mean 'stop_after'",
+    ),
+    (
+        lambda: Plan.from_json('{"nonfinite": {"action": "skipp"}}'),
+        PlanError,
+        r"not a plan in JSON: nonfinite must be .*'skipp'; did you mean 'skip'",
+    ),
+    (lambda: Plan.from_json('{"nonfinite": 3}'), PlanError, r"not a plan in JSON: nonfinite must"),
     (lambda: Plan.from_json("{"), PlanError, r"not a plan in JSON"),
     (lambda: Plan.from_json("[1]"), PlanError, r"a plan in JSON is an object, got list"),
     (

@@ -15,6 +15,7 @@ from torchfast._core.errors import (
     EmptyEpochError,
     IterationError,
     LossError,
+    NonFiniteError,
     ParityError,
     PlanError,
     StateMismatchError,
@@ -35,7 +36,7 @@ from torchfast.data import (
 )
 from torchfast.loop import FitEvent, FitResult
 from torchfast.plan import Plan
-from torchfast.precision import PrecisionOptions
+from torchfast.precision import NonfiniteOptions, PrecisionOptions
 from torchfast.step import TrainStep
 from torchfast.trainer import Trainer
 
@@ -55,6 +56,8 @@ __all__ = [
     "LossError",
     "MicroBatches",
     "MonitoredDataLoader",
+    "NonFiniteError",
+    "NonfiniteOptions",
     "ParityError",
     "Plan",
     "PlanError",

@@ -35,7 +35,7 @@ from torchfast._core.signals import StopSignals
 from torchfast.data import PrefetchingLoader
 from torchfast.evaluation import EvaluationCutError, evaluate, undisturbed
 from torchfast.fit_checkpoints import CheckpointOptions, FitCheckpoints, FitProgress
-from torchfast.records import IntervalRecords, Record
+from torchfast.records import IntervalRecords, Record, SkipWatch
 from torchfast.reporting import JSONLWriter, ProgressLine
 from torchfast.step import TrainStep
 
@@ -85,8 +85,9 @@ class FitResult:
             saved it too.
         num_epochs: Epochs of this call that were finished, likewise.
         seconds: Wall-clock time.
-        stopped_by: ``"steps"``, ``"epochs"``, ``"callback"``, or the name of a signal:
-            ``"SIGINT"``, ``"SIGTERM"`` and, with checkpoints, ``"SIGUSR1"``.
+        stopped_by: ``"steps"``, ``"epochs"``, ``"callback"``, ``"nonfinite"`` (too many updates
+            in a row were skipped), or the name of a signal: ``"SIGINT"``, ``"SIGTERM"`` and, with
+            checkpoints, ``"SIGUSR1"``.
         history: Every record, in order: those of training and those of evaluation.
         evaluation: The last evaluation's values; empty if there was none.
     """
@@ -100,11 +101,14 @@ class FitResult:
 
     @property
     def exit_code(self) -> int:
-        """What a program should end with: 0, or 128 plus the signal's number, as shells say it.
+        """The exit code for a program that has nothing else to say.
 
-        143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT. A scheduler that starts such a
-        program again lets it go on from its checkpoint.
+        0 after a run that came to its end, 1 after ``"nonfinite"``, and 128 plus the signal's
+        number, as shells have it: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT. A
+        scheduler that starts such a program again lets it go on from its checkpoint.
         """
+        if self.stopped_by == "nonfinite":
+            return 1
         number = getattr(signal, self.stopped_by, None)
         return 0 if number is None else 128 + int(number)
 
@@ -188,6 +192,7 @@ class FitLoop:
             options.flops_per_item,
             options.peak_flops or peak_flops(step.device),
         )
+        self._skips = SkipWatch(step)
         self._history: list[Record] = []
         self._evaluation: dict[str, float] = {}
         self._evaluated_at = -1
@@ -214,6 +219,9 @@ class FitLoop:
             try:
                 self._resume()
                 self._epochs()
+                if self._skips.tripped(wait=True):
+                    self._stop_reason = "nonfinite"
+                    logger.warning("too many updates were skipped: %s", self._skips.told())
                 if self._records.has_steps:
                     self._records.stage(self._place())
                 self._evaluate()
@@ -315,6 +323,8 @@ class FitLoop:
             self._stop_reason = "steps"
         elif options.epochs is not None and self._epochs_done >= options.epochs:
             self._stop_reason = "epochs"
+        elif self._skips.tripped():
+            self._stop_reason = "nonfinite"
 
     def _stop(self) -> None:
         self._stop_reason = self._stop_reason or "callback"

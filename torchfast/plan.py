@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from torchfast._core.arguments import check_choice, explain_init_keywords, suggestion
 from torchfast._core.errors import PlanError
-from torchfast.precision import PrecisionOptions
+from torchfast.precision import NonfiniteOptions, PrecisionOptions
 
 Precision = Literal["as_given", "auto", "fp32", "tf32", "bf16", "fp16"]
 
@@ -38,6 +38,9 @@ class Plan:
             `PrecisionOptions`.
         channels_last: Lay 4-d parameters and batch tensors out as NHWC, if the model convolves.
         optimizer: ``"as_given"``, or ``"fused"``: the fused update where torch has one.
+        nonfinite: What to do about a NaN or infinite loss or gradient: ``"propagate"``, as a
+            plain loop does, ``"skip"``, which leaves parameters, optimizer state and buffers as
+            they were, or `NonfiniteOptions`.
 
     Raises:
         PlanError: A value that does not exist, or fields that contradict each other.
@@ -52,6 +55,7 @@ class Plan:
     precision: Precision | PrecisionOptions = "as_given"
     channels_last: bool = False
     optimizer: Literal["as_given", "fused"] = "as_given"
+    nonfinite: Literal["propagate", "skip"] | NonfiniteOptions = "propagate"
 
     PRESETS: ClassVar[tuple[str, ...]] = ("eager", "exact", "fast")
 
@@ -62,6 +66,9 @@ class Plan:
         if not isinstance(self.channels_last, bool):
             raise TypeError(f"channels_last must be True or False, got {self.channels_last!r}")
         check_choice("optimizer", self.optimizer, ("as_given", "fused"), PlanError)
+        nonfinite = NonfiniteOptions.of(self.nonfinite)
+        if nonfinite.stop_after is None:
+            object.__setattr__(self, "nonfinite", nonfinite.action)
 
     @classmethod
     def preset(cls, name: str) -> Plan:
@@ -87,6 +94,11 @@ class Plan:
     def precision_options(self) -> PrecisionOptions:
         """The precision as an options object."""
         return PrecisionOptions.of(self.precision)
+
+    @property
+    def nonfinite_options(self) -> NonfiniteOptions:
+        """What to do about what is not finite, as an options object."""
+        return NonfiniteOptions.of(self.nonfinite)
 
     def replace(self, **changes: Any) -> Plan:
         """Return a copy with some fields changed."""
@@ -116,6 +128,8 @@ class Plan:
         try:
             if isinstance(values.get("precision"), dict):
                 values["precision"] = PrecisionOptions(**values["precision"])
+            if isinstance(values.get("nonfinite"), dict):
+                values["nonfinite"] = NonfiniteOptions(**values["nonfinite"])
             return cls(**values)
         except (TypeError, ValueError) as error:
             raise PlanError(f"not a plan in JSON: {error}") from error
@@ -136,4 +150,6 @@ def _fields(cls: type[Plan]) -> tuple[str, ...]:
 def _to_plain(value: Any) -> Any:
     if isinstance(value, PrecisionOptions):
         return {"format": value.format, **value.scaling}
+    if isinstance(value, NonfiniteOptions):
+        return dataclasses.asdict(value)
     return value

@@ -2,7 +2,8 @@
 
 The losses of an interval stay on the device until a record is due. Then their mean, the metrics of
 its last step and learning rates that are tensors are staged behind an event, and the record is
-made some steps later, when the event has passed.
+made some steps later, when the event has passed. `SkipWatch` reads in the same way whether updates
+have been skipped too often.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class IntervalRecords:
             **{f"lr {index}": rate for index, rate in enumerate(self._rates)},
             **{f"metric {name}": value for name, value in self._step.metrics.items()},
         }
+        if self._step.skip_counts is not None:
+            values["skipped"] = self._step.skip_counts.num_skipped()
         reading = Reading(values, self._step.device)
         self._staged.append((record, reading, self.clock.collect(), self._items))
         self._losses = []
@@ -107,6 +110,8 @@ class IntervalRecords:
         record["loss"] = values["loss"]
         if self._step.max_grad_norm is not None:
             record["grad_norm"] = metrics.pop("grad_norm")
+        if "skipped" in values:
+            record["skipped"] = int(values["skipped"])
         if metrics:
             record["metrics"] = metrics
 
@@ -127,6 +132,57 @@ class IntervalRecords:
             record["flops_per_s"] = record["items_per_s"] * self._flops_per_item
             if self._peak_flops is not None:
                 record["mfu"] = record["flops_per_s"] / self._peak_flops
+
+
+@final
+class SkipWatch:
+    """Tells late whether as many updates in a row were skipped as the plan bears.
+
+    One reading is on its way at a time, so the answer is some steps old: up to `EVERY`, and those
+    that the host is ahead of the device. A skipped update changes nothing, so that costs time only.
+    Whether the answer comes does not depend on when it is read: a run that was long enough counts
+    even if a finite step has ended it.
+
+    Args:
+        step: The step that is run.
+
+    Synchronizes: Only `tripped` with ``wait``.
+    """
+
+    EVERY = 8
+
+    def __init__(self, step: TrainStep) -> None:
+        self._device = step.device
+        self._limit = step.plan.nonfinite_options.stop_after
+        self._counts = step.skip_counts
+        self._reading: Reading | None = None
+        self._steps = 0
+        if self._counts is not None:
+            self._counts.forget_longest()
+
+    def tripped(self, *, wait: bool = False) -> bool:
+        """Whether it is time to stop; called after each step."""
+        if self._limit is None or self._counts is None:
+            return False
+        self._steps += 1
+        if wait or (self._reading is None and self._steps >= self.EVERY):
+            self._reading = Reading({"longest": self._counts.longest()}, self._device)
+            self._steps = 0
+        if self._reading is None or not (wait or self._reading.is_ready):
+            return False
+        longest, self._reading = self._reading.read()["longest"], None
+        return longest >= self._limit
+
+    def told(self) -> str:
+        """Say what was skipped. Synchronizes: Yes."""
+        if self._counts is None:
+            return ""
+        found = self._counts.read()
+        steps = ", ".join(map(str, found.last_steps))
+        return (
+            f"{found.longest} in a row (stop_after={self._limit}), {found.num_skipped} in all, the "
+            f"last at steps {steps}; their losses or gradients were not finite"
+        )
 
 
 def _samples(batch: Any) -> int:

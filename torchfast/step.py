@@ -58,7 +58,13 @@ from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast._core.state import FORMAT, check_training_state
 from torchfast.graphs import OptimizerForm
 from torchfast.plan import Plan
-from torchfast.precision import ChannelsLast, LossScaler, PrecisionPolicy
+from torchfast.precision import (
+    ChannelsLast,
+    LossScaler,
+    PrecisionPolicy,
+    SkipCounts,
+    UpdateGuard,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +101,8 @@ class TrainStep:
         UnsupportedOptimizerError: The optimizer needs a closure (LBFGS).
         PlanError: A plan that does not exist or contradicts itself.
 
-    Numerics: ``eager`` and ``exact`` are bitwise the plain loop; ``fast`` is close.
+    Numerics: ``eager`` and ``exact`` are bitwise the plain loop; ``fast`` is close. So is
+        ``nonfinite="skip"`` where it needs another form of the optimizer, as the report says.
     Synchronizes: Never in a steady step, given batches on the device or in pinned memory.
 
     Example:
@@ -152,11 +159,16 @@ class TrainStep:
         self._layout = ChannelsLast(model, self.plan.channels_last)
         self._form = self._optimizer_form()
         self._layout.align(self.optimizer)
-        self._scaler = (
+        scaler = (
             LossScaler(self.plan.precision_options, self.optimizer, self.device)
             if self._precision.format == "fp16"
             else None
         )
+        self._guard = UpdateGuard(
+            model, self.optimizer, self.device, self.plan.nonfinite_options, scaler=scaler
+        )
+        # What nonfinite="skip" counts, on the device, for whoever reads late.
+        self.skip_counts: SkipCounts | None = self._guard.counts if self._guard.is_on else None
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
         self._closed = False
         self.num_steps = 0
@@ -193,31 +205,29 @@ class TrainStep:
         """Run the first half of a step: zero_grad, forward, backward. Always eager.
 
         Afterwards ``.grad`` holds the gradient that the update will clip and apply: divided over
-        the group and, under fp16, unscaled.
+        the group and, under fp16, unscaled. Under ``nonfinite="skip"`` a loss that is not finite
+        is noted here; gradients are judged by `update`, as they are then.
         """
         group = self._group(batch)
         with self._precision.step():
             self.optimizer.zero_grad(set_to_none=True)
-            if self._scaler is not None:
-                self._scaler.discard()
+            self._guard.begin()
             parts = [self._backward(micro_batch, len(group)) for micro_batch in group]
             loss = self._combine(parts)
-            if self._scaler is not None:
-                # After the division, so that what it judges finite is what will be applied.
-                self._scaler.unscale()
+            # After the division, so that what fp16 judges finite is what will be applied.
+            self._guard.end_backward([part.loss for part in parts])
             return loss
 
     def update(self) -> None:
         """Run the second half of a step: clip, optimizer, scheduler. Always eager."""
         self._check_open()
+        norm = None
         with self._precision.step():
+            self._guard.judge()
             if self.max_grad_norm is not None:
                 norm = clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
                 self.metrics["grad_norm"] = norm
-            if self._scaler is not None:
-                self._scaler.step()
-            else:
-                self.optimizer.step()
+            self._guard.update(self.num_steps + 1, norm)
         self._precision.after_update()
         self.num_steps += 1
         if self._steps_scheduler:
@@ -230,8 +240,12 @@ class TrainStep:
 
     @property
     def num_skipped(self) -> int:
-        """Updates skipped for non-finite gradients under fp16. Synchronizes: Yes."""
-        return 0 if self._scaler is None else int(self._scaler.num_skipped)
+        """Updates skipped under fp16 or ``nonfinite="skip"``. Synchronizes: Yes."""
+        return self._guard.counts.read().num_skipped if self._guard.can_skip else 0
+
+    def check_skips(self) -> None:
+        """Raise if ``stop_after`` updates in a row were skipped: see ``Trainer.check_skips``."""
+        self._guard.check_skips()
 
     @property
     def channels_last(self) -> bool:
@@ -256,7 +270,7 @@ class TrainStep:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else scheduler_state(),
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            **self._guard.state_dict(),
             "rng": get_rng_state(self.device),
         }
 
@@ -278,8 +292,7 @@ class TrainStep:
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         if hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
-        if self._scaler is not None and state["scaler"] is not None:
-            self._scaler.load_state_dict(state["scaler"])
+        self._guard.load_state_dict(state)
         self.num_steps = state["num_steps"]
         self.num_epochs = state["num_epochs"]
         set_rng_state(state["rng"], self.device)
@@ -287,11 +300,9 @@ class TrainStep:
     def report(self) -> Report:
         """Return what the plan did, what stepped aside and why.
 
-        Synchronizes: Under fp16, to read the number of skipped updates.
+        Synchronizes: Under fp16 and ``nonfinite="skip"``, to read what was skipped.
         """
-        counters = {"steps": self.num_steps}
-        if self._scaler is not None:
-            counters["skipped"] = self.num_skipped
+        counters = {"steps": self.num_steps, **self._guard.counters()}
         title = f"plan {self._plan_name!r} on {self.device}"
         return Report(title=title, decisions=tuple(self._decisions()), counters=counters)
 
@@ -346,7 +357,7 @@ class TrainStep:
         check_differentiable(loss)
         if weight is None and num_micro_batches > 1:
             loss = loss / num_micro_batches
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        self._guard.scale(loss).backward()
         return LossParts(detached(loss), metrics, weight)
 
     def _combine(self, parts: list[LossParts]) -> Tensor:
@@ -403,7 +414,7 @@ class TrainStep:
             self._precision.decision,
             self._layout.decision,
             self._form.decision,
-            *([] if self._scaler is None else [self._scaler.decision()]),
+            *self._guard.decisions(),
             scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),
             *untrained_decisions(self.model, self.optimizer),
         ]
@@ -412,10 +423,14 @@ class TrainStep:
 
     def _optimizer_form(self) -> OptimizerForm:
         form = OptimizerForm(self.optimizer, self.plan.optimizer, self.model)
-        if self._precision.format != "fp16" or form.is_fused or self.device.type == "cpu":
+        is_fp16 = self._precision.format == "fp16"
+        can_skip = is_fp16 or self.plan.nonfinite_options.action == "skip"
+        if not can_skip or form.is_fused or self.device.type == "cpu":
             return form
-        # The plan does not ask for a form, but fp16 has to decide on the device whether to skip
-        # the update, which needs one whose state lives there.
+        if not is_fp16 and all(g.get("capturable") for g in self.optimizer.param_groups):
+            return form
+        # The plan does not ask for a form, but whether to skip the update is decided on the
+        # device, which needs one whose state lives there.
         fused = OptimizerForm(self.optimizer, "fused", self.model)
         if fused.form == "fused":
             return fused

@@ -286,6 +286,20 @@ class Trainer:
         """Put back what `state_dict` returned; a state that does not fit changes nothing."""
         self._step.load_state_dict(state)
 
+    def check_skips(self) -> None:
+        """Raise if ``stop_after`` updates in a row were skipped since the last call.
+
+        For a loop of your own, which learns of skipped updates in no other way: call it now and
+        then, such as at each log step. ``fit`` looks by itself. Without ``stop_after``
+        (`NonfiniteOptions`) there is nothing to raise.
+
+        Raises:
+            NonFiniteError: They were; the message says at which steps.
+
+        Synchronizes: Yes, if ``stop_after`` is set.
+        """
+        self._step.check_skips()
+
     def close(self) -> None:
         """Put the optimizer and the model's layout back; a second call does nothing."""
         self._step.close()
@@ -327,7 +341,7 @@ class Trainer:
 
     @property
     def num_skipped(self) -> int:
-        """Updates that fp16 skipped. Synchronizes: Yes."""
+        """Updates that fp16 or ``nonfinite="skip"`` skipped. Synchronizes: Yes."""
         return self._step.num_skipped
 
     def __enter__(self) -> Trainer:

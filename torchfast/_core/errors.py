@@ -7,6 +7,7 @@
     ├── UnsupportedDeviceError (RuntimeError)     a device that this machine lacks
     ├── UnsupportedOptimizerError (RuntimeError)  an update that is not one step() call
     ├── LossError (RuntimeError)                  a loss that cannot be differentiated
+    ├── NonFiniteError (RuntimeError)             too many updates in a row skipped for NaN
     ├── ClosedError (RuntimeError)                use after close()
     ├── EmptyEpochError (RuntimeError)            an epoch that yielded no batch
     ├── IterationError (RuntimeError)             an iteration that another one ended
@@ -43,6 +44,10 @@ class UnsupportedOptimizerError(TorchFastError, RuntimeError):
 
 class LossError(TorchFastError, RuntimeError):
     """A loss that cannot be differentiated with respect to any parameter."""
+
+
+class NonFiniteError(TorchFastError, RuntimeError):
+    """So many updates in a row were skipped for what is not finite that training goes nowhere."""
 
 
 class ClosedError(TorchFastError, RuntimeError):

@@ -24,6 +24,7 @@ _KEYS = (
     "plan",
 )
 _GENERATORS = ("python", "numpy", "torch")
+_SKIP_COUNTS = ("num_skipped", "in_a_row", "last_steps")  # only where skipping was on
 _SHOWN = 10
 
 
@@ -60,6 +61,12 @@ def check_training_state(
     lacking = [name for name in _GENERATORS if name not in state["rng"]]
     if lacking:
         raise StateMismatchError(f"state's 'rng' lacks {lacking}; load what state_dict() returned")
+    counts = state.get("nonfinite", dict.fromkeys(_SKIP_COUNTS))
+    lacking = [n for n in _SKIP_COUNTS if not isinstance(counts, Mapping) or n not in counts]
+    if lacking:
+        raise StateMismatchError(
+            f"state's 'nonfinite' lacks {lacking}; load what state_dict() returned"
+        )
     own = set(getattr(scheduler, "state_dict", dict)())
     saved = set(state["lr_scheduler"] or {})
     if own != saved:
