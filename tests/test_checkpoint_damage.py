@@ -123,10 +123,12 @@ def test_a_file_that_became_a_folder_or_a_pipe_is_found(run):
 def test_if_all_are_damaged_it_raises_rather_than_begin_anew(run):
     for step in (1, 2):
         flip(run / f"step-{step}" / SHARD, "middle")
-    everything = pytest.raises(CheckpointCorruptError, match=r"every checkpoint in .* is damaged")
-    with CheckpointManager(run) as checkpoints, everything:
-        checkpoints.load()
-    assert len(list(run.glob("step-*.bad-*"))) == 2
+    with CheckpointManager(run) as checkpoints:
+        for _ in range(2):  # the next start must not begin anew either
+            with pytest.raises(CheckpointCorruptError, match=r"every checkpoint in .* is damaged"):
+                checkpoints.load()
+        assert checkpoints.steps() == [1, 2]
+    assert list(run.glob("step-*.bad-*")) == []
 
 
 def test_what_cannot_be_renamed_is_passed_over(run, caplog, monkeypatch):

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import optim
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fitting import fit, make_trainer
-from models import BatchNormNet, make_batches, mean_loss
+from models import BatchNormNet, make_batches
+from simulated_device import wait_until
 from torchfast import (
     CheckpointCorruptError,
     CheckpointManager,
@@ -99,6 +100,104 @@ def test_the_resumed_run_is_the_uninterrupted_one_at_every_step(kind, tmp_path):
         assert not set(early) & set(late)
         check_same(expected, trainer, losses, early | late)
         assert same_rng_state(get_rng_state(CPU), rng)
+
+
+class Stateful:
+    """A loader that carries its state, as torchdata's StatefulDataLoader."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __len__(self):
+        return len(BATCHES)
+
+    def __iter__(self):
+        while self.at < len(BATCHES):
+            self.at += 1
+            yield BATCHES[self.at - 1]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Longer(IterableDataset):
+    """Has more samples than it says, as one that workers share may."""
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter([(x, y) for batch in BATCHES[:4] for x, y in zip(*batch, strict=True)])
+
+
+LOADERS = {
+    "own generator": lambda: shuffled(generator=torch.Generator().manual_seed(4)),
+    "carries state": Stateful,
+    "longer than it says": lambda: DataLoader(Longer(), 4, collate_fn=pairs),
+    "unknown length": lambda: Unsized(),
+}
+
+
+class Unsized:
+    def __iter__(self):
+        return iter(BATCHES)
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_end_of_an_epoch_is_what_the_loader_says(name, tmp_path):
+    expected, losses, whole = run(loader=LOADERS[name], epochs=2)
+    for stop_at in range(1, whole.num_steps + 1):
+        folder = tmp_path / str(stop_at)
+        _, early, _ = run(loader=LOADERS[name], epochs=2, stop_at=stop_at, checkpoint=folder)
+        trainer, late, _ = run(loader=LOADERS[name], epochs=2, checkpoint=folder)
+        check_same(expected, trainer, losses, early | late)
+    if name == "unknown length":
+        return  # whether the last step of a call ends an epoch is not known there
+    for first in range(1, whole.num_steps):
+        folder = tmp_path / f"in two, {first}"
+        options = {"loader": LOADERS[name], "checkpoint": folder, "epochs": None}
+        run(steps=first, **options)
+        trainer, _, _ = run(steps=whole.num_steps, **options)
+        assert differences(state(expected), state(trainer)) == []
+
+
+@pytest.mark.parametrize("every", [None, 4])
+@pytest.mark.parametrize("end", ["signal", "callback", "steps"])
+def test_evaluations_that_schedule_are_made_once_each(every, end, tmp_path):
+    def go(stop_at=None, **options):
+        trainer = make_trainer(
+            lr_scheduler=partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5)
+        )
+        values = []
+
+        def evaluate(model):
+            values.append(float(sum(p.detach().sum() for p in model.parameters())))
+            return {"loss": values[-1]}
+
+        def stop(event):
+            if event.kind == "step" and event.num_steps == stop_at:
+                event.stop() if end == "callback" else os.kill(os.getpid(), signal.SIGTERM)
+
+        given = {"epochs": 3, "callbacks": [stop], **options}
+        fit(shuffled(), trainer=trainer, evaluate=evaluate, evaluate_every=every, **given)
+        return trainer
+
+    expected = go()
+    for stop_at in (1, 4, 8, 9, 12, 18, 20):
+        run = {"checkpoint": tmp_path / str(stop_at), "checkpoint_every": 3}
+        if end == "steps":
+            go(epochs=None, steps=stop_at, **run)
+        else:
+            go(stop_at, **run)
+        trainer = go(**run)
+        assert differences(state(expected), state(trainer)) == [], stop_at
+        again = go(**run)  # nothing is left to do, and nothing is scheduled again
+        assert differences(state(expected), state(again)) == []
 
 
 def test_cut_twice_in_one_epoch_and_again_later(tmp_path):
@@ -233,7 +332,14 @@ def test_a_model_that_is_not_finite_is_not_saved(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         fit(BATCHES, trainer=trainer, steps=10, **options)
     assert steps_in(tmp_path) == [2, 4]
-    assert caplog.text.count("values that are not finite, so no checkpoint is saved") == 1
+    assert caplog.text.count("parameters are not finite, so no checkpoint is saved") == 1
+
+
+def test_a_buffer_may_be_infinite(tmp_path):
+    trainer = make_trainer()
+    trainer.model.register_buffer("mask", torch.full((2, 2), float("-inf")), persistent=False)
+    fit(BATCHES, trainer=trainer, steps=2, checkpoint=tmp_path)
+    assert steps_in(tmp_path) == [2]
 
 
 # --- what to begin with -------------------------------------------------------------------------
@@ -281,10 +387,36 @@ def test_nothing_is_resumed_by_mistake(tmp_path):
     assert run(checkpoint=tmp_path / "new", resume=None, stop_at=3)[2].num_steps == 3
 
 
+def test_a_trainer_that_has_trained_is_not_thrown_back(tmp_path):
+    trainer, _, _ = run(checkpoint=tmp_path, stop_at=7)
+    with pytest.raises(ValueError, match="has done 7 steps already"):
+        fit(shuffled(), trainer=trainer, steps=5, checkpoint=tmp_path)
+    assert trainer.num_steps == 7
+    fit(shuffled(), trainer=trainer, steps=5, checkpoint=tmp_path / "second")
+    assert steps_in(tmp_path / "second") == [12]
+
+
+def test_a_schedule_that_cannot_be_saved_is_refused_at_once(tmp_path):
+    class Schedule:
+        def step(self):
+            pass
+
+    trainer = make_trainer(lr_scheduler=lambda optimizer: Schedule())
+    with pytest.raises(TypeError, match="has no state_dict and load_state_dict"):
+        fit(BATCHES, trainer=trainer, steps=5, checkpoint=tmp_path)
+    assert trainer.num_steps == 0
+
+
 def test_another_model_or_loader_is_refused_and_nothing_changes(tmp_path):
     run(checkpoint=tmp_path, stop_at=2)
     with pytest.raises(StateMismatchError):
         run("AdamW and BatchNorm", checkpoint=tmp_path)
+    trainer = make_trainer()
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(StateMismatchError, match="batch_size"):
+        fit(DataLoader(DATA, 4, collate_fn=pairs), trainer=trainer, steps=3, checkpoint=tmp_path)
+    assert trainer.num_steps == 0
+    assert differences(before, trainer.model.state_dict()) == []
     with pytest.raises(StateMismatchError, match="batch_size 8, and this loader has 4"):
         run(checkpoint=tmp_path, loader=lambda: DataLoader(DATA, 4, collate_fn=pairs))
     with CheckpointManager(tmp_path / "own") as manager:
@@ -302,6 +434,7 @@ def test_another_model_or_loader_is_refused_and_nothing_changes(tmp_path):
         ({"checkpoint": "x", "checkpoint_every": 2.0}, TypeError, r"checkpoint_every must be an"),
         ({"checkpoint": "x", "resume": True}, TypeError, r"resume must be 'auto', a step, .* True"),
         ({"checkpoint": "x", "resume": 1.5}, TypeError, r"resume must be 'auto', a step, .* 1.5"),
+        ({"checkpoint": ""}, ValueError, r"checkpoint is an empty path; name a folder"),
         ({"resume": 4}, ValueError, r"resume=4 needs checkpoint=, got None"),
         ({"checkpoint": "x", "resume": "nowhere"}, ValueError, r"'nowhere' is no folder of check"),
         ({"checkpoint": "x", "resume": "."}, ValueError, r"resume='\.' has no checkpoint; give"),
@@ -328,23 +461,65 @@ def test_a_handler_of_the_users_own_for_sigusr1_stays(tmp_path):
     assert seen
 
 
-def test_a_save_that_fails_ends_the_run_and_keeps_what_is_there(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_save_that_fails_is_heard_of_at_the_next_step_which_is_saved(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    healthy = os.fsync
 
     def fill(event):
+        if event.kind == "step" and event.num_steps == 4:
+            manager.wait()
+            monkeypatch.setattr(os, "fsync", full)
         if event.kind == "step" and event.num_steps == 5:
+            wait_until(lambda: manager.has_failed)
+            monkeypatch.setattr(os, "fsync", healthy)
+
+    trainer = make_trainer()
+    options = {"checkpoint": manager, "checkpoint_every": 2, "callbacks": [fill]}
+    with pytest.raises(CheckpointWriteError, match="No space left"):
+        fit(BATCHES, trainer=trainer, steps=9, **options)
+    assert trainer.num_steps == 5
+    assert manager.steps() == [2, 5]
+
+
+def test_a_disk_that_stays_full_keeps_what_is_there(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+
+    def fill(event):
+        if event.kind == "step" and event.num_steps == 3:
+            manager.wait()
             monkeypatch.setattr(os, "fsync", full)
 
-    trainer = make_trainer(mean_loss)
-    with pytest.raises(CheckpointWriteError):
-        fit(
-            BATCHES,
-            trainer=trainer,
-            steps=9,
-            checkpoint=tmp_path,
-            checkpoint_every=2,
-            callbacks=[fill],
-        )
+    options = {"checkpoint": manager, "checkpoint_every": 2, "callbacks": [fill]}
+    with pytest.raises(CheckpointWriteError, match="No space left"):
+        fit(BATCHES, trainer=make_trainer(), steps=9, **options)
     monkeypatch.undo()
-    assert 2 in steps_in(tmp_path)  # that of step 4 may have been on its way
+    assert steps_in(tmp_path) == [2]
+
+
+def test_the_best_is_kept_where_epoch_and_cadence_meet(tmp_path):
+    values = iter([3.0, 1.0, 2.0, 4.0])
+    with CheckpointManager(tmp_path, keep_last=1, monitor="loss") as manager:
+        options = {"evaluate": lambda model: {"loss": next(values)}, "checkpoint_every": 9}
+        run(checkpoint=manager, epochs=4, **options)
+        assert manager.steps() == [18, 36]
+
+
+def test_an_error_of_a_save_is_not_lost_behind_another(tmp_path, monkeypatch):
+    def fail(event):
+        if event.kind == "step" and event.num_steps == 2:
+            monkeypatch.setattr(os, "fsync", full)
+        if event.kind == "step" and event.num_steps == 3:
+            raise KeyError("the user's own")
+
+    manager = CheckpointManager(tmp_path)
+    trainer = make_trainer()
+    options = {"checkpoint": manager, "checkpoint_every": 2, "callbacks": [fail]}
+    with pytest.raises((KeyError, CheckpointWriteError)) as caught:
+        fit(BATCHES, trainer=trainer, steps=9, **options)
+    if caught.type is KeyError:  # the save was still under way
+        with pytest.raises(CheckpointWriteError):
+            manager.wait()

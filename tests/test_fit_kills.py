@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,25 +22,37 @@ JOB = Path(fit_job.__file__)
 ROOT = JOB.parents[2]
 
 
-def start(*arguments):
-    return subprocess.Popen(
-        [sys.executable, str(JOB), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+class Job:
+    """The job as a process of its own, and the steps that it told of."""
 
+    def __init__(self, *arguments):
+        self.steps = []
+        self.process = subprocess.Popen(
+            [sys.executable, str(JOB), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        self.lines = []
 
-def steps_of(output):
-    return [int(line.split()[1]) for line in output.splitlines() if line.startswith("step ")]
+    def read_until(self, step):
+        while not self.steps or self.steps[-1] < step:
+            assert self._read_line(), self.lines
 
+    def end(self):
+        """Read what it still had to say; return its exit code."""
+        while self._read_line():
+            pass
+        self.process.stdout.close()
+        return self.process.wait(timeout=60)
 
-def read_until(process, step):
-    for line in process.stdout:
-        if line == f"step {step}\n":
-            return
-    raise AssertionError(process.stderr.read())
+    def _read_line(self):
+        line = self.process.stdout.readline()
+        self.lines.append(line)
+        if line.startswith("step "):
+            self.steps.append(int(line.split()[1]))
+        return line
 
 
 def expected_state():
@@ -47,41 +61,43 @@ def expected_state():
     return trainer.state_dict()
 
 
+def finished(folder, output):
+    """Run the same command to its end; return the steps that it did."""
+    job = Job(folder, output)
+    assert job.end() == 0, job.lines
+    return job.steps
+
+
 def test_a_run_that_is_killed_again_and_again_ends_where_it_would_have_ended(tmp_path):
     lengths = random.Random(3)
-    step = 0
+    run, output = tmp_path / "run", tmp_path / "state.pt"
+    last = 0
     for _ in range(3):
-        job = start(tmp_path / "run", tmp_path / "state.pt")
-        step += lengths.randrange(5, 12)
-        read_until(job, step)
-        job.kill()
-        job.communicate(timeout=60)
-        assert job.returncode == -signal.SIGKILL
-    job = start(tmp_path / "run", tmp_path / "state.pt")
-    out, err = job.communicate(timeout=120)
-    assert job.returncode == 0, err
-    # It went on, at most one checkpoint and one that was being written before the kill.
-    assert step - 6 < min(steps_of(out)) <= step + 1
-    found = torch.load(tmp_path / "state.pt", weights_only=True)
+        job = Job(run)
+        job.read_until(last + lengths.randrange(2, 7))
+        job.process.kill()
+        assert job.end() == -signal.SIGKILL
+        # It went on at most one checkpoint, and one that was being written, before the kill.
+        assert last - 6 < job.steps[0] <= last + 1
+        last = job.steps[-1]
+    assert last - 6 < finished(run, output)[0] <= last + 1
+    found = torch.load(output, weights_only=True)
     assert differences(found, expected_state()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_saves_the_last_step_and_says_so_by_its_exit_code(tmp_path, number):
-    job = start(tmp_path / "run")
-    read_until(job, 7)
-    job.send_signal(number)
-    out, err = job.communicate(timeout=60)
-    assert job.returncode == 128 + number, err
-    last = max([7, *steps_of(out)])
-    with CheckpointManager(tmp_path / "run") as manager:
+    run, output = tmp_path / "run", tmp_path / "state.pt"
+    job = Job(run)
+    job.read_until(7)
+    job.process.send_signal(number)
+    assert job.end() == 128 + number, job.lines
+    last = job.steps[-1]
+    with CheckpointManager(run) as manager:
         assert manager.steps()[-1] == last
         manager.verify()
-    again = start(tmp_path / "run", tmp_path / "state.pt")
-    out, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
-    assert steps_of(out) == list(range(last + 1, fit_job.STEPS + 1))
-    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert finished(run, output) == list(range(last + 1, fit_job.STEPS + 1))
+    found = torch.load(output, weights_only=True)
     assert differences(found, expected_state()) == []
 
 
@@ -126,20 +142,45 @@ def test_a_signal_in_the_middle_of_a_step_waits_for_its_end(tmp_path, phase, mon
     assert differences(other.state_dict(), expected_state()) == []
 
 
-def test_a_second_signal_ends_it_at_once_and_what_was_saved_is_whole(tmp_path):
-    job = start(tmp_path / "run")
-    read_until(job, 8)
-    os.kill(job.pid, signal.SIGSTOP)  # so that both arrive within one step
-    job.send_signal(signal.SIGTERM)
-    os.kill(job.pid, signal.SIGCONT)
-    job.send_signal(signal.SIGTERM)
-    _, err = job.communicate(timeout=60)
-    assert job.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), err
-    with CheckpointManager(tmp_path / "run") as manager:
-        assert manager.steps()[-1] >= 6
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, -signal.SIGTERM),
+        # A scheduler's warning, and then its word: that is not asking twice.
+        (signal.SIGUSR1, signal.SIGTERM, 128 + signal.SIGTERM),
+    ],
+)
+def test_a_second_signal_ends_it_at_once_and_what_was_saved_is_whole(tmp_path, first, second, code):
+    run, output = tmp_path / "run", tmp_path / "state.pt"
+    job = Job(run)
+    job.read_until(8)
+    os.kill(job.process.pid, signal.SIGSTOP)  # so that both arrive within one step
+    job.process.send_signal(first)
+    os.kill(job.process.pid, signal.SIGCONT)
+    job.process.send_signal(second)
+    assert job.end() in (code, 128 + first)  # the first may have been heard alone
+    with CheckpointManager(run) as manager:
+        assert manager.steps()[-1] >= 3
         manager.verify()
-    again = start(tmp_path / "run", tmp_path / "state.pt")
-    _, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
-    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    finished(run, output)
+    found = torch.load(output, weights_only=True)
     assert differences(found, expected_state()) == []
+
+
+def test_a_process_that_was_forked_can_be_terminated():
+    trainer, loader, options = fit_job.job()
+    codes = []
+
+    def fork(event):
+        if event.kind == "step" and not codes:
+            context = multiprocessing.get_context("fork")
+            runs = context.Event()
+            child = context.Process(target=lambda: (runs.set(), time.sleep(60)))
+            child.start()
+            assert runs.wait(20)
+            child.terminate()
+            child.join(20)
+            codes.append(child.exitcode)
+
+    assert trainer.fit(loader, callbacks=[fork], **options).stopped_by == "steps"
+    assert codes == [-signal.SIGTERM]

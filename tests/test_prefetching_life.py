@@ -456,7 +456,7 @@ def test_a_fork_reads_on(device):
         (
             {"transfer_dtype": "bf16"},
             TypeError,
-            r"must be a floating-point .* got bf16",
+            r"must be a floating-point .* got 'bf16'",
         ),
         ({"transfer_dtype": torch.int8}, TypeError, r"must be a floating-point .* got torch.int8"),
         ({"device": "gpu"}, ValueError, r"did you mean 'cuda'"),

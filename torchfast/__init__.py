@@ -34,7 +34,7 @@ from torchfast.data import (
     build_dataloader,
     sweep_workers,
 )
-from torchfast.loop import FitEvent, FitResult
+from torchfast.fit_options import FitEvent, FitResult
 from torchfast.plan import Plan
 from torchfast.precision import NonfiniteOptions, PrecisionOptions
 from torchfast.step import TrainStep

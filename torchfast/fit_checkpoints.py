@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import final
 
 import torch
 
 from torchfast._core.arguments import check_int
-from torchfast._core.errors import StateMismatchError
+from torchfast._core.errors import CheckpointWriteError, StateMismatchError
 from torchfast.checkpoint import Checkpoint, CheckpointManager
 from torchfast.data import PrefetchingLoader
 from torchfast.step import TrainStep
@@ -32,10 +33,17 @@ Resume = str | os.PathLike[str] | int | None
 @final
 @dataclass(frozen=True, kw_only=True)
 class FitProgress:
-    """How far a call of ``fit`` has come: updates done, and epochs finished."""
+    """How far a call of ``fit`` has come.
+
+    Attributes:
+        num_steps: Updates done.
+        num_epochs: Epochs finished.
+        evaluated_at: Updates done at the last evaluation that was due; -1 before one was.
+    """
 
     num_steps: int = 0
     num_epochs: int = 0
+    evaluated_at: int = -1
 
 
 @final
@@ -53,6 +61,8 @@ class CheckpointOptions:
                 "checkpoint must be a path, a CheckpointManager or None, got "
                 f"{self.checkpoint!r} ({type(self.checkpoint).__name__})"
             )
+        if self.checkpoint == "":
+            raise ValueError("checkpoint is an empty path; name a folder, or give None")
         if self.every is not None:
             check_int("checkpoint_every", self.every, minimum=1)
             if self.checkpoint is None:
@@ -90,7 +100,7 @@ class FitCheckpoints:
         self._options = options
         self._step = step
         self._loader = loader
-        self._saved_at: int | None = None
+        self._saved: tuple[FitProgress, bool] | None = None
         self._told_of_nan = False
         self._is_own = not isinstance(options.checkpoint, CheckpointManager)
         self._manager: CheckpointManager | None
@@ -100,6 +110,14 @@ class FitCheckpoints:
             self._manager = CheckpointManager(options.checkpoint, keep_last=KEPT)
         else:
             self._manager = None
+        scheduler = step.lr_scheduler
+        if self._manager is not None and not (
+            scheduler is None or hasattr(scheduler, "load_state_dict")
+        ):
+            raise TypeError(
+                f"lr_scheduler ({type(scheduler).__name__}) has no state_dict and load_state_dict, "
+                "so a resumed run would begin its schedule again; give it both"
+            )
 
     # -- Resuming ----------------------------------------------------------------------------------
 
@@ -108,6 +126,12 @@ class FitCheckpoints:
         found = self._find()
         if found is None:
             return FitProgress()
+        if self._step.num_steps > 0:
+            raise ValueError(
+                f"the trainer has done {self._step.num_steps} steps already, which {found.path} "
+                "would replace; build the trainer anew to go on from it, or give this call a "
+                "folder of its own"
+            )
         progress = self._load(found)
         logger.info("going on from step %d (%s)", self._step.num_steps, found.path)
         return progress
@@ -151,11 +175,19 @@ class FitCheckpoints:
                 f"the checkpoint {found.path} lacks {sorted(lacking)}, so it was not saved by fit; "
                 "load its parts with CheckpointManager.load() and the load_state_dict() of each"
             )
+        known = {field.name for field in fields(FitProgress)}
+        if set(found.state["fit"]) != known:
+            raise StateMismatchError(
+                f"the checkpoint {found.path} counts {sorted(found.state['fit'])}, and this "
+                f"torchfast counts {sorted(known)}; go on with the version that saved it"
+            )
+        self._loader.check_state_dict(found.state["loader"])  # before anything is changed
         # The trainer's first, and whole: it has the generators that the rest of the run draws from.
         self._step.load_state_dict(found.state)
         self._loader.load_state_dict(found.state["loader"])
-        self._saved_at = self._step.num_steps
-        return FitProgress(**found.state["fit"])
+        progress = FitProgress(**found.state["fit"])
+        self._saved = progress, bool(found.metrics)
+        return progress
 
     # -- Saving ------------------------------------------------------------------------------------
 
@@ -165,33 +197,42 @@ class FitCheckpoints:
         Args:
             progress: How far the call has come.
             evaluation: What an evaluation of exactly this state found, if there was one.
+
+        Raises:
+            CheckpointWriteError: This save failed, or the one before it, of which it is heard now.
         """
+        if self._manager is None:
+            return
         every = self._options.every
-        if every is not None and progress.num_steps % every == 0:
+        if (every is not None and progress.num_steps % every == 0) or self._manager.has_failed:
             self.save(progress, evaluation)
 
     def after_epoch(self, progress: FitProgress, evaluation: Mapping[str, float] | None) -> None:
-        """Save unless checkpoints come every so many steps."""
-        if self._options.every is None:
-            self.save(progress, evaluation, again=True)
+        """Save if checkpoints come after each epoch, or one of this step was saved before it."""
+        was_saved = self._saved is not None and self._saved[0].num_steps == progress.num_steps
+        if self._options.every is None or was_saved:
+            self.save(progress, evaluation)
 
     def save(
         self,
         progress: FitProgress,
         evaluation: Mapping[str, float] | None,
         *,
-        again: bool = False,
         blocking: bool = False,
     ) -> None:
-        """Save what there is now, unless this step was saved.
+        """Save what there is now, unless just this was saved.
 
         Args:
             progress: How far the call has come.
             evaluation: What to save it with, for the manager's ``monitor``.
-            again: Replace a checkpoint of this step.
             blocking: Return when it is on the disk.
+
+        Raises:
+            CheckpointWriteError: This save failed, or the one before it; then this one was tried.
         """
-        if self._manager is None or (self._saved_at == self._step.num_steps and not again):
+        manager = self._manager
+        key = progress, bool(evaluation)
+        if manager is None or (self._saved == key and not manager.has_failed):
             return
         if not self._is_finite():
             return
@@ -200,24 +241,34 @@ class FitCheckpoints:
             "loader": self._loader.state_dict(),
             "fit": asdict(progress),
         }
-        self._manager.save(state, self._step.num_steps, metrics=evaluation, blocking=blocking)
-        self._saved_at = self._step.num_steps
+        step = self._step.num_steps
+        try:
+            manager.save(state, step, metrics=evaluation, blocking=blocking)
+        except CheckpointWriteError:
+            # The error may be that of the save before. The disk may have room again, and nothing
+            # newer than that will come.
+            with suppress(CheckpointWriteError):
+                manager.save(state, step, metrics=evaluation, blocking=True)
+            raise
+        self._saved = key
 
     def _is_finite(self) -> bool:
         """Whether the model is worth keeping: a checkpoint of NaN would replace a good one."""
-        tensors = [
-            tensor
-            for tensor in (*self._step.model.parameters(), *self._step.model.buffers())
-            if tensor.is_floating_point() or tensor.is_complex()
+        # Not the buffers: a mask may hold infinities on purpose. Nor dtypes of a byte, which know
+        # no infinity, or no isfinite().
+        flags = [
+            parameter.isfinite().all().to(self._step.device)
+            for parameter in self._step.model.parameters()
+            if parameter.dtype.itemsize > 1
+            and (parameter.is_floating_point() or parameter.is_complex())
         ]
-        flags = [tensor.isfinite().all().to(self._step.device) for tensor in tensors]
         if not flags or bool(torch.stack(flags).all()):
             return True
         if not self._told_of_nan:
             self._told_of_nan = True
             logger.warning(
-                "at step %d the model holds values that are not finite, so no checkpoint is saved "
-                "any more and the last good one is kept; Plan(nonfinite='skip') skips such updates",
+                "at step %d parameters are not finite, so no checkpoint is saved any more and the "
+                "last good one is kept; Plan(nonfinite='skip') skips such updates",
                 self._step.num_steps,
             )
         return False
@@ -234,3 +285,12 @@ class FitCheckpoints:
             self._manager.close()
         else:
             self._manager.wait()
+
+    def abandon(self) -> None:
+        """Let a manager of our own go while another error is on its way."""
+        if self._manager is None or not self._is_own:
+            return  # the user's manager keeps its error for the user
+        try:
+            self._manager.close()
+        except Exception as error:
+            logger.warning("a checkpoint failed too, besides the error that ends fit: %s", error)

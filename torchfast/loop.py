@@ -9,32 +9,23 @@ after the step it tells of and the device never waits for the host.
 from __future__ import annotations
 
 import logging
-import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, Literal, final, get_args
+from typing import Any, final
 
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from torchfast._core.arguments import (
-    check_callable,
-    check_choice,
-    check_int,
-    check_iterable,
-    check_positive,
-)
 from torchfast._core.device import peak_flops
 from torchfast._core.errors import EmptyEpochError
-from torchfast._core.loss import Number
 from torchfast._core.signals import StopSignals
 from torchfast.data import PrefetchingLoader
 from torchfast.evaluation import EvaluationCutError, evaluate, undisturbed
-from torchfast.fit_checkpoints import CheckpointOptions, FitCheckpoints, FitProgress
+from torchfast.fit_checkpoints import FitCheckpoints, FitProgress
+from torchfast.fit_options import Evaluate, FitEvent, FitOptions, FitResult
 from torchfast.records import IntervalRecords, Record, SkipWatch
 from torchfast.reporting import JSONLWriter, ProgressLine
 from torchfast.step import TrainStep
@@ -42,124 +33,6 @@ from torchfast.step import TrainStep
 logger = logging.getLogger(__name__)
 
 _END = object()
-
-ProgressMode = Literal["auto", "terminal", "plain", "off"]
-Evaluate = Iterable[Any] | Callable[[Any], Mapping[str, float]]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class FitEvent:
-    """What a callback is told.
-
-    Attributes:
-        kind: ``"step"`` after every step, ``"log"`` when a record is read, ``"evaluate"``,
-            ``"epoch"`` at the end of one, ``"end"``.
-        num_steps: Updates done, those before this ``fit`` included.
-        epoch: The trainer's count of epochs, from 0, those before this ``fit`` included.
-        loss: The step's loss on the device; reading it makes the host wait.
-        metrics: The step's metrics on the device, likewise.
-        record: What was logged, for ``"log"`` and ``"evaluate"``; host numbers.
-        stop: Call it to end the loop after this step.
-    """
-
-    kind: Literal["step", "log", "evaluate", "epoch", "end"]
-    num_steps: int
-    epoch: int
-    loss: Tensor | None
-    metrics: Mapping[str, Number]
-    record: Mapping[str, Any] | None
-    stop: Callable[[], None]
-
-
-Callback = Callable[[FitEvent], None]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class FitResult:
-    """What ``fit`` did.
-
-    Attributes:
-        num_steps: Updates of this call; if it went on from a checkpoint, those of the run that
-            saved it too.
-        num_epochs: Epochs of this call that were finished, likewise.
-        seconds: Wall-clock time.
-        stopped_by: ``"steps"``, ``"epochs"``, ``"callback"``, ``"nonfinite"`` (too many updates
-            in a row were skipped), or the name of a signal: ``"SIGINT"``, ``"SIGTERM"`` and, with
-            checkpoints, ``"SIGUSR1"``.
-        history: Every record, in order: those of training and those of evaluation.
-        evaluation: The last evaluation's values; empty if there was none.
-    """
-
-    num_steps: int
-    num_epochs: int
-    seconds: float
-    stopped_by: str
-    history: list[Record] = field(repr=False)
-    evaluation: dict[str, float]
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code for a program that has nothing else to say.
-
-        0 after a run that came to its end, 1 after ``"nonfinite"``, and 128 plus the signal's
-        number, as shells have it: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT. A
-        scheduler that starts such a program again lets it go on from its checkpoint.
-        """
-        if self.stopped_by == "nonfinite":
-            return 1
-        number = getattr(signal, self.stopped_by, None)
-        return 0 if number is None else 128 + int(number)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """The arguments of ``Trainer.fit``, which documents them; checked here."""
-
-    steps: int | None
-    epochs: int | None
-    evaluate: Evaluate | None
-    evaluate_every: int | None
-    log_every: int
-    log_path: str | PathLike[str] | None
-    progress: ProgressMode | bool
-    callbacks: Sequence[Callback]
-    count_items: Callable[[Any], int] | None
-    unit: str
-    flops_per_item: float | None
-    peak_flops: float | None
-    checkpoints: CheckpointOptions
-
-    def __post_init__(self) -> None:
-        if self.steps is None and self.epochs is None:
-            raise ValueError("fit needs steps= or epochs=, got neither")
-        for name, minimum in (("steps", 0), ("epochs", 0), ("evaluate_every", 1), ("log_every", 1)):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), minimum=minimum)
-        for name in ("flops_per_item", "peak_flops"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
-        if self.evaluate is None and self.evaluate_every is not None:
-            raise ValueError(f"evaluate_every={self.evaluate_every} needs evaluate=, got None")
-        if not (self.evaluate is None or callable(self.evaluate)):
-            check_iterable("evaluate", self.evaluate, "batches, or a callable model -> mapping")
-        if not isinstance(self.progress, bool):
-            check_choice("progress", self.progress, get_args(ProgressMode))
-        if not isinstance(self.log_path, str | PathLike | None):
-            raise TypeError(
-                f"log_path must be a path or None, got {self.log_path!r} "
-                f"({type(self.log_path).__name__})"
-            )
-        if not isinstance(self.callbacks, list | tuple):
-            raise TypeError(
-                f"callbacks must be a list of functions, got {type(self.callbacks).__name__}"
-            )
-        for index, callback in enumerate(self.callbacks):
-            check_callable(f"callbacks[{index}]", callback, "callback(event)")
-        if self.count_items is not None:
-            check_callable("count_items", self.count_items, "count_items(batch) -> int")
 
 
 @final
@@ -196,6 +69,7 @@ class FitLoop:
         self._history: list[Record] = []
         self._evaluation: dict[str, float] = {}
         self._evaluated_at = -1
+        self._due_at = -1  # of the last evaluation that was due, not asked for by the end of all
         self._log_failed = False
 
     def run(self) -> FitResult:
@@ -224,15 +98,14 @@ class FitLoop:
                     logger.warning("too many updates were skipped: %s", self._skips.told())
                 if self._records.has_steps:
                     self._records.stage(self._place())
-                self._evaluate()
+                self._evaluate(due=False)
                 self._checkpoints.save(self._progress(), self._fresh_evaluation(), blocking=True)
                 self._flush(wait=True)
             except BaseException:
                 # What was measured is kept, and must not hide what went wrong.
                 with suppress(Exception):
                     self._flush(wait=True)
-                with suppress(Exception):
-                    self._checkpoints.close()
+                self._checkpoints.abandon()
                 raise
             self._checkpoints.close()
             self._emit("end", None)
@@ -250,9 +123,15 @@ class FitLoop:
     def _resume(self) -> None:
         progress = self._checkpoints.resume()
         self._done, self._epochs_done = progress.num_steps, progress.num_epochs
+        self._due_at = progress.evaluated_at
+        every = self._options.evaluate_every
+        if every and self._done and self._done % every == 0:
+            self._evaluate()  # unless it was done before the checkpoint
 
     def _progress(self) -> FitProgress:
-        return FitProgress(num_steps=self._done, num_epochs=self._epochs_done)
+        return FitProgress(
+            num_steps=self._done, num_epochs=self._epochs_done, evaluated_at=self._due_at
+        )
 
     def _fresh_evaluation(self) -> dict[str, float] | None:
         return self._evaluation if self._evaluated_at == self._done else None
@@ -300,8 +179,14 @@ class FitLoop:
             self._checkpoints.after_step(self._progress(), self._fresh_evaluation())
             self._check_end()
             if self._stop_reason is not None:
-                return self._loader.at_epoch_end
+                # A run cut short takes the end of the epoch up when it goes on.
+                return self._stop_reason == "steps" and self._ended(batches)
         return self._signals.received is None
+
+    def _ended(self, batches: Iterator[Any]) -> bool:
+        """Let the loader see the end of its epoch, if it is there."""
+        self._next(batches)
+        return self._loader.epoch_ended
 
     def _next(self, batches: Iterator[Any]) -> Any:
         try:
@@ -329,10 +214,15 @@ class FitLoop:
     def _stop(self) -> None:
         self._stop_reason = self._stop_reason or "callback"
 
-    def _evaluate(self) -> None:
-        """Evaluate what these steps made, unless that was done or a signal calls for the end."""
+    def _evaluate(self, *, due: bool = True) -> None:
+        """Evaluate what these steps made, unless that was done or a signal calls for the end.
+
+        One that is not ``due``, at the end of all, is told and schedules nothing: the run that
+        goes on from here knows nothing of it.
+        """
         evaluation = self._options.evaluate
-        if evaluation is None or self._evaluated_at == self._done or self._signals.received:
+        done_at = self._due_at if due else max(self._due_at, self._evaluated_at)
+        if evaluation is None or done_at == self._done or self._signals.received:
             return
         self._records.clock.pause()  # the time spent here belongs to no step
         self._flush(wait=True)
@@ -347,7 +237,9 @@ class FitLoop:
             return
         self._evaluation = values
         self._evaluated_at = self._done
-        if self._plateau is not None:
+        if due:
+            self._due_at = self._done
+        if due and self._plateau is not None:
             if "loss" not in values:
                 raise ValueError(
                     f"ReduceLROnPlateau needs evaluate= to return 'loss', got {sorted(values)}"

@@ -22,14 +22,8 @@ from torchfast._core.loss import Number
 from torchfast.data import PrefetchingLoader
 from torchfast.evaluation import evaluate
 from torchfast.fit_checkpoints import CheckpointOptions, Resume, Target
-from torchfast.loop import (
-    Callback,
-    Evaluate,
-    FitLoop,
-    FitOptions,
-    FitResult,
-    ProgressMode,
-)
+from torchfast.fit_options import Callback, Evaluate, FitOptions, FitResult, ProgressMode
+from torchfast.loop import FitLoop
 from torchfast.plan import Plan
 from torchfast.step import LossFn, OptimizerSource, SchedulerSource, TrainStep
 

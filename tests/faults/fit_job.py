@@ -6,6 +6,7 @@ Usage: fit_job.py FOLDER [OUTPUT]
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 
@@ -53,5 +54,7 @@ def main(folder, output=None):
 
 
 if __name__ == "__main__":
+    # A job that was started in the background may have been told to ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.basicConfig(level=logging.INFO)
     sys.exit(main(*sys.argv[1:]))

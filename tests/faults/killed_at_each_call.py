@@ -76,4 +76,5 @@ def main(root, mode, step):
     raise RuntimeError(f"a save makes more than {MOST_CALLS} calls")
 
 
-main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

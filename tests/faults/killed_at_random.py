@@ -76,4 +76,5 @@ def main(folder, seed, times):
         shutil.rmtree(folder)
 
 
-main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

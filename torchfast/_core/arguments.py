@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import ParamSpec, TypeVar
 
+import torch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
@@ -39,6 +41,15 @@ def check_flag(name: str, value: object) -> bool:
     """Return ``value`` if it is a bool; 0 and 1 are not."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {_describe(value)}")
+    return value
+
+
+def check_float_dtype(name: str, value: object) -> torch.dtype:
+    """Return ``value`` if it is a floating-point dtype."""
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(
+            f"{name} must be a floating-point torch.dtype or None, got {_describe(value)}"
+        )
     return value
 
 

@@ -29,6 +29,7 @@ class StopSignals:
         self._numbers = list(_SIGNALS)
         if with_usr1 and _WARNING and signal.getsignal(_WARNING) is signal.SIG_DFL:
             self._numbers.append(_WARNING)
+        self._pid = os.getpid()
         self.received: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -50,11 +51,20 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.received is not None:
+        if os.getpid() != self._pid:
+            # A process that was forked meanwhile, which whoever forked it means to end. A
+            # terminal's Ctrl-C reaches it too, and is its parent's to act on.
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        name = signal.Signals(number).name
+        # Schedulers warn first and terminate later: that is not asking twice.
+        if self.received is not None and (self.received, name) != ("SIGUSR1", "SIGTERM"):
             self._restore()
             os.kill(os.getpid(), number)
             return
-        self.received = signal.Signals(number).name
+        self.received = name
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

@@ -35,6 +35,11 @@ class Background:
         """Whether work is under way."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an error waits to be raised."""
+        return self._outcome.error is not None
+
     def start(self, work: Callable[[], None]) -> None:
         """Start ``work``; the work before it must have been waited for."""
         outcome = self._outcome

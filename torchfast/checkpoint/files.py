@@ -40,9 +40,9 @@ PIECE_BYTES: Final = 4 << 20
 _BUFFER_BYTES: Final = 1 << 20
 # More do not help: four already hash and write about 4 GB/s.
 MAX_THREADS: Final = 4
-# What the file itself is to blame for. Anything else (no permission, no memory, a server that does
-# not answer) says nothing about the checkpoint and is raised as it is.
-_DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO)
+# What the file itself is to blame for. Anything else (no permission, no memory, a disk or a server
+# that does not answer) says nothing about the checkpoint and is raised as it is.
+_DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 
 class Digest(Protocol):

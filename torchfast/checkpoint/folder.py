@@ -181,7 +181,12 @@ class CheckpointFolder:
         replaced = step in self
         if replaced:
             os.rename(self.of(step), old)
-        os.rename(temporary, self.of(step))
+        try:
+            os.rename(temporary, self.of(step))
+        except BaseException:
+            if replaced:
+                os.rename(old, self.of(step))
+            raise
         sync_folder(self.path)
         if replaced:
             remove_tree(old)

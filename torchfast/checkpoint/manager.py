@@ -187,6 +187,11 @@ class CheckpointManager:
         """
         self._background.wait()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last save failed, which the next `save`, `wait` or `close` will raise."""
+        return self._background.has_failed
+
     # -- Loading -----------------------------------------------------------------------------------
 
     @overload
@@ -217,25 +222,28 @@ class CheckpointManager:
         self.wait()
         if step != "latest":
             return self._read(self._folder.existing(step))
-        bad: list[str] = []
+        bad: dict[int, Exception] = {}
         for candidate in reversed(self._folder.steps()):
             try:
                 found = self._read(candidate)
             except (CheckpointCorruptError, UnsafeCheckpointError) as error:
                 if candidate in self._folder:  # else another process has just deleted it
-                    bad.append(f"{error} (now {self._set_aside(candidate)})")
+                    bad[candidate] = error
                 continue
             if bad:
+                # Not before: if all of them are bad, the next start is to say so again.
+                told = [f"{error} (now {self._set_aside(at)})" for at, error in bad.items()]
                 logger.warning(
                     "going on from step %d, since newer checkpoints are damaged: %s",
                     candidate,
-                    "; ".join(bad),
+                    "; ".join(told),
                 )
             return found
         if bad:
             raise CheckpointCorruptError(
-                f"every checkpoint in {self._folder.path} is damaged: {'; '.join(bad)}; begin anew "
-                "in another folder, or put a copy here"
+                f"every checkpoint in {self._folder.path} is damaged: "
+                f"{'; '.join(map(str, bad.values()))}; begin anew in another folder, or put a copy "
+                "here"
             )
         return None
 

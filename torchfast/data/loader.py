@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from torchfast._core.arguments import (
     check_callable,
     check_flag,
+    check_float_dtype,
     check_int,
     check_iterable,
     explain_keywords,
@@ -124,15 +125,12 @@ class PrefetchingLoader:
         self._check = StructureCheck() if check_flag("strict", strict) else None
         if transform is not None:
             check_callable("transform", transform, "transform(batch)")
-        if transfer_dtype is not None and not (
-            isinstance(transfer_dtype, torch.dtype) and transfer_dtype.is_floating_point
-        ):
-            raise TypeError(
-                f"transfer_dtype must be a floating-point torch.dtype or None, got {transfer_dtype}"
-            )
+        if transfer_dtype is not None:
+            check_float_dtype("transfer_dtype", transfer_dtype)
         self._finish = Finish(self.device, transform, self.channels_last)
         self._transfer_dtype = transfer_dtype
         self._epoch: int | None = None
+        self.epoch_ended = False  # whether the last iteration came to the end of its epoch
         self._iteration = 0
         self._closed = False
         self._ring: Ring | None = None
@@ -218,6 +216,7 @@ class PrefetchingLoader:
         mine = self._iteration
         feed = self._begin(None if max_steps is None else max_steps * self.accumulate)
         num_steps = 0
+        self.epoch_ended = False
         try:
             self._counters.begin(time.perf_counter())
             while max_steps is None or num_steps < max_steps:
@@ -225,6 +224,7 @@ class PrefetchingLoader:
                 group, position = self._group(feed)
                 feed.release()
                 if not group:
+                    self.epoch_ended = True
                     self.end_epoch()
                     return
                 self._upstream.position = position
@@ -238,6 +238,11 @@ class PrefetchingLoader:
                         "closed, which ended this one; give each loop a PrefetchingLoader of its "
                         "own"
                     )
+            if self._upstream.may_be_at_end and not self.is_one_shot:
+                # Samplers draw at the end, so it has to be asked for; a batch that comes instead
+                # is not counted, and comes again where the position is loaded.
+                feed.extend(1)
+                self.epoch_ended = feed.take() is None
         finally:
             if self._iteration == mine:
                 self._leave(feed)
@@ -364,11 +369,6 @@ class PrefetchingLoader:
         """Whether the next iteration goes on in the middle or at the end of an epoch."""
         return self._upstream.will_resume
 
-    @property
-    def at_epoch_end(self) -> bool:
-        """Whether the last batch that was yielded is the epoch's last, as far as lengths tell."""
-        return self._upstream.at_epoch_end
-
     def end_epoch(self) -> None:
         """Count the epoch as finished, though the loader was not asked for more than its last."""
         self._upstream.position = None
@@ -380,6 +380,10 @@ class PrefetchingLoader:
         ``trainer.state_dict()``, which has the global random generators.
         """
         return {**self._upstream.state_dict(), "epoch": self._epoch}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise what `load_state_dict` would raise, and change nothing."""
+        self._upstream.check(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a saved position: the next iteration yields the batches that were left.
@@ -394,7 +398,7 @@ class PrefetchingLoader:
             StateMismatchError: It is the position of another loader: another number of samples,
                 batch size, number of workers or replicas.
         """
-        self._upstream.check(state)
+        self.check_state_dict(state)
         self._stop()
         self._upstream.load_state_dict(state)
         epoch = state.get("epoch")

@@ -92,8 +92,8 @@ class PositionedLoader:
         return hasattr(type(self.loader), "__next__")
 
     @property
-    def at_epoch_end(self) -> bool:
-        """Whether the last batch that came out is the epoch's last, as far as lengths tell."""
+    def may_be_at_end(self) -> bool:
+        """Whether as many batches came out as the loader says it has."""
         try:
             length = len(self.loader)  # type: ignore[arg-type]
         except TypeError:
