@@ -8,10 +8,10 @@ pay; batches fetched and copied ahead; and images that cross to the device as ui
 normalised there, a quarter of the bytes. On two CPU cores, where waiting can overlap but nothing
 can be copied ahead:
 
-    the stall: 176.8 ms a step
-      supply-bound: 92% of the time goes into waiting for the loader, ...
+    the stall: 185.1 ms a step
+      supply-bound: 90% of the time goes into waiting for the loader, ...
     the sweep chooses 2 workers
-    the cure: 90.1 ms a step, 2.0 times as fast
+    the cure: 79.6 ms a step, 2.3 times as fast
 """
 
 import argparse

@@ -146,7 +146,11 @@ class SimulatedTransport(Transport):
             self.copy_stream.enqueue(lambda t=target, s=source: self._copy(t, s))
         slot.held = None
         before = torch.get_rng_state()
-        result = finish()  # for what it draws and what it returns
+        try:
+            result = finish()  # for what it draws and what it returns
+        except BaseException:
+            slot.ready.record(self.copy_stream)
+            raise
         blocks = {block.untyped_storage().data_ptr() for block in slot.blocks}
         foreign = any(
             not t.is_sparse and t.untyped_storage().data_ptr() not in blocks
@@ -185,7 +189,7 @@ class SimulatedTransport(Transport):
     @override
     def clone(self, tensor):
         copy = tensor.clone() if tensor.is_sparse else torch.full_like(tensor, 7)
-        self.consumer.enqueue(lambda: copy.copy_(tensor))
+        self.consumer.enqueue(lambda: copy.detach().copy_(tensor.detach()))
         return copy
 
     @override

@@ -121,6 +121,80 @@ def test_an_iteration_that_is_let_go_takes_its_thread_along(device, last):
     wait_until(lambda: not stagers())
 
 
+class OutOfMemoryOnce(Prompt):
+    fail_at = 5
+
+    def renew(self, slot):
+        self.fail_at -= 1
+        if self.fail_at == 0:
+            raise torch.OutOfMemoryError("no memory")
+        super().renew(slot)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_want_of_memory_loses_no_slot(device, depth):
+    device.kind = OutOfMemoryOnce
+    loader = PrefetchingLoader(numbered(20), "cpu", depth=depth)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(loader)
+    assert loader._ring.free.qsize() == depth + 1
+    assert numbers(loader) == list(range(20))
+    assert stagers() == []
+
+
+def test_an_end_that_is_interrupted_does_not_hold_the_next_iteration(device, monkeypatch):
+    device.kind = Prompt
+    loader = PrefetchingLoader(numbered(20), "cpu", depth=2)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    thread = loader._feed._thread
+    join = thread.join
+
+    def interrupted(timeout=None):
+        monkeypatch.setattr(thread, "join", join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        batches.close()
+    assert numbers(loader) == list(range(20))
+    wait_until(lambda: not stagers())
+
+
+def test_what_an_iterator_gave_last_stays_valid_behind_a_break(device):
+    device.kind = Prompt
+    loader = PrefetchingLoader(iter(numbered(30)), "cpu", depth=2, reuse=True)
+    for x, _ in loader:
+        if int(x[0]) == 5:
+            break
+    time.sleep(0.1)  # the thread goes on as far as it may
+    assert x.unique().tolist() == [5]
+    assert numbers(loader) == list(range(6, 30))
+
+
+def test_a_loop_that_waits_hears_of_the_close_of_another_thread(device):
+    go = threading.Event()
+
+    def slow():
+        yield from numbered(4)
+        go.wait(20)
+        yield from numbered(1)
+
+    loader = PrefetchingLoader(slow(), "cpu")
+
+    def close():
+        time.sleep(0.2)
+        threading.Timer(0.2, go.set).start()
+        loader.close()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    with pytest.raises(IterationError, match="or it was closed"):
+        list(loader)
+    thread.join()
+
+
 def test_while_paused_nothing_is_enqueued(device):
     loader = PrefetchingLoader(iter(numbered(1000)), "cpu", depth=4)
     with loader.paused():  # before there is anything

@@ -239,12 +239,13 @@ class FitLoop:
         self._evaluated_at = self._done
         if due:
             self._due_at = self._done
-        if due and self._plateau is not None:
+        if self._plateau is not None:
             if "loss" not in values:
                 raise ValueError(
                     f"ReduceLROnPlateau needs evaluate= to return 'loss', got {sorted(values)}"
                 )
-            self._plateau.step(values["loss"])
+            if due:
+                self._plateau.step(values["loss"])
         record = {**self._place(), "evaluation": values}
         self._keep(record)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())

@@ -244,7 +244,7 @@ class Trainer:
             ),
         )
         if isinstance(loader, PrefetchingLoader):
-            loader.check_serves(self.device, self._step.accumulate)
+            _check_serves(loader, self._step)
             return FitLoop(self._step, loader, options).run()
         # The loop holds no batch longer than its step.
         with self.prefetch(loader, reuse=True) as prefetching:
@@ -351,3 +351,14 @@ class Trainer:
 
     def __repr__(self) -> str:
         return repr(self._step).replace("TrainStep", "Trainer", 1)
+
+
+def _check_serves(loader: PrefetchingLoader, step: TrainStep) -> None:
+    """Raise ValueError unless what comes out is what the step takes."""
+    for name in ("device", "accumulate"):
+        own, needed = getattr(loader, name), getattr(step, name)
+        if own != needed:
+            raise ValueError(
+                f"the PrefetchingLoader has {name}={str(own)!r} and the trainer "
+                f"{name}={str(needed)!r}; make it with trainer.prefetch(loader)"
+            )

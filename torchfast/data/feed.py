@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Protocol, final
 
 from typing_extensions import override
@@ -27,6 +28,7 @@ from torchfast.data.position import Position
 from torchfast.data.ring import Ring, Staged
 from torchfast.data.stager import (
     CPU,
+    END,
     LIMIT,
     SUSPECT,
     Batches,
@@ -160,7 +162,7 @@ class RingFeed(Feed):
         """How many batches are left, once upstream has come to its end; None before."""
         if self.finished:
             return 0
-        return self._stager.staged.qsize() - 1 if self._stager.exhausted else None
+        return max(0, self._stager.staged.qsize() - 1) if self._stager.exhausted else None
 
     def prime(self) -> None:
         """Fetch the first batch in the caller's thread, before it is asked for."""
@@ -200,10 +202,9 @@ class RingFeed(Feed):
 
     @override
     def release(self) -> None:
-        for slot in self._used:
-            self._ring.take_back(slot)
-            self._released = slot
-        self._used.clear()
+        while self._used:
+            self._released = self._used.pop(0)
+            self._ring.take_back(self._released)
 
     @override
     def close(self) -> None:
@@ -211,17 +212,23 @@ class RingFeed(Feed):
         stager = self._stager
         if stager.pid != os.getpid():
             return  # the thread and the locks are the parent's
-        if self._thread is not None:
-            stager.stop()
-            self._thread.join()
-            self._thread = None
-            self._ring.forget_wakes()
         if self._finalizer is not None:
             self._finalizer.detach()
-        self.turn()
-        self.release()
-        self._drop_staged()
-        _close(stager.batches)
+        if self._thread is not None:
+            stager.stop()
+            self._ring.is_broken = True  # unless the thread is seen to end
+            if self._thread is threading.current_thread():
+                return  # the garbage collector runs anywhere
+            self._thread.join()
+            self._ring.is_broken = False
+            self._thread = None
+            self._ring.forget_wakes()
+        with ExitStack() as stack:  # all of it, whatever fails
+            stack.callback(stager.staged.put, END)  # for a thread that still waits for a batch
+            stack.callback(_close, stager.batches)
+            stack.callback(self._drop_staged)
+            stack.callback(self.release)
+            stack.callback(self.turn)
 
     # -- Fetching ----------------------------------------------------------------------------------
 
@@ -232,8 +239,9 @@ class RingFeed(Feed):
             item = self._arrival()
             if isinstance(item, Staged):
                 return item
-            self._thread.join()
-            self._thread = None
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
             if item is LIMIT:
                 continue
             if item is SUSPECT:
@@ -288,7 +296,7 @@ class RingFeed(Feed):
         if before is not None:
             self._judge(draws=not same_rng_state(before, get_rng_state(CPU)))
         self._num_here += 1
-        slot = self._ring.free.get()
+        slot = stager.free_slot()
         assert slot is not None
         staged = stage(self._ring, slot, *pair)
         if fetching.where == "thread":

@@ -49,6 +49,11 @@ from torchfast.data.statistics import Counters, LoaderStatistics
 from torchfast.data.structure import StructureCheck
 from torchfast.data.transport import Transport, transport_for
 
+ENDED = (
+    "another iteration over this PrefetchingLoader has begun, or it was closed, which ended this "
+    "one; give each loop a PrefetchingLoader of its own"
+)
+
 
 @final
 class PrefetchingLoader:
@@ -163,18 +168,6 @@ class PrefetchingLoader:
             ) from error
         return -(-batches // self.accumulate)
 
-    def check_serves(self, device: torch.device, accumulate: int) -> None:
-        """Raise ValueError unless what comes out is what such a step takes."""
-        for name, own, needed in (
-            ("device", self.device, device),
-            ("accumulate", self.accumulate, accumulate),
-        ):
-            if own != needed:
-                raise ValueError(
-                    f"the PrefetchingLoader has {name}={str(own)!r} and the trainer "
-                    f"{name}={str(needed)!r}; make it with trainer.prefetch(loader)"
-                )
-
     def ungrouped(self) -> PrefetchingLoader:
         """Return another loader over the same one, at its start, that yields single batches."""
         return PrefetchingLoader(
@@ -223,6 +216,8 @@ class PrefetchingLoader:
                 feed.turn()
                 group, position = self._group(feed)
                 feed.release()
+                if self._iteration != mine:  # closed by another thread meanwhile
+                    raise IterationError(ENDED)
                 if not group:
                     self.epoch_ended = True
                     self.end_epoch()
@@ -233,11 +228,7 @@ class PrefetchingLoader:
                     self._begin_ahead()
                 yield group[0] if self.accumulate == 1 else MicroBatches(group)
                 if self._iteration != mine:
-                    raise IterationError(
-                        "another iteration over this PrefetchingLoader has begun, or it was "
-                        "closed, which ended this one; give each loop a PrefetchingLoader of its "
-                        "own"
-                    )
+                    raise IterationError(ENDED)
             if self._upstream.may_be_at_end and not self.is_one_shot:
                 # Samplers draw at the end, so it has to be asked for; a batch that comes instead
                 # is not counted, and comes again where the position is loaded.
@@ -268,15 +259,16 @@ class PrefetchingLoader:
                 self._feed = kept
                 return kept
             self._abandon(kept)
-        self._feed = self._ahead.take(self._epoch) or self._open(limit)
+        ahead = self._ahead.take(self._epoch)
+        if ahead is not None:
+            ahead.extend(limit)
+        self._feed = ahead or self._open(limit)
         return self._feed
 
     def _leave(self, feed: Feed) -> None:
         """End an iteration: at its end, by a break, or by an error."""
         if self.is_one_shot and not feed.finished:
-            feed.turn()
-            feed.release()
-            return
+            return  # the batch in use is released when the next one is asked for
         self._feed = None
         if feed.finished:
             feed.close()
@@ -293,7 +285,7 @@ class PrefetchingLoader:
         batches = self._upstream.begin()
         if self._check is not None:
             batches = self._check.checked(batches)
-        if self._ring is None:
+        if self._ring is None or self._ring.is_broken:
             transport = transport_for(self.device)
             if transport is None:
                 return DirectFeed(
@@ -357,7 +349,7 @@ class PrefetchingLoader:
         """Keep the staging thread off the device for the length of the body.
 
         For a CUDA graph that is captured in torch's default mode, which any thread's allocation
-        would end. What is staged stays; ask for no batch within.
+        would end. What is staged stays; ask for no batch within, nor leave the loop.
         """
         with nullcontext() if self._ring is None else self._ring.lock:
             yield

@@ -25,7 +25,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from torchfast._core.batches import map_batch, move_object, move_tensor
+from torchfast._core.batches import map_batch, move_object, move_tensor, tensors
 from torchfast._core.rng import get_rng_state, same_rng_state
 from torchfast.data.layout import LARGE_BYTES, Layout, dense_strides, lay_out
 from torchfast.data.position import Position
@@ -69,6 +69,7 @@ class Ring:
 
     Attributes:
         lock: Held while anything is enqueued or allocated for a slot.
+        is_broken: Whether a thread was left behind in it, so that it serves no other iteration.
 
     Synchronizes: `stage` waits for the slot's previous copy.
     """
@@ -92,11 +93,14 @@ class Ring:
         for slot in self.slots:
             self.free.put(slot)
         self.lock = threading.Lock()
+        self.is_broken = False
         self.transfer_dtype = transfer_dtype
         self.trust_pinned = trust_pinned
         self._reuse = reuse
         self._finish = finish
         self._finish_draws: bool | None = None
+        self._finish_makes_objects = False
+        self._has_room = False
         self._layouts: dict[Any, Layout] = {}
 
     @property
@@ -117,6 +121,7 @@ class Ring:
             late = self._finish is not None and (
                 # Not known before the first batch is handed out, in the consumer's thread.
                 self._finish_draws is not False
+                or self._finish_makes_objects
                 or bool(cargo.resident)
                 or (cargo.has_objects and not self._reuse)
             )
@@ -126,10 +131,10 @@ class Ring:
                 return moved if late or self._finish is None else self._finish(moved)
 
             arrived = self.transport.upload(slot, copies, arrive)
-            # Sources in use, and tensors whose memory is the copy stream's.
-            is_foreign = cargo.has_others or (self._finish is not None and not late)
-            slot.held = cargo.direct, arrived if is_foreign else None
-        owned = cargo.resident | {id(tensor) for tensor in placed.values()}
+            owned = cargo.resident | {id(tensor) for tensor in placed.values()}
+            # Sources in use, and what lies in memory of the copy stream's.
+            foreign = [t for t in tensors(arrived) if id(t) not in owned]
+            slot.held = cargo.direct, foreign, arrived if self._reuse else None
         return Staged(arrived, position, slot, owned, late, cargo.num_bytes)
 
     def hand_out(self, staged: Staged) -> Any:
@@ -137,23 +142,33 @@ class Ring:
         self.transport.receive(staged.slot)
         batch = staged.batch
         if not self._reuse:
-            device, clone = self.transport.device, self.transport.clone
+            device = self.transport.device
             batch = map_batch(
                 batch,
-                lambda t: t if id(t) in staged.owned else clone(t),
+                lambda t: t if id(t) in staged.owned else self._own(t),
                 lambda value: move_object(value, device),
             )
         if staged.finish_late and self._finish is not None:
             batch = self._finish_watched(batch)
         return batch
 
+    def _own(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad and tensor.is_leaf:
+            return self.transport.clone(tensor.detach()).requires_grad_()
+        return self.transport.clone(tensor)
+
     def take_back(self, slot: Slot) -> None:
         """Let the slot be written again, behind what was enqueued until now."""
-        if not self._reuse and slot.is_received:
-            with torch.inference_mode(False):
-                self.transport.renew(slot)
-        self.transport.release(slot)
-        self.free.put(slot)
+        try:
+            if not self._reuse and slot.is_received:
+                with torch.inference_mode(False):
+                    self.transport.renew(slot)
+        except BaseException:
+            slot.blocks = []  # the next batch in it asks for memory again
+            raise
+        finally:
+            self.transport.release(slot)
+            self.free.put(slot)
 
     def wake(self) -> None:
         """Let a thread that waits for a slot go on without one."""
@@ -178,13 +193,17 @@ class Ring:
         return move_tensor(tensor, self.transport.device) if found is None else found
 
     def _finish_watched(self, batch: Any) -> Any:
-        """Run ``finish``; the first time, find out whether it draws random numbers."""
+        """Run ``finish``; the first time, find out whether it may run beside the step."""
         assert self._finish is not None
         if self._finish_draws is not None:
             return self._finish(batch)
         before = get_rng_state(self.transport.device)
         result = self._finish(batch)
-        self._finish_draws = not same_rng_state(before, get_rng_state(self.transport.device))
+        draws = not same_rng_state(before, get_rng_state(self.transport.device))
+        self._finish_makes_objects = _has_objects(result)  # whose memory cannot be copied out
+        # What it made on the device for itself, such as constants, is there for the copy stream.
+        self.transport.drain()
+        self._finish_draws = draws
         return result
 
     def _layout(self, cargo: _Cargo) -> Layout:
@@ -198,7 +217,8 @@ class Ring:
 
     def _make_room(self, slot: Slot, layout: Layout) -> None:
         # At the first batch all slots at once, since pinning stalls the device.
-        slots = [slot] if slot.blocks else self.slots
+        slots = [slot] if self._has_room else self.slots
+        self._has_room = True
         for each in slots:
             pinned = 0 if each.pinned is None else each.pinned.numel()
             have = [block.numel() for block in each.blocks]
@@ -260,11 +280,11 @@ class _Cargo:
             dtype = self._dtype
             if not is_plain:
                 tensor = tensor.to(dtype)
-        size = tensor.numel() * dtype.itemsize
-        self.num_bytes += size
         if not is_plain:
             self.has_others = True
             return tensor
+        size = tensor.numel() * dtype.itemsize
+        self.num_bytes += size
         is_direct = (
             self._trust_pinned
             and size >= LARGE_BYTES
@@ -306,12 +326,24 @@ def _fill(
     return copies
 
 
+def _has_objects(batch: Any) -> bool:
+    found: list[Any] = []
+
+    def note(value: Any) -> Any:
+        found.append(value)
+        return value
+
+    map_batch(batch, lambda tensor: tensor, note)
+    return bool(found)
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the elements are all there is to a tensor, so that they can be laid out anew."""
     return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
         and not tensor.is_quantized
     )

@@ -154,7 +154,7 @@ class Stager:
                     and moves % 2 == 0
                     and moves == self._fetching.num_moves
                 )
-                slot = self._free_slot()
+                slot = self.free_slot()
                 if slot is None:
                     return
                 self.staged.put(stage(self.ring, slot, *pair))
@@ -172,9 +172,12 @@ class Stager:
         )
         return get_rng_state(CPU) if due else None
 
-    def _free_slot(self) -> Slot | None:
+    def free_slot(self) -> Slot | None:
+        """Wait for a slot; None once this was told to stop."""
         start = time.perf_counter()
         slot = self.ring.free.get()
+        while slot is None and not self.stopped:  # a wake that was meant for another
+            slot = self.ring.free.get()
         self.counters.stager_wait_s += time.perf_counter() - start
         return slot
 
@@ -207,10 +210,11 @@ def stage(ring: Ring, slot: Slot, batch: Any, position: Position) -> Staged:
 
 def end_thread(stager: Stager, thread: threading.Thread) -> None:
     """End a thread whose feed is gone, or the exit of Python has come."""
-    if stager.pid != os.getpid() or thread is threading.current_thread():
+    if stager.pid != os.getpid():
         return
     stager.stop()
-    thread.join(timeout=EXIT_S)
+    if thread is not threading.current_thread():
+        thread.join(timeout=EXIT_S)
 
 
 class _Settings:

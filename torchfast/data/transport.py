@@ -36,6 +36,7 @@ class Slot:
         blocks: Memory on the device, bytes each.
         held: What must live until the consumer is done: pinned sources, what a transform made.
         stream: Where the consumer received it, until it is released.
+        home: The stream whose pool the device memory comes from.
     """
 
     def __init__(self, ready: Any, free: Any) -> None:
@@ -45,6 +46,7 @@ class Slot:
         self.blocks: list[Tensor] = []
         self.held: Any = None
         self.stream: Any = None
+        self.home: Any = None
 
     @property
     def is_received(self) -> bool:
@@ -139,13 +141,16 @@ class CUDATransport(Transport):
                 pinned_bytes, dtype=torch.uint8, device="cpu", pin_memory=True
             )
         with torch.cuda.stream(self._consumer):
+            slot.blocks = []
             slot.blocks = [self._block(size) for size in block_bytes]
+            slot.home = self._consumer
             slot.free.record(self._consumer)
 
     @override
     def renew(self, slot: Slot) -> None:
         with torch.cuda.stream(slot.stream):
             slot.blocks = [self._block(block.numel()) for block in slot.blocks]
+            slot.home = slot.stream
 
     def _block(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -163,17 +168,24 @@ class CUDATransport(Transport):
         with torch.cuda.stream(stream):
             stream.wait_event(slot.free)
             slot.held = None  # what the consumer has read may be overwritten from here on
-            with self._timing("copy", stream, self._num_uploads):
-                for target, source in copies:
-                    target.copy_(source, non_blocking=True)
-            result = finish()
-            slot.ready.record(stream)
-        return result
+            try:
+                with self._timing("copy", stream, self._num_uploads):
+                    for target, source in copies:
+                        target.copy_(source, non_blocking=True)
+                return finish()
+            finally:
+                slot.ready.record(stream)  # behind what was enqueued, though it may have failed
 
     @override
     def receive(self, slot: Slot) -> None:
         self._num_receipts += 1
-        stream = self._consumer = slot.stream = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._consumer:
+            stream.wait_stream(self._consumer)
+        self._consumer = slot.stream = stream
+        if slot.home != stream:
+            for block in slot.blocks:  # they go back to the pool of another stream than reads them
+                block.record_stream(stream)
         with self._timing("wait", stream, self._num_receipts):
             stream.wait_event(slot.ready)
 
