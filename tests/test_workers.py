@@ -458,7 +458,7 @@ def test_a_slow_data_set_gets_workers():
     assert result.num_workers > 0
     rates = {n: m.batches_per_s for n, m in by_number(result).items()}
     assert rates[0] == pytest.approx(50, rel=0.3)  # 4 samples of 5 ms
-    assert rates[2] > 1.5 * rates[0]
+    assert rates[2] > 1.2 * rates[0]  # twice as much, where nobody else wants the cores
     assert result.batches_per_s == rates[result.num_workers]
     assert all(len(m.rounds) > 1 for m in result.measurements)
     assert dataset.drawn == 0  # samples are made elsewhere
