@@ -124,3 +124,14 @@ def run_without(trainer, groups):
             trainer.step(as_batch(group))
         else:
             draw_as(trainer, group)
+
+
+def check_bad_changes_no_bit(trainer, good, bad, more):
+    """Assert that a step on ``bad`` between two others leaves no trace, and that they leave one."""
+    run(trainer, [good])
+    before = state_of(trainer)
+    run(trainer, [bad])
+    assert_same(before, state_of(trainer))
+    run(trainer, [more])
+    assert differences(before, state_of(trainer))
+    assert trainer.num_skipped == 1

@@ -26,6 +26,7 @@ from poison import (
     as_batch,
     assert_same,
     batches_with,
+    check_bad_changes_no_bit,
     cured,
     draw_as,
     fp16,
@@ -36,7 +37,6 @@ from poison import (
 )
 from test_parity import OPTIMIZERS
 from torchfast import NonfiniteOptions, Plan, PrecisionOptions, Trainer
-from torchfast._core.compare import differences
 from torchfast.precision.skipping import Snapshot
 
 GUARD = Plan(nonfinite=NonfiniteOptions(stop_after=100))
@@ -180,13 +180,7 @@ def test_a_bad_batch_is_as_if_it_had_never_been(name, accumulate, clip):
 def test_each_kind_of_poison_changes_no_bit(name, plan, poison):
     trainer = trainer_of(OPTIMIZERS[name], plan, device="cuda", max_grad_norm=1.0)
     good, bad = on_gpu(batches_with([None, poison]))
-    run(trainer, [good])
-    before = state_of(trainer)
-    run(trainer, [bad])
-    assert_same(before, state_of(trainer))
-    run(trainer, [good])
-    assert differences(before, state_of(trainer))
-    assert trainer.num_skipped == 1
+    check_bad_changes_no_bit(trainer, good, bad, good)
 
 
 @pytest.mark.parametrize("name", GIVEN_FUSED)

@@ -31,11 +31,6 @@ class Background:
         self._report = weakref.finalize(self, _report, self._outcome, what, os.getpid())
 
     @property
-    def is_busy(self) -> bool:
-        """Whether work is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
     def has_failed(self) -> bool:
         """Whether an error waits to be raised."""
         return self._outcome.error is not None

@@ -132,9 +132,10 @@ class Ring:
 
             arrived = self.transport.upload(slot, copies, arrive)
             owned = cargo.resident | {id(tensor) for tensor in placed.values()}
-            # Sources in use, and what lies in memory of the copy stream's.
+            # Sources in use, and what lies in memory of the copy stream's. What the consumer owns
+            # is not held: it would live here for a round of the ring after it was let go.
             foreign = [t for t in tensors(arrived) if id(t) not in owned]
-            slot.held = cargo.direct, foreign, arrived if self._reuse else None
+            slot.held = cargo.direct, arrived if self._reuse else foreign
         return Staged(arrived, position, slot, owned, late, cargo.num_bytes)
 
     def hand_out(self, staged: Staged) -> Any:
@@ -250,7 +251,6 @@ class _Cargo:
         self.keys: list[Any] = []
         self.resident: set[int] = set()
         self.has_objects = False
-        self.has_others = False
         self.num_bytes = 0
         # A container that makes tensors on demand comes back as one that holds them.
         self.batch = map_batch(batch, self._sort, self._note_object)
@@ -281,7 +281,6 @@ class _Cargo:
             if not is_plain:
                 tensor = tensor.to(dtype)
         if not is_plain:
-            self.has_others = True
             return tensor
         size = tensor.numel() * dtype.itemsize
         self.num_bytes += size
@@ -299,7 +298,7 @@ class _Cargo:
         return tensor
 
     def _note_object(self, value: Any) -> Any:
-        self.has_objects = self.has_others = True
+        self.has_objects = True
         return value
 
 
