@@ -141,6 +141,9 @@ class _Watch:
         self._iterator = weakref.ref(iterator)
         self._timeout = timeout
         self._waits = False
+        # Held while the thread looks at the iterator, which whoever waits for it keeps alive: the
+        # last reference must not be the thread's, or the workers would end there, at any time.
+        self._looking = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
@@ -152,26 +155,32 @@ class _Watch:
         self._waits = True
 
     def __exit__(self, *_: object) -> None:
-        self._waits = False
+        with self._looking:
+            self._waits = False
 
     def _run(self) -> None:
         seen: object = None
         since = time.monotonic()
         while not self.over.wait(self._timeout / 4):
-            iterator = self._iterator()
-            if iterator is None:
-                return
-            # Both change with what arrives and what is asked for.
-            now = (iterator._tasks_outstanding, iterator._send_idx) if self._waits else None
-            if now is None or now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > 1.5 * self._timeout:
-                self.suspects = _suspects(iterator)
-                _kill_workers(iterator)
-                # The last open end for writing: a reader of half a message gets its end of file.
-                iterator._worker_result_queue._writer.close()
-                return
-            del iterator
+            with self._looking:
+                now = self._progress()
+                if now is None or now != seen:
+                    seen, since = now, time.monotonic()
+                elif time.monotonic() - since > 1.5 * self._timeout:
+                    self._end()
+                    return
+
+    def _progress(self) -> object:
+        """Return what changes with each arrival and each request; None while nobody waits."""
+        iterator = self._iterator() if self._waits else None
+        return None if iterator is None else (iterator._tasks_outstanding, iterator._send_idx)
+
+    def _end(self) -> None:
+        iterator = self._iterator()
+        self.suspects = _suspects(iterator)
+        _kill_workers(iterator)
+        # The last open end for writing: a reader of half a message gets its end of file.
+        iterator._worker_result_queue._writer.close()  # type: ignore[union-attr]
 
 
 def end_workers(iterator: Any) -> None:
