@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def machine() -> dict[str, Any]:
 def write(path: Path, figures: dict[str, Any]) -> None:
     """Write figures with machine, command and date as JSON."""
     result = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": _today(),
         "command": _command(),
         "machine": machine(),
         **figures,
@@ -50,8 +51,15 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def resumed(path: Path, expected: dict[str, Any]) -> dict[str, Any] | None:
+def resumed(
+    path: Path, expected: dict[str, Any], *, ignoring: Collection[str] = ()
+) -> dict[str, Any] | None:
     """Return what an earlier run wrote, or None if it wrote nothing.
+
+    Args:
+        path: The file.
+        expected: What must stand in it, by key.
+        ignoring: What may differ of the machine, or of a dictionary that is expected.
 
     Raises:
         SystemExit: It was written by another commit, on another machine, or under other settings:
@@ -61,12 +69,26 @@ def resumed(path: Path, expected: dict[str, Any]) -> dict[str, Any] | None:
         return None
     earlier: dict[str, Any] = json.loads(path.read_text())
     for key, value in {"machine": machine(), **expected}.items():
-        if earlier.get(key) != value:
+        found, wanted = (_without(v, ignoring) for v in (earlier.get(key), value))
+        if found != wanted:
             raise SystemExit(
-                f"{path} was measured with {key} {earlier.get(key)}, and this is {value}; "
+                f"{path} was measured with {key} {found}, and this is {wanted}; "
                 "remove the file or write to another"
             )
     return earlier
+
+
+def _without(value: Any, keys: Collection[str]) -> Any:
+    return {k: v for k, v in value.items() if k not in keys} if isinstance(value, dict) else value
+
+
+def this_run() -> dict[str, str]:
+    """Return when, by which command and at which commit this is measured."""
+    return {"date": _today(), "command": _command(), "commit": _commit()}
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def _version(package: str) -> str | None:

@@ -126,12 +126,26 @@ def render(name: str) -> str | None:
     result = json.loads(path.read_text())
     machine = result["machine"]
     device = machine["gpu"] or "CPU"
+    when = "; ".join(
+        f"{run['date']}, commit {run['commit']}, by ``{run['command']}``"
+        for run in runs(result, name)
+    )
     source = (
-        f"Measured on one {device}, torch {machine['torch']}, {result['date']}, by "
-        f"``{result['command']}``; raw figures in ``benchmarks/results/{file}``."
+        f"Measured on one {device}, torch {machine['torch']}: {when}. "
+        f"Raw figures in ``benchmarks/results/{file}``."
     )
     body = "\n".join(table(result))
     return f"<!-- figures: {name} -->\n\n{body}\n\n{source}\n\n<!-- end -->"
+
+
+def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
+    """Return the runs that a table's figures are from: a file can be measured in parts."""
+    if "workloads" not in result:
+        return [{**result, "commit": result["machine"]["commit"]}]
+    workload = result["workloads"].get(table.removeprefix("baseline "))
+    numbers = range(len(result["runs"]))
+    used = {method["run"] for method in workload["methods"].values()} if workload else numbers
+    return [result["runs"][number] for number in sorted(used)]
 
 
 def rewritten(text: str) -> str:

@@ -25,22 +25,24 @@ def read(file: Path, steps: int) -> dict[str, float]:
 
     ``device_ms`` is the time in which the device did anything, copies included; ``num_kernels``
     what it ran; ``num_launches`` the calls by which the host launched it, a whole graph being one;
-    ``host_syncs`` the calls in which the host waited.
+    ``host_syncs`` the calls in which the host waited, in threads that launch work: a loader's
+    thread that waits for its own copy keeps nobody waiting.
     """
     events = json.loads(file.read_text())["traceEvents"]
     work = [event for event in events if event.get("cat") in ON_DEVICE]
     calls = sorted(
-        (event["ts"], event["name"])
+        (event["ts"], event["name"], event.get("tid"))
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver")
     )
+    launches = [thread for _, name, thread in calls if name.startswith(LAUNCHES)]
     return {
         "device_ms": busy_us((event["ts"], event["ts"] + event["dur"]) for event in work)
         / 1e3
         / steps,
         "num_kernels": sum(event["cat"] == "kernel" for event in work) / steps,
-        "num_launches": sum(name.startswith(LAUNCHES) for _, name in calls) / steps,
-        "host_syncs": num_waits([name for _, name in calls]) / steps,
+        "num_launches": len(launches) / steps,
+        "host_syncs": num_waits([name for _, name, tid in calls if tid in set(launches)]) / steps,
     }
 
 

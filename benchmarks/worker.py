@@ -169,6 +169,8 @@ class Clock:
         if self._order.slowdown:
             yield from self._plant()
         gc.disable()  # a collection in one method's block is no property of that method
+        gc.collect()
+        gc.freeze()  # what was imported and built; collections between turns took most of the time
         while True:
             request = self._pipe.recv()
             gc.collect()

@@ -12,13 +12,17 @@ Before the first round each method trains the same steps from the same weights o
 compilation, capture and the choice of kernels happen there and are not in the times. The losses of
 these steps say whether it trains.
 
-With ``--out`` the file is written after each workload, and a workload that stands there already,
-from the same commit, machine and settings, is not run again.
+With ``--out`` the file is written after each workload, and what stands there already, from the same
+commit, machine and settings, is not run again: neither a workload nor, of a workload, a method. So
+a table can be measured in parts, each of which has the reference in it. ``--any-commit`` takes up
+what another commit began; each method says which run it is from.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import math
 import os
 import random
@@ -27,7 +31,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +104,7 @@ class Measurement:
         self._processes: list[Process] = []
         self._warm_ups: dict[str, dict[str, Any]] = {}
         self._num_parameters = 0
+        self.seconds: collections.Counter[str] = collections.Counter()
         # Device memory: what one method needs at its peak, and what is free between turns.
         self._peak_bytes, self._free_bytes = 0, math.inf
 
@@ -124,6 +129,12 @@ class Measurement:
         finally:
             self.close()
         return self.result()
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started_at = time.monotonic()
+        yield
+        self.seconds[what] += round(time.monotonic() - started_at, 1)
 
     def close(self) -> None:
         """End all processes, those included that were just starting."""
@@ -160,16 +171,19 @@ class Measurement:
         wait for the host mostly, and start side by side. One that is given another's cache comes
         after it.
         """
-        for process in processes:
-            process.send("build")
-        ready = [process for process in processes if self._answer(process, ANSWER_LIMIT_S)]
-        for process in ready:
-            if not process.method.compiles:
-                self._first_steps([process])
-        self._first_steps([p for p in ready if p.method.compiles and not p.method.cache_of])
-        for process in ready:
-            if process.method.cache_of:
-                self._after(process)
+        with self._timed("imports and build"):
+            for process in processes:
+                process.send("build")
+            ready = [process for process in processes if self._answer(process, ANSWER_LIMIT_S)]
+        with self._timed("first steps"):
+            for process in ready:
+                if not process.method.compiles:
+                    self._first_steps([process])
+        with self._timed("first steps that compile"):
+            self._first_steps([p for p in ready if p.method.compiles and not p.method.cache_of])
+            for process in ready:
+                if process.method.cache_of:
+                    self._after(process)
         return [process for process in processes if process.alive]
 
     def _after(self, process: Process) -> None:
@@ -247,20 +261,22 @@ class Measurement:
         probes = {process: self._turn(process, Block(2, 1, 2)) for process in group}
         turns = {p: self._block(probe["ms"]) for p, probe in probes.items() if probe is not None}
         blocks: dict[Process, list[dict[str, Any]]] = {process: [] for process in turns}
-        for _ in range(self.settings.rounds):
-            for process in self._random.sample(list(turns), len(turns)):
-                block = self._turn(process, turns[process]) if process.alive else None
-                if block is not None:
-                    blocks[process].append(block)
+        with self._timed("rounds"):
+            for _ in range(self.settings.rounds):
+                for process in self._random.sample(list(turns), len(turns)):
+                    block = self._turn(process, turns[process]) if process.alive else None
+                    if block is not None:
+                        blocks[process].append(block)
         reference = blocks[group[0]]
-        for process in filter(lambda p: p.alive, turns):
-            name = process.method.name
-            self.figures[name] = figures.summary(
-                self._warm_ups[name],
-                blocks[process],
-                reference,
-                self._trace(process, min(turns[process].bursts, 5)),
-            )
+        with self._timed("traces"):
+            for process in filter(lambda p: p.alive, turns):
+                name = process.method.name
+                self.figures[name] = figures.summary(
+                    self._warm_ups[name],
+                    blocks[process],
+                    reference,
+                    self._trace(process, min(turns[process].bursts, 5)),
+                )
 
     def _trace(self, process: Process, steps: int) -> dict[str, Any]:
         """Return what a trace counts; nothing if it fails, for the times stand without it."""
@@ -282,6 +298,7 @@ class Measurement:
             "num_parameters": self._num_parameters,
             "precision": "bf16" if self.settings.device == "cuda" else "fp32",
             "reference": TUNED.name,
+            "seconds": dict(self.seconds),
             "methods": ordered,
         }
 
@@ -293,31 +310,43 @@ def main() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
     steady_layout()
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
-    about = {
-        "settings": asdict(settings),
-        "methods": args.methods,
-        "slow_down": dict(args.slow_down),
-    }
-    result = results.resumed(args.out, about) if args.out else None
-    found: dict[str, Any] = result["workloads"] if result else {}
+    about = {"settings": asdict(settings), "slow_down": dict(args.slow_down)}
+    found, runs = taken_up(args.out, about, any_commit=args.any_commit)
     # As Ctrl-C does: unwind, and end what runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     failed = False
     for name in args.workloads:
-        if name in found:
+        earlier = found.get(name, {}).get("methods", {})
+        missing = [METHODS[method] for method in args.methods if method not in earlier]
+        if not missing:
             print(f"\n{name}: measured already")
             continue
         measurement = Measurement(workload(name, args.size), settings, dict(args.slow_down))
         try:
-            found[name] = measurement.run([METHODS[method] for method in args.methods])
+            measured = measurement.run(missing)
         except MethodFailed as failure:
             failed = True
             print(f"\n{name}: not measured, since the reference failed: {failure}")
             continue
-        print_workload(found[name])
+        print_workload(measured)
+        for figures_of_method in measured["methods"].values():
+            figures_of_method["run"] = len(runs) - 1
+        every = {**measured["methods"], **earlier}
+        found[name] = {**measured, "methods": {m: every[m] for m in METHODS if m in every}}
         if args.out:
-            results.write(args.out, {**about, "workloads": found})
+            results.write(args.out, {**about, "runs": runs, "workloads": found})
     sys.exit(1 if failed else 0)
+
+
+def taken_up(
+    out: Path | None, about: dict[str, Any], *, any_commit: bool
+) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Return the workloads that stand in a file, and its runs, of which this is the last."""
+    ignoring = ["cold_start_limit_s", *["commit"] * any_commit]
+    result = results.resumed(out, about, ignoring=ignoring) if out else None
+    if result is None:
+        return {}, [results.this_run()]
+    return result["workloads"], [*result["runs"], results.this_run()]
 
 
 def print_workload(result: dict[str, Any]) -> None:
@@ -335,6 +364,8 @@ def print_workload(result: dict[str, Any]) -> None:
             f"  loss {method['losses'][0]:.3f} -> {method['losses'][-1]:.3f}{verdict}",
             flush=True,
         )
+    spent = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in result["seconds"].items())
+    print(f"  measured in: {spent}", flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -354,6 +385,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cores", type=int, default=default.cores)
     parser.add_argument("--slow-down", nargs="+", type=slowdown, default=[], metavar="METHOD=PART")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--any-commit", action="store_true", help="go on with another's --out")
     return parser.parse_args()
 
 

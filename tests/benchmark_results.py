@@ -91,6 +91,7 @@ def ran(noise, reference_ms, relative, rounds=20, reference=False):
         "num_launches": 812.0,
         "losses": [5.54, 5.1, 4.8],
         "trains": True,
+        "run": 0,
     }
 
 
@@ -120,10 +121,11 @@ def methods_of(name, reference_ms, relative, rounds, noise):
 def result(seed=0, *, relative=METHODS, workloads=WORKLOADS, machine_speed=1.0, rounds=20, **noise):
     """Return a result in which every method ran."""
     source = Noise(seed, **noise)
+    when = {"date": "2026-11-21", "command": "PYTHONPATH=. python benchmarks/yardstick.py"}
     return {
-        "date": "2026-11-21",
-        "command": "PYTHONPATH=. python benchmarks/yardstick.py",
+        **when,
         "machine": dict(MACHINE),
+        "runs": [{**when, "commit": MACHINE["commit"]}],
         "settings": {
             "device": "cuda",
             "size": "full",
@@ -150,13 +152,14 @@ def result_of_every_status():
     mlp["transformers Trainer"] = {
         "status": "left out",
         "reason": "Trainer wants a model that\nreturns its loss | and a dict",
+        "run": 0,
     }
-    gpt["compile max-autotune"] = {"status": "failed", "reason": "not done in 90 s"}
+    gpt["compile max-autotune"] = {"status": "failed", "reason": "not done in 90 s", "run": 0}
     gpt["naive"] |= dict.fromkeys(
         ("device_ms", "peak_bytes", "reserved_bytes", "host_syncs", "num_kernels", "num_launches")
     )
     del made["workloads"]["resnet50"]["methods"]["Lightning"]
-    made["workloads"]["llama"] = workload("llama", 0.0, {"tuned": {"status": "failed"}})
+    made["workloads"]["llama"] = workload("llama", 0.0, {"tuned": {"status": "failed", "run": 0}})
     return made
 
 

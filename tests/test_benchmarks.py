@@ -59,7 +59,7 @@ def test_a_changed_figure_changes_the_page(made_up):
     pages = [page.read_text() for page in PAGES]
     num_blocks = sum(len(tables.BLOCK.findall(page)) for page in pages)
     for file, build in FILES.items():
-        made_up(file, build() | {"date": "1999-01-01"})
+        made_up(file, json.loads(json.dumps(build()).replace("2026-11-21", "1999-01-01")))
     changed = "".join(map(tables.rewritten, pages))
     assert changed.count("1999-01-01") == num_blocks
 
@@ -79,8 +79,27 @@ def test_a_table_has_its_own_figures_and_names_their_source(made_up, name, figur
     block = tables.render(name)
     assert figure in block
     source = tables.table_named(name)[0]
-    assert "Measured on one NVIDIA H200, torch 2.11.0+cu130, 2026-11-21, by" in block
-    assert f"raw figures in ``benchmarks/results/{source}``" in block
+    assert "Measured on one NVIDIA H200, torch 2.11.0+cu130: 2026-11-21, commit " in block
+    assert f"Raw figures in ``benchmarks/results/{source}``" in block
+
+
+def test_a_table_of_a_file_measured_in_parts_names_the_runs_it_is_from(made_up):
+    result = benchmark_results.result()
+    result["runs"] = [
+        {"date": f"2026-11-2{n}", "commit": f"c{n}", "command": f"run {n}"} for n in range(3)
+    ]
+    for number, name in enumerate(("mlp", "gpt-small")):
+        for method in result["workloads"][name]["methods"].values():
+            method["run"] = number
+    result["workloads"]["mlp"]["methods"]["naive"]["run"] = 2
+    made_up(tables.BASELINE, result)
+    assert "2026-11-20, commit c0, by ``run 0``; 2026-11-22" in tables.render("baseline mlp")
+    block = tables.render("baseline gpt-small")
+    assert "``run 1``" in block
+    assert "run 0" not in block
+    assert "run 2" not in block
+    summary = tables.render("baseline summary")
+    assert all(f"run {number}" in summary for number in range(3))
 
 
 def test_a_table_is_made_again_from_itself(made_up):
@@ -167,7 +186,7 @@ def test_the_summary_has_a_cell_for_every_kind_of_status():
 def test_a_reason_that_holds_twice_has_one_footnote():
     result = benchmark_results.result()
     for workload in result["workloads"].values():
-        workload["methods"]["naive"] = {"status": "failed", "reason": "no memory"}
+        workload["methods"]["naive"] = {"status": "failed", "reason": "no memory", "run": 0}
     lines = baseline_tables.summary(result)
     assert {row["naive"] for row in rows_of(lines).values()} == {"–¹"}
     assert lines[-1] == "¹ failed: no memory."
@@ -178,7 +197,7 @@ def test_columns_are_in_order_whichever_workload_has_them():
     result["workloads"]["mlp"]["methods"] = {
         name: result["workloads"]["mlp"]["methods"][name] for name in ("torchfast fast", "tuned")
     }
-    result["workloads"]["mlp"]["methods"]["another"] = {"status": "failed"}
+    result["workloads"]["mlp"]["methods"]["another"] = {"status": "failed", "run": 0}
     head = baseline_tables.summary(result)[0]
     assert re.search("naive .* tuned .* Lightning .* tf fast .* another", head)
 

@@ -197,11 +197,24 @@ def test_a_run_is_taken_up_where_it_ended(tmp_path):
     assert both["mlp"] == first["mlp"]
     for changed in (
         run("--workloads", "lstm", "--rounds", "3"),
+        run("--workloads", "lstm", "--rounds", "3", "--any-commit"),
+        run("--workloads", "lstm", "--slow-down", "naive=0.1"),
         run("--workloads", "lstm", TORCHFAST_COMMIT="another"),
     ):
         assert changed.returncode != 0
         assert "remove the file or write to another" in changed.stderr
     assert json.loads(out.read_text())["workloads"] == both
+    more = run("--any-commit", "--workloads", "mlp", "--methods", "naive", TORCHFAST_COMMIT="other")
+    assert more.returncode == 0, more.stderr
+    whole = json.loads(out.read_text())
+    assert [run["commit"] for run in whole["runs"]] == ["abc", "abc", "other"]
+    assert whole["workloads"]["dlrm"] == both["dlrm"]
+    methods = whole["workloads"]["mlp"]["methods"]
+    assert list(methods) == ["naive", "tuned"]
+    assert methods["tuned"] == first["mlp"]["methods"]["tuned"]
+    assert (methods["tuned"]["run"], methods["naive"]["run"]) == (0, 2)
+    # It was measured beside a reference of its own.
+    assert methods["naive"]["reference_blocks_ms"] != methods["tuned"]["blocks_ms"]
 
 
 # -- Parts -----------------------------------------------------------------------------------------
@@ -293,18 +306,19 @@ def test_the_cold_start_leaves_out_the_steps_themselves():
 
 
 def test_a_trace_is_read(tmp_path):
-    def call(name, ts, cat="cuda_runtime"):
-        return {"cat": cat, "name": name, "ts": ts, "dur": 1}
+    def call(name, ts, cat="cuda_runtime", tid=1):
+        return {"cat": cat, "name": name, "ts": ts, "dur": 1, "tid": tid}
 
     events = [
         call("cudaLaunchKernel", 1),
-        call("cudaLaunchKernelExC", 2),
+        call("cudaLaunchKernelExC", 2, tid=2),  # as the backward does
         call("cuLaunchKernelEx", 3, "cuda_driver"),
         call("cudaGraphLaunch", 4),
         call("cudaMemcpyAsync", 5),
         call("cudaStreamSynchronize", 6),
         call("cudaDeviceSynchronize", 7),
-        call("cudaStreamSynchronize", 8),
+        call("cudaStreamSynchronize", 8, tid=2),
+        call("cudaEventSynchronize", 9, tid=3),  # a thread that copies only
         call("cudaDeviceSynchronize", 30),  # the measurement's
         call("cudaDeviceSynchronize", 31),  # the profiler's
         {"cat": "kernel", "name": "a", "ts": 10, "dur": 2000},
