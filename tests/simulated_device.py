@@ -145,6 +145,9 @@ class SimulatedTransport(Transport):
             self.num_copies += 1
             self.copy_stream.enqueue(lambda t=target, s=source: self._copy(t, s))
         slot.held = None
+        if finish is None:
+            slot.ready.record(self.copy_stream)
+            return None
         before = torch.get_rng_state()
         try:
             result = finish()  # for what it draws and what it returns
@@ -197,8 +200,8 @@ class SimulatedTransport(Transport):
         return slot.free.query()
 
     @override
-    def fetching(self):
-        return contextlib.nullcontext()
+    def follow(self, followed):
+        return followed
 
     @override
     def drain(self):

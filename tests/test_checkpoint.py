@@ -134,7 +134,7 @@ def test_loading_takes_no_second_copy(tmp_path):
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save({"w": [torch.ones(300_000) for _ in range(5)]}, 1)
         checkpoints.wait()
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             checkpoints.load()
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
     assert allocated < 1.2 * 5 * 1_200_000

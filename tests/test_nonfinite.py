@@ -30,6 +30,7 @@ from poison import (
 from test_parity import OPTIMIZERS
 from torchfast import Plan, Trainer
 from torchfast._core.compare import differences
+from torchfast.precision.skipping import SkippableUpdate
 
 # The first step is bad, when there is no state yet, and two in a row later; every kind occurs.
 STEPS = ["NaN input", None, None, "NaN gradient", "infinite loss", None, "NaN loss only", None]
@@ -243,6 +244,21 @@ def test_an_optimizer_of_unknown_state_is_judged_on_the_host():
     (decision,) = trainer.report().stepped_aside
     assert decision.lever == "nonfinite"
     assert "reads one flag" in decision.detail
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+@pytest.mark.parametrize(("place", "said"), [("meta", "reads one flag"), ("cpu", "undone on the")])
+def test_state_elsewhere_than_its_parameter_is_told_of_before_the_first_gradient(
+    place, said, has_gradient
+):
+    """As on CUDA, where the counter of a plain Adagrad is on the host from the beginning."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2) if has_gradient else None
+    optimizer = optim.Adagrad([parameter], lr=0.1)
+    optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(place)
+    decision = SkippableUpdate(optimizer).decision("nonfinite")
+    assert said in decision.detail
+    assert decision.outcome == ("stepped aside" if place == "meta" else "applied")
 
 
 # --- the two halves -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ class Numbers(Dataset):
         return torch.tensor(float(index))
 
 
-def shuffled(**options):
-    return DataLoader(Numbers(), 2, shuffle=True, **options)
+def shuffled(dataset=None, **options):
+    return DataLoader(dataset or Numbers(), 2, shuffle=True, **options)
 
 
 def own_generator(**options):
@@ -107,9 +108,44 @@ def test_a_training_that_draws_meanwhile_is_told():
         for number, batch in enumerate(patiently(loader)):
             seen += batch.tolist()
             if number == 4:  # the last one: the next epoch has begun
+                # And is there, or the draw could be taken for that of a fetch under way.
+                wait_until(lambda: loader._ahead.feed.num_ahead is not None)
                 torch.rand(())
     assert sorted(seen) == sorted(list(range(10)) * 3)
     assert "a plain loop would have shuffled them otherwise" in str(loader.report())
+    loader.close()
+
+
+def test_a_training_that_draws_amid_a_fetch_of_the_next_epoch_gets_all_of_it():
+    """Nobody can tell whose draw it was: fetching ahead waits for the epoch to find that out."""
+    begun, asked, drawn = (threading.Event() for _ in range(3))
+    samples = itertools.count()
+
+    class Held(Numbers):
+        def __getitem__(self, index):
+            if threading.current_thread().name == "torchfast-stager" and loader._ahead.has_begun:
+                assert begun.wait(20)  # or generators that the loader sets could explain the draw
+                if next(samples) >= 2:  # of the second batch
+                    asked.set()
+                    assert drawn.wait(20)
+            return super().__getitem__(index)
+
+    loader = ahead(shuffled(dataset=Held()))
+    seen = []
+    for epoch in range(3):
+        for number, batch in enumerate(patiently(loader) if epoch == 0 else loader):
+            seen += batch.tolist()
+            if epoch == 0 and number == 4:
+                begun.set()
+                assert asked.wait(20)
+                torch.rand(())
+                drawn.set()
+                wait_until(lambda: loader._ahead.feed._stager.suspects)
+            elif epoch > 0:
+                torch.rand(())
+    assert sorted(seen) == sorted(list(range(10)) * 3)
+    assert loader._fetching.training_draws
+    assert "runs ahead in a thread" in str(loader.report())
     loader.close()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import BatchNormNet, DropoutNet, make_batches, mean_loss
 from torchfast import ParityError, Plan, TrainStep
@@ -16,6 +17,7 @@ from torchfast._core.compare import differences
 from torchfast.testing import Tolerance, assert_parity, plain_step
 
 SGD = partial(optim.SGD, lr=0.1)
+LARGE = torch.tensor([1e200 + 0j], dtype=torch.complex128)
 
 
 def test_the_models_are_left_alone():
@@ -36,22 +38,23 @@ def test_the_callers_generators_and_switches_are_put_back():
 
 
 def test_switches_are_put_back_after_a_failure(monkeypatch):
-    monkeypatch.setattr(TrainStep, "update", lambda self: None)
+    monkeypatch.setattr(TrainStep, "_second_half", lambda self: (None, None))
     with pytest.raises(ParityError):
         assert_parity(DropoutNet, SGD, mean_loss, make_batches(2))
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_it_says_where_and_by_how_much(monkeypatch):
-    original = TrainStep.update
+    original = TrainStep._second_half
 
-    def update(self):
-        original(self)
-        if self.num_steps == 2:
+    def second_half(self):
+        result = original(self)
+        if self.num_steps == 1:  # of those that are done
             with torch.no_grad():
                 self.model.layers[3].weight[1, 2] += 0.5
+        return result
 
-    monkeypatch.setattr(TrainStep, "update", update)
+    monkeypatch.setattr(TrainStep, "_second_half", second_half)
     with pytest.raises(ParityError) as caught:
         assert_parity(DropoutNet, SGD, mean_loss, make_batches(3))
     message = str(caught.value)
@@ -61,26 +64,28 @@ def test_it_says_where_and_by_how_much(monkeypatch):
 
 
 def test_buffers_are_compared(monkeypatch):
-    original = TrainStep.update
+    original = TrainStep._second_half
 
-    def update(self):
-        original(self)
+    def second_half(self):
+        result = original(self)
         self.model.norm.running_mean[1] = 3.0
+        return result
 
-    monkeypatch.setattr(TrainStep, "update", update)
+    monkeypatch.setattr(TrainStep, "_second_half", second_half)
     with pytest.raises(ParityError, match=r"buffers 'norm.running_mean'"):
         assert_parity(BatchNormNet, SGD, mean_loss, make_batches(3))
 
 
 def test_optimizer_state_is_compared(monkeypatch):
-    original = TrainStep.update
+    original = TrainStep._second_half
 
-    def update(self):
-        original(self)
+    def second_half(self):
+        result = original(self)
         for state in self.optimizer.state.values():
             state["step"] += 1
+        return result
 
-    monkeypatch.setattr(TrainStep, "update", update)
+    monkeypatch.setattr(TrainStep, "_second_half", second_half)
     with pytest.raises(ParityError, match=r"optimizer 'state.0.step': max |difference| 1 "):
         assert_parity(DropoutNet, partial(optim.Adam, lr=0.1), mean_loss, make_batches(1))
 
@@ -108,7 +113,7 @@ def test_a_model_that_diverges_to_nan_is_exact_but_not_close():
 
 
 def test_a_plan_that_trains_nothing_is_not_close(monkeypatch):
-    monkeypatch.setattr(TrainStep, "update", lambda self: None)
+    monkeypatch.setattr(TrainStep, "_second_half", lambda self: (None, None))
     with pytest.raises(ParityError, match=r"parameters' change differs by 1 of its norm"):
         assert_parity(
             DropoutNet,
@@ -165,10 +170,50 @@ def test_differences_name_every_kind():
         (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), True),
         (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse(), False),
         (torch.zeros(2), None, False),
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), True),
+        (torch.tensor(2**60), torch.tensor(2**60 + 1), False),  # one number in float64
+        (torch.tensor(2**60), torch.tensor(2**60), True),
+        (torch.tensor(7, dtype=torch.uint64), torch.tensor(8, dtype=torch.uint64), False),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to(torch.float8_e4m3fn), True),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn), False),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), True),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]), False),
     ],
 )
 def test_tensors_are_compared_by_bits(old, new, equal):
     assert (differences({"t": old}, {"t": new}) == []) is equal
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "distance"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0.5),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.5, torch.nan]), torch.inf),
+        (torch.tensor([-torch.inf]), torch.tensor([torch.inf]), torch.inf),
+        (torch.tensor([3 + 1j]), torch.tensor([0 + 5j]), 5.0),
+        (LARGE * 3, LARGE * 4j, 5e200),  # whose squares overflow
+        (torch.tensor(True), torch.tensor(False), 1.0),
+        (torch.tensor(5, dtype=torch.uint8), torch.tensor(7, dtype=torch.uint8), 2.0),
+    ],
+)
+def test_the_distance_is_measured_without_complex_numbers(old, new, distance):
+    """CUDA would compile a kernel for them, and look for a folder to keep it in."""
+    computed = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            given = [a for a in (*args, result) if isinstance(a, torch.Tensor)]
+            if any(tensor.is_complex() for tensor in given):
+                computed.append(function.overloadpacket.__name__)
+            return result
+
+    new = new.to(old.dtype)
+    with Operations():
+        (found,) = differences([old], [new])
+    assert found.distance == pytest.approx(distance)
+    looked_at = {"detach", "view_as_real", "select", "_local_scalar_dense"}
+    assert set(computed) <= (looked_at if old.is_complex() else set())
 
 
 def test_the_reference_loop_is_the_loop_one_writes():

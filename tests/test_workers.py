@@ -14,6 +14,8 @@ import sys
 import termios
 import threading
 import time
+import types
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from torch.utils.data import (
     RandomSampler,
     Subset,
     TensorDataset,
+    dataloader,
     get_worker_info,
 )
 
@@ -116,10 +119,27 @@ def no_process_is_left():
     assert left == set()
 
 
+def let_torch_count(monkeypatch, cores):
+    """Let torch believe in so many cores; everyone else, torchfast too, sees the machine's."""
+    counted = {"sched_getaffinity": lambda _: set(range(cores)), "cpu_count": lambda: cores}
+    seen = types.SimpleNamespace(**vars(os) | counted)
+    for module in (torch._utils, dataloader):  # where it counts them now, and where until 2.11
+        monkeypatch.setattr(module, "os", seen)
+
+
 @pytest.fixture(autouse=True)
 def many_cores_for_torch(monkeypatch):
     # It warns of more workers than cores, whatever machine the tests are on.
-    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 64)
+    let_torch_count(monkeypatch, 64)
+
+
+def test_torch_warns_by_the_cores_that_it_is_let_see(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataLoader(Quick(), num_workers=64)
+    let_torch_count(monkeypatch, 1)
+    with pytest.warns(UserWarning, match="This DataLoader will create 2 worker processes"):
+        DataLoader(Quick(), num_workers=2)
 
 
 @pytest.fixture
@@ -370,13 +390,10 @@ class Large(Quick):
         return bytes(2**20)
 
 
-# The tensors of a batch that was sent are fetched from its process, which no longer answers.
-@pytest.mark.parametrize(
-    ("dataset", "num_bytes"),
-    [pytest.param(Quick(), 1, id="after"), pytest.param(Large(), 2**15, id="amid")],
-)
-def test_a_worker_that_was_stopped_when_it_sent_a_batch_is_named(dataset, num_bytes):
-    loader = build_dataloader(dataset, 1, num_workers=1, timeout=1, collate_fn=list)
+def sent(dataset, num_bytes, **given):
+    """Return an iterator and its worker, which has sent so much of a batch."""
+    # Pinned, the batch would be taken from the pipe by a thread.
+    loader = build_dataloader(dataset, 1, num_workers=1, timeout=1, pin_memory=False, **given)
     iterator = iter(loader)
     (worker,) = multiprocessing.active_children()
     pipe = iterator._iterator._worker_result_queue._reader.fileno()
@@ -385,12 +402,53 @@ def test_a_worker_that_was_stopped_when_it_sent_a_batch_is_named(dataset, num_by
         return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
     wait_until(lambda: waiting_bytes() >= num_bytes)
+    return iterator, worker
+
+
+# The tensors of a batch that was sent are fetched from its process, which no longer answers.
+@pytest.mark.parametrize(
+    ("dataset", "num_bytes"),
+    [pytest.param(Quick(), 1, id="after"), pytest.param(Large(), 2**15, id="amid")],
+)
+def test_a_worker_that_was_stopped_when_it_sent_a_batch_is_named(dataset, num_bytes):
+    iterator, worker = sent(dataset, num_bytes, collate_fn=list)
     os.kill(worker.pid, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=rf"no batch for 1 s .* 0 \(pid {worker.pid}, is stop"):
         next(iterator)
     assert time.monotonic() - start < 5
     assert list(iterator) == []
+
+
+def test_a_worker_that_was_killed_when_it_had_sent_a_batch_is_named():
+    iterator, worker = sent(Tensors(), 1)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    with pytest.raises(RuntimeError, match=rf"worker 0 \(pid {worker.pid}\), by SIGKILL"):
+        next(iterator)
+    assert list(iterator) == []
+
+
+@pytest.mark.parametrize("kind", [EOFError, FileNotFoundError, ConnectionResetError])
+def test_such_errors_of_the_data_set_itself_go_through(kind):
+    loader = build_dataloader(Raises(kind), 1, num_workers=1, timeout=1)
+    start = time.monotonic()
+    with pytest.raises(kind, match="its own"):
+        next(iter(loader))
+    assert time.monotonic() - start < 5
+
+
+class Tensors(Quick):
+    def __getitem__(self, index):
+        return torch.ones(1000)
+
+
+class Raises(Quick):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __getitem__(self, index):
+        raise self.kind("its own")
 
 
 def test_the_watch_over_workers_ends_with_them():
@@ -590,7 +648,7 @@ def test_short_epochs_are_repeated(dataset, given):
 
 def test_more_workers_than_cores_are_tried_if_asked(monkeypatch):
     monkeypatch.setattr(worker_sweep, "usable_cores", lambda: 1)
-    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)
+    let_torch_count(monkeypatch, 1)
     assert list(by_number(swept(Slow(), max_workers=3, budget_s=2))) == [0, 1, 2, 3]
     result = swept(Slow(), max_workers=None, budget_s=0.5)
     assert list(by_number(result)) == [0, 1]

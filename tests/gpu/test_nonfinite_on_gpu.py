@@ -45,8 +45,8 @@ FP16 = Plan(
     precision=PrecisionOptions(format="fp16", init_scale=256.0),
     nonfinite=NonfiniteOptions(stop_after=100),
 )
-# Adafactor keeps its counter on the host in every form, and says so.
-ON_DEVICE = [name for name in OPTIMIZERS if name != "Adafactor"]
+# Adafactor has no form that keeps its counter on the device, and Adagrad none before torch 2.12.
+MAY_BE_ON_HOST = ["Adafactor", "Adagrad"]
 GIVEN_FUSED = ["SGD nesterov fused", "AdamW fused"]
 STEPS_TO_SKIP = ["NaN input", None, None, "NaN gradient", "infinite loss", None, "NaN loss only"]
 
@@ -70,11 +70,34 @@ def steady(name, plan, accumulate):
     return trainer, batches
 
 
+def can_be_on_device(make):
+    """Whether torch, asked without torchfast, has a form that keeps all state on the device."""
+    for form in ("fused", "capturable"):
+        parameter = nn.Parameter(torch.ones(1, device="cuda"))
+        parameter.grad = torch.ones_like(parameter)
+        try:
+            optimizer = make([parameter], **{form: True})
+            optimizer.step()
+        except (TypeError, RuntimeError):  # no such argument; not for this device
+            continue
+        if all(value.is_cuda for value in optimizer.state[parameter].values()):
+            return True
+    return False
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("plan", [GUARD, FAST, FP16], ids=["as given", "fast", "fp16"])
-@pytest.mark.parametrize("name", ON_DEVICE)
-def test_fifty_steps_read_nothing(name, plan, accumulate):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fifty_steps_read_nothing_unless_state_has_to_be_on_the_host(name, plan, accumulate):
     trainer, batches = steady(name, plan, accumulate)
+    says = {d.lever: d.detail for d in trainer.report().decisions}["nonfinite"]
+    if not can_be_on_device(OPTIMIZERS[name]):
+        assert name in MAY_BE_ON_HOST
+        assert "reads one flag" in says
+        with pytest.raises(RuntimeError, match="synchroniz"), no_syncs():
+            trainer.step(batches[0])
+        return
+    assert "reads" not in says
     before = trainer.num_skipped
     with no_syncs():
         for index in range(STEPS):
@@ -120,10 +143,14 @@ def test_fit_stops_though_it_reads_late():
     assert result.num_steps < 4000
 
 
-def test_adafactor_says_that_it_reads():
-    trainer, _ = steady("Adafactor", GUARD, 1)
-    details = {d.lever: d.detail for d in trainer.report().stepped_aside}
-    assert "reads one flag" in details["nonfinite"]
+@pytest.mark.parametrize("name", MAY_BE_ON_HOST)
+def test_what_reads_says_so_before_its_first_step_and_after(name):
+    trainer = trainer_of(OPTIMIZERS[name], GUARD, device="cuda")
+    (good,) = on_gpu(batches_with([None]))
+    for _ in range(3):
+        says = {d.lever: d.detail for d in trainer.report().decisions}["nonfinite"]
+        assert ("reads one flag" in says) == (not can_be_on_device(OPTIMIZERS[name]))
+        run(trainer, [good])
 
 
 def trace(name):
@@ -218,7 +245,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 @pytest.mark.parametrize("layout", ["dense", "strided", "overlong"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_check_is_exact(dtype, layout):
-    """It finds each bad value wherever it stands, passes the largest, and changes no bit."""
+    """It finds each bad value wherever it stands, passes the largest, and changes no bit.
+
+    But for the payload of a float16 NaN: the device has one NaN when it converts float32 to that.
+    """
     limits = torch.finfo(dtype)
 
     def made(value=None, place=0):
@@ -235,7 +265,7 @@ def test_the_check_is_exact(dtype, layout):
     for value in (None, torch.nan, torch.inf, -torch.inf):
         for place in (0, -62):
             gradients = [made(), made(value, place), made()[:0]]
-            before = [g.contiguous().view(size).clone() for g in gradients]
+            before = [g.clone(memory_format=torch.contiguous_format) for g in gradients]
             model = nn.ParameterList(torch.zeros_like(g) for g in gradients)
             trainer = Trainer(model, partial(optim.SGD, lr=0.0), poisoned_loss, GUARD)
             for parameter, gradient in zip(model, gradients, strict=True):
@@ -244,8 +274,11 @@ def test_the_check_is_exact(dtype, layout):
             with no_syncs():
                 guard.judge()
             assert float(guard._flag) == (value is not None)
-            after = [p.grad.contiguous().view(size) for p in model]
-            assert all(torch.equal(b, a) for b, a in zip(before, after, strict=True))
+            for parameter, old in zip(model, before, strict=True):
+                new = parameter.grad.contiguous()
+                assert torch.equal(new.isnan(), old.isnan())
+                kept = ~old.isnan() if dtype == torch.float16 else torch.ones_like(old).bool()
+                assert torch.equal(new.view(size)[kept], old.view(size)[kept])
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "RMSprop"])

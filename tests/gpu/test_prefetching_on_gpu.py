@@ -20,8 +20,9 @@ from torchfast._core.rng import same_rng_state
 from torchfast.data import loader as loader_module
 from torchfast.data.transport import CUDATransport
 
-SIZE = 4096
-STEPS = 10_000
+SIZE, LARGE = 4096, 2**15  # elements: packed with others, and in a block of its own
+STEPS, FEW = 10_000, 40
+LONG = 20_000_000  # cycles, about 10 ms: Python is many steps ahead by then
 
 
 @pytest.fixture(autouse=True)
@@ -31,47 +32,69 @@ def no_thread_is_left():
     wait_until(lambda: not stagers())
 
 
-def numbered(count):
+def numbered(count, size=SIZE):
     for number in range(count):
-        yield torch.full((SIZE,), number), torch.full((3,), float(number))
+        yield torch.full((size,), number), torch.full((3,), float(number))
 
 
 class Late(CUDATransport):
     """Its copy stream sleeps before some of its copies."""
 
-    def upload(self, slot, copies, finish):
+    def upload(self, slot, *copies):
         if self._num_uploads % 7 == 0:
             with torch.cuda.stream(self._copy_stream):
                 torch.cuda._sleep(self._random.randrange(200_000))
-        return super().upload(slot, copies, finish)
+        return super().upload(slot, *copies)
 
     _random = random.Random(0)
 
 
-class WithoutReady(Late):
+class LateCopies(CUDATransport):
+    """Its copy stream sleeps long before each copy."""
+
+    def upload(self, slot, *copies):
+        with torch.cuda.stream(self._copy_stream):
+            torch.cuda._sleep(LONG)
+        return super().upload(slot, *copies)
+
+
+class WithoutReady(LateCopies):
+    """A batch is read before it is there."""
+
     def receive(self, slot):
         slot.stream = torch.cuda.current_stream()
 
 
-class WithoutFree(Late):
-    def upload(self, slot, copies, finish):
-        slot.free = torch.cuda.Event()  # never recorded
-        return super().upload(slot, copies, finish)
+class WithoutSettling(LateCopies):
+    """The next batch is written into pinned memory before the last one has been copied from it."""
 
-
-class WithoutSettling(Late):
     def settle(self, slot):
         pass
 
 
-def num_wrong(monkeypatch, transport, depth, *, steps, reuse=True, **options):
-    """Return in how many steps the device read something else than what was sent."""
+class WithoutFree(CUDATransport):
+    """The next batch is copied over the last one; before that is read, if reads are late."""
+
+    def upload(self, slot, *copies):
+        slot.free = torch.cuda.Event()  # never recorded
+        return super().upload(slot, *copies)
+
+
+def num_wrong(
+    monkeypatch, transport, depth, *, steps, reuse=True, size=SIZE, read_after=None, **options
+):
+    """Return in how many steps the device read something else than what was sent.
+
+    Each read comes so many cycles late; None makes some of them a little late.
+    """
     monkeypatch.setattr(loader_module, "transport_for", transport)
-    loader = PrefetchingLoader(numbered(steps), "cuda", depth=depth, reuse=reuse, **options)
+    loader = PrefetchingLoader(numbered(steps, size), "cuda", depth=depth, reuse=reuse, **options)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     lateness = random.Random(1)
     for number, (x, y) in enumerate(loader):
-        if number % 5 == 0:
+        if read_after is not None:
+            torch.cuda._sleep(read_after)
+        elif number % 5 == 0:
             torch.cuda._sleep(lateness.randrange(200_000))
         wrong += (x != number).any() | (y != number).any()
     assert number == steps - 1
@@ -91,9 +114,23 @@ def test_so_they_do_behind_a_transform(monkeypatch):
     assert num_wrong(monkeypatch, Late, 2, steps=2000, **options) == 0
 
 
-@pytest.mark.parametrize("kind", [WithoutReady, WithoutFree, WithoutSettling])
-def test_without_any_of_the_events_they_do_not(monkeypatch, kind):
-    assert num_wrong(monkeypatch, kind, 1, steps=2000) > 0
+@pytest.mark.parametrize("size", [SIZE, LARGE])
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "read_after"), [(LateCopies, 0), (CUDATransport, LONG), (LateCopies, LONG)]
+)
+def test_so_they_do_when_the_device_is_far_behind(monkeypatch, kind, read_after, reuse, size):
+    options = {"steps": FEW, "read_after": read_after, "reuse": reuse, "size": size}
+    assert num_wrong(monkeypatch, kind, 1, **options) == 0
+
+
+@pytest.mark.parametrize("size", [SIZE, LARGE])
+@pytest.mark.parametrize(
+    ("kind", "read_after"), [(WithoutReady, 0), (WithoutSettling, 0), (WithoutFree, LONG)]
+)
+def test_without_any_of_the_events_they_do_not(monkeypatch, kind, read_after, size):
+    options = {"steps": FEW, "read_after": read_after, "size": size}
+    assert num_wrong(monkeypatch, kind, 1, **options) > 0
 
 
 @pytest.mark.parametrize("reuse", [True, False])
@@ -109,15 +146,21 @@ def test_a_container_arrives_as_the_type_it_was(name, reuse):
         assert torch.equal(tensor_of(batch).cpu(), expected[number])
 
 
-@pytest.mark.parametrize("pinned", [True, False])
+def can_be_pinned(tensor):
+    is_plain = not (tensor.is_sparse or tensor.requires_grad or tensor.is_conj())
+    return is_plain and 0 not in tensor.stride()  # elements that are one in memory are refused
+
+
+PINNABLE = [name for name, tensor in SHAPES.items() if can_be_pinned(tensor)]
+
+
 @pytest.mark.parametrize("reuse", [True, False])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "pinned"),
+    [*((name, False) for name in SHAPES), *((name, True) for name in PINNABLE)],
+)
 def test_a_tensor_arrives_as_to_would_send_it(name, reuse, pinned):
-    tensor = SHAPES[name]
-    if pinned:
-        if tensor.is_sparse or tensor.requires_grad or tensor.is_conj():
-            pytest.skip("such tensors are not pinned")
-        tensor = tensor.pin_memory()
+    tensor = SHAPES[name].pin_memory() if pinned else SHAPES[name]
     plain = tensor.to("cuda")
     for x, again in PrefetchingLoader([(tensor, tensor)] * 4, "cuda", reuse=reuse):
         assert x is again

@@ -27,6 +27,7 @@ from torchfast._core.decisions import Report
 # How torch's own errors begin. An exception of the data set begins otherwise, and goes through.
 _HANGS = "DataLoader timed out after"
 _LOST = (_HANGS, "DataLoader worker (pid", "Pin memory thread exited unexpectedly")
+_DIES_IN_S = 1.0  # from the end of its connections to that of the process
 _STATES = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk", "R": "is running"}
 
 
@@ -89,7 +90,7 @@ class _MonitoredIterator:
             traceback.clear_frames(error.__traceback__)
             said = str(error)
             hangs = (watch is not None and watch.suspects) or ""
-            if not hangs and (not isinstance(error, RuntimeError) or not said.startswith(_LOST)):
+            if not hangs and not _is_loss(error, said, self._iterator):
                 raise
             if not hangs and said.startswith(_HANGS):
                 hangs = _suspects(self._iterator)
@@ -207,6 +208,21 @@ def _kill_workers(iterator: Any) -> None:
     _forget_workers(iterator)
     for worker in getattr(iterator, "_workers", ()):
         worker.kill()  # a stopped process ignores SIGTERM
+
+
+def _is_loss(error: Exception, said: str, iterator: Any) -> bool:
+    """Whether an error says that a worker is gone, rather than what the data set raised in one."""
+    if isinstance(error, RuntimeError):
+        return said.startswith(_LOST)
+    # Tensors of a batch that was sent are fetched from the worker, which died in between.
+    if not isinstance(error, EOFError | ConnectionError | FileNotFoundError):
+        return False
+    if said.startswith("Caught "):
+        return False
+    deadline = time.monotonic() + _DIES_IN_S
+    while not _dead(iterator) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(_dead(iterator))
 
 
 def _suspects(iterator: Any) -> str:

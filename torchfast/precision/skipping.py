@@ -14,7 +14,7 @@ optimizer is fused. There are three ways to skip an update here, best first:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -85,7 +85,8 @@ class SkippableUpdate:
         keep every bit. State that a skipped first update makes is as that of no update.
     Synchronizes: Never with fused Adam, AdamW and Adagrad. Until it has momentum, with fused SGD;
         until they have state, with the other optimizers; and at every update with those that keep
-        state on the host, as `decision` says.
+        state on the host, as `decision` says: on CUDA Adafactor, and Adagrad where torch has no
+        fused form of it there (before 2.12).
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -113,7 +114,7 @@ class SkippableUpdate:
         if self._is_torch_optimizer and not self.optimizer.state and not self._is_stateless():
             detail = f"until {name} has state, each update reads one flag on the host"
             return Decision(lever=lever, outcome="applied", detail=detail)
-        if self._can_select():
+        if self._can_select() and not self._keeps_state_on_host():
             detail = f"skipped updates of {name} are undone on the device"
             return Decision(lever=lever, outcome="applied", detail=detail)
         detail = (
@@ -173,11 +174,14 @@ class SkippableUpdate:
                 if parameter.grad is None:
                     continue
                 state = self.optimizer.state.get(parameter)
-                if not state or not all(
-                    isinstance(v, Tensor) and v.device == parameter.device for v in state.values()
-                ):
+                if not state or not _lies_beside(parameter, state):
                     return False
         return True
+
+    def _keeps_state_on_host(self) -> bool:
+        """Whether any state does not lie beside its parameter, of those without gradients too."""
+        states = self.optimizer.state.items()
+        return not self._is_stateless() and not all(_lies_beside(p, state) for p, state in states)
 
     def _is_stateless(self) -> bool:
         groups = self.optimizer.param_groups
@@ -199,6 +203,10 @@ class SkippableUpdate:
             if group["momentum"] != 0
             for parameter in group["params"]
         )
+
+
+def _lies_beside(parameter: Tensor, state: Mapping[str, Any]) -> bool:
+    return all(isinstance(v, Tensor) and v.device == parameter.device for v in state.values())
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
