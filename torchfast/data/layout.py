@@ -30,13 +30,6 @@ class Place:
     device_offset: int
     host_offset: int | None
 
-    def on_device(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Return the tensor, an object of its own, so that none shares a version counter."""
-        block = blocks[self.block]
-        tensor = torch.empty(0, dtype=self.dtype, device=block.device)
-        storage = block.untyped_storage()
-        return tensor.set_(storage, self.device_offset, self.shape, self.strides)
-
     def on_host(self, pinned: Tensor) -> Tensor:
         """Return the tensor's place in pinned memory."""
         assert self.host_offset is not None
@@ -54,12 +47,14 @@ class Layout:
         block_bytes: The size of each device block; the first is the pack.
         host_bytes: The size of the pinned block; the pack is its beginning.
         pack_bytes: How much of it is the pack.
+        num_bytes: Of all tensors together.
     """
 
     places: tuple[Place, ...]
     block_bytes: tuple[int, ...]
     host_bytes: int
     pack_bytes: int
+    num_bytes: int
 
 
 def lay_out(kinds: Sequence[tuple[Kind, bool]]) -> Layout:
@@ -90,7 +85,7 @@ def lay_out(kinds: Sequence[tuple[Kind, bool]]) -> Layout:
             Place(*kind, block=len(block_bytes), device_offset=0, host_offset=host_offset)
         )
         block_bytes.append(size)
-    return Layout(tuple(places), tuple(block_bytes), host_bytes, pack_bytes)
+    return Layout(tuple(places), tuple(block_bytes), host_bytes, pack_bytes, sum(sizes))
 
 
 def _aligned(offset: int) -> int:

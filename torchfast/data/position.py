@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -41,8 +40,7 @@ GENERATORS = (
 )
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """After which batch: one of these comes with each.
 
     Attributes:
@@ -119,8 +117,8 @@ class PositionedLoader:
     @property
     def carries_state(self) -> bool:
         """Whether the loader knows its position by itself."""
-        return all(
-            callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict")
+        return callable(getattr(self.loader, "state_dict", None)) and callable(
+            getattr(self.loader, "load_state_dict", None)
         )
 
     def begin(self) -> Iterator[tuple[Any, Position]]:
@@ -160,7 +158,7 @@ class PositionedLoader:
 
     def _positions(self, iterator: Iterator[Any], at: Position) -> Iterator[tuple[Any, Position]]:
         for number, batch in enumerate(iterator, start=at.num_batches + 1):
-            generators = tuple(g.get_state() for g in self._own_generators())
+            generators = tuple([g.get_state() for g in self._own_generators()])
             yield batch, Position(number, at.epoch_start, self._loader_state(), generators)
 
     def _resumed(self, at: Position) -> Iterator[Any]:
@@ -267,6 +265,13 @@ class PositionedLoader:
 
     def _own_generators(self) -> list[torch.Generator]:
         """Return the generators that the loader and its samplers draw from, each once."""
+        loader = self.loader
+        if (
+            getattr(loader, "generator", None) is None
+            and getattr(loader, "sampler", None) is None
+            and getattr(loader, "batch_sampler", None) is None
+        ):
+            return []  # with each batch, so what has none of these is not asked for more
         found = {id(g): g for g in map(self._look_up, GENERATORS) if g is not None}
         return list(found.values())
 

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, final
 
@@ -27,11 +28,16 @@ from torch import Tensor
 
 from torchfast._core.batches import map_batch, move_object, move_tensor, tensors
 from torchfast._core.rng import get_rng_state, same_rng_state
-from torchfast.data.layout import LARGE_BYTES, Layout, dense_strides, lay_out
+from torchfast.data.cargo import Cargo, put_back
+from torchfast.data.layout import Layout, lay_out
+from torchfast.data.mold import Mold
 from torchfast.data.position import Position
 from torchfast.data.transport import Slot, Transport
 
-MOST_LAYOUTS = 64  # that are remembered; batches of ever new lengths make ever new ones
+MOST_LAYOUTS, MOST_MOLDS = (
+    64,
+    8,
+)  # that are remembered; batches of ever new lengths make ever new ones
 
 
 @dataclass(slots=True)
@@ -42,7 +48,7 @@ class Staged:
         batch: On the device, but not before the slot is ready.
         position: Of this batch.
         slot: Where it travels.
-        owned: The ids of tensors that the consumer may keep as they are.
+        owned: The ids of tensors that the consumer may keep as they are; None if it may all.
         finish_late: Whether the ring's ``finish`` is left to the consumer's stream.
         num_bytes: What crosses the bus.
     """
@@ -50,7 +56,7 @@ class Staged:
     batch: Any
     position: Position
     slot: Slot
-    owned: set[int]
+    owned: set[int] | None
     finish_late: bool
     num_bytes: int
 
@@ -110,43 +116,53 @@ class Ring:
 
     def stage(self, slot: Slot, batch: Any, position: Position) -> Staged:
         """Lay ``batch`` out in ``slot`` and enqueue its copies."""
-        cargo = _Cargo(self, batch)
-        layout = self._layout(cargo)
+        cargo = Cargo(batch, self.transport.device, self.transfer_dtype, self.trust_pinned)
+        finish = self._finish
+        late = finish is not None and (
+            # Not known before the first batch is handed out, in the consumer's thread.
+            self._finish_draws is not False
+            or self._finish_makes_objects
+            or bool(cargo.resident)
+            or (cargo.has_objects and not self._reuse)
+        )
         with self.lock:
             self.transport.settle(slot)
-            self._make_room(slot, layout)
-            on_device = [place.on_device(slot.blocks) for place in layout.places]
-            copies = _fill(slot, layout, cargo, on_device)
+            mold = self._mold(slot, cargo)
+            mold.fill(cargo.plain)
+            on_device, copies = mold.cut(slot.blocks, cargo.plain)
+            owned: set[int] | None = None
+            if cargo.is_simple and (late or finish is None):
+                arrived = put_back(cargo.batch, iter(on_device))
+                self.transport.upload(slot, copies, None)
+                slot.held = cargo.direct
+            else:
+                owned = cargo.resident | set(map(id, on_device))
+                arrive = partial(self._arrive, cargo, on_device, late)
+                arrived = self.transport.upload(slot, copies, arrive)
+                # Sources in use, and what lies in memory of the copy stream's. What the consumer
+                # owns is not held: it would live here for a round of the ring after it was let go.
+                foreign = [t for t in tensors(arrived) if id(t) not in owned]
+                slot.held = cargo.direct, arrived if self._reuse else foreign
+        return Staged(arrived, position, slot, owned, late, mold.layout.num_bytes)
+
+    def _arrive(self, cargo: Cargo, on_device: list[Tensor], late: bool) -> Any:
+        if cargo.is_simple:
+            moved = put_back(cargo.batch, iter(on_device))
+        else:
             placed = {id(t): there for t, there in zip(cargo.plain, on_device, strict=True)}
-            late = self._finish is not None and (
-                # Not known before the first batch is handed out, in the consumer's thread.
-                self._finish_draws is not False
-                or self._finish_makes_objects
-                or bool(cargo.resident)
-                or (cargo.has_objects and not self._reuse)
-            )
-
-            def arrive() -> Any:
-                moved = map_batch(cargo.batch, lambda t: self._arrived(t, placed), self._object_fn)
-                return moved if late or self._finish is None else self._finish(moved)
-
-            arrived = self.transport.upload(slot, copies, arrive)
-            owned = cargo.resident | {id(tensor) for tensor in placed.values()}
-            # Sources in use, and what lies in memory of the copy stream's. What the consumer owns
-            # is not held: it would live here for a round of the ring after it was let go.
-            foreign = [t for t in tensors(arrived) if id(t) not in owned]
-            slot.held = cargo.direct, arrived if self._reuse else foreign
-        return Staged(arrived, position, slot, owned, late, cargo.num_bytes)
+            moved = map_batch(cargo.batch, lambda t: self._arrived(t, placed), self._object_fn)
+        return moved if late or self._finish is None else self._finish(moved)
 
     def hand_out(self, staged: Staged) -> Any:
         """Return the batch for the consumer's stream."""
         self.transport.receive(staged.slot)
         batch = staged.batch
-        if not self._reuse:
+        owned = staged.owned
+        if not self._reuse and owned is not None:
             device = self.transport.device
             batch = map_batch(
                 batch,
-                lambda t: t if id(t) in staged.owned else self._own(t),
+                lambda t: t if id(t) in owned else self._own(t),
                 lambda value: move_object(value, device),
             )
         if staged.finish_late and self._finish is not None:
@@ -162,7 +178,10 @@ class Ring:
         """Let the slot be written again, behind what was enqueued until now."""
         try:
             if not self._reuse and slot.is_received:
-                with torch.inference_mode(False):
+                if torch.is_inference_mode_enabled():
+                    with torch.inference_mode(False):
+                        self.transport.renew(slot)
+                else:
                     self.transport.renew(slot)
         except BaseException:
             slot.blocks = []  # the next batch in it asks for memory again
@@ -207,13 +226,28 @@ class Ring:
         self._finish_draws = draws
         return result
 
-    def _layout(self, cargo: _Cargo) -> Layout:
-        key = tuple(cargo.keys)
-        layout = self._layouts.get(key)
+    def _mold(self, slot: Slot, cargo: Cargo) -> Mold:
+        # What is cut in inference mode is of no use outside of it.
+        keeps = not torch.is_inference_mode_enabled()
+        mold = slot.molds.get(cargo.key) if keeps else None
+        if mold is not None and slot.blocks:
+            return mold
+        layout = self._layout(cargo)
+        self._make_room(slot, layout)
+        assert slot.pinned is not None
+        mold = Mold(layout, slot.pinned, slot.blocks if self._reuse else None)
+        if keeps:
+            if len(slot.molds) >= MOST_MOLDS:
+                slot.molds.clear()
+            slot.molds[cargo.key] = mold
+        return mold
+
+    def _layout(self, cargo: Cargo) -> Layout:
+        layout = self._layouts.get(cargo.key)
         if layout is None:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = lay_out(cargo.kinds(self.transfer_dtype))
+            layout = self._layouts[cargo.key] = lay_out(cargo.kinds())
         return layout
 
     def _make_room(self, slot: Slot, layout: Layout) -> None:
@@ -226,6 +260,7 @@ class Ring:
             have += [-1] * (len(layout.block_bytes) - len(have))
             if pinned >= layout.host_bytes and all(map(int.__ge__, have, layout.block_bytes)):
                 continue
+            each.molds.clear()
             with torch.inference_mode(False):  # such memory could not be written outside of it
                 self.transport.allocate(
                     each,
@@ -239,92 +274,6 @@ def _grown(old: int, new: int) -> int:
     return old if old >= new else new + (new // 4 if old > 0 else 0)
 
 
-class _Cargo:
-    """A batch, taken apart: what is laid out in a slot, and what goes its own way."""
-
-    def __init__(self, ring: Ring, batch: Any) -> None:
-        self._device = ring.transport.device
-        self._dtype = ring.transfer_dtype
-        self._trust_pinned = ring.trust_pinned
-        self.plain: list[Tensor] = []
-        self.direct: list[Tensor] = []
-        self.keys: list[Any] = []
-        self.resident: set[int] = set()
-        self.has_objects = False
-        self.num_bytes = 0
-        # A container that makes tensors on demand comes back as one that holds them.
-        self.batch = map_batch(batch, self._sort, self._note_object)
-
-    def kinds(self, dtype: torch.dtype | None) -> list[Any]:
-        """Return what `lay_out` takes."""
-        narrow = dtype is not None
-        return [
-            (
-                (
-                    dtype if narrow and t.is_floating_point() else t.dtype,
-                    t.shape,
-                    dense_strides(t),
-                ),
-                key[-1],
-            )
-            for t, key in zip(self.plain, self.keys, strict=True)
-        ]
-
-    def _sort(self, tensor: Tensor) -> Tensor:
-        if tensor.device == self._device and tensor.device.type != "cpu":
-            self.resident.add(id(tensor))
-            return tensor
-        is_plain = _is_plain(tensor)
-        dtype = tensor.dtype
-        if self._dtype is not None and tensor.is_floating_point() and dtype != self._dtype:
-            dtype = self._dtype
-            if not is_plain:
-                tensor = tensor.to(dtype)
-        if not is_plain:
-            return tensor
-        size = tensor.numel() * dtype.itemsize
-        self.num_bytes += size
-        is_direct = (
-            self._trust_pinned
-            and size >= LARGE_BYTES
-            and dtype == tensor.dtype
-            and tensor.is_pinned()
-            and dense_strides(tensor) == tensor.stride()
-        )
-        self.plain.append(tensor)
-        self.keys.append((tensor.dtype, tensor.shape, tensor.stride(), is_direct))
-        if is_direct:
-            self.direct.append(tensor)
-        return tensor
-
-    def _note_object(self, value: Any) -> Any:
-        self.has_objects = True
-        return value
-
-
-def _fill(
-    slot: Slot, layout: Layout, cargo: _Cargo, on_device: list[Tensor]
-) -> list[tuple[Tensor, Tensor]]:
-    """Fill the pinned block; return the copies to make, as (target, source)."""
-    copies: list[tuple[Tensor, Tensor]] = []
-    targets, sources = [], []
-    pinned = slot.pinned
-    assert pinned is not None
-    if layout.pack_bytes:
-        copies.append((slot.blocks[0][: layout.pack_bytes], pinned[: layout.pack_bytes]))
-    for tensor, place, there in zip(cargo.plain, layout.places, on_device, strict=True):
-        if place.host_offset is not None:
-            targets.append(place.on_host(pinned))
-            sources.append(tensor)
-        if place.block > 0:
-            source = tensor if place.host_offset is None else targets[-1]
-            copies.append((there, source))
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)  # one call: it gives the interpreter up once
-    return copies
-
-
 def _has_objects(batch: Any) -> bool:
     found: list[Any] = []
 
@@ -334,15 +283,3 @@ def _has_objects(batch: Any) -> bool:
 
     map_batch(batch, lambda tensor: tensor, note)
     return bool(found)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the elements are all there is to a tensor, so that they can be laid out anew."""
-    return (
-        type(tensor) is Tensor
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-        and not tensor.is_quantized
-    )

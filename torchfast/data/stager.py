@@ -23,6 +23,8 @@ from torchfast.data.transport import Slot
 
 CPU = torch.device("cpu")
 LOOKS_FIRST, LOOKS_EVERY = 8, 16  # which of the thread's fetches are watched
+# One takes as long as staging several small batches.
+MANY, LOOKS_EVERY_OF_MANY = 256, 64
 EXIT_S = 5.0  # how long the exit of Python waits for a fetch in progress
 
 Batches = Iterator[tuple[Any, Position]]
@@ -136,14 +138,15 @@ class Stager:
 
     def run(self) -> None:
         """Fetch and stage until the end, an error, a limit or a suspicion."""
+        followed = None
         try:
             while not self.stopped:
                 if self.limit is not None and self.num_fetched >= self.limit:
                     self.staged.put(LIMIT)
                     return
                 moves, before = self._fetching.num_moves, self._state()
-                with self.ring.transport.fetching():
-                    pair = self.fetch()
+                followed = self.ring.transport.follow(followed)
+                pair = self.fetch()
                 if pair is None:
                     self.exhausted = True
                     self.staged.put(END)
@@ -167,10 +170,9 @@ class Stager:
 
     def _state(self) -> RNGState | None:
         number = self.num_fetched
-        due = not self._fetching.training_draws and (
-            number <= LOOKS_FIRST or number % LOOKS_EVERY == 0
-        )
-        return get_rng_state(CPU) if due else None
+        every = LOOKS_EVERY if number < MANY else LOOKS_EVERY_OF_MANY
+        due = number <= LOOKS_FIRST or number % every == 0
+        return get_rng_state(CPU) if due and not self._fetching.training_draws else None
 
     def free_slot(self) -> Slot | None:
         """Wait for a slot; None once this was told to stop."""

@@ -12,15 +12,15 @@ whose streams are as slow as a test likes.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+from torchfast.data.mold import Mold
 
 # Of so many batches one is timed on the device: two events on each of the two streams.
 TIMED_EVERY = 16
@@ -34,6 +34,7 @@ class Slot:
         free: Recorded behind the consumer's last use.
         pinned: Memory on the host, bytes.
         blocks: Memory on the device, bytes each.
+        molds: How either was cut, by what was laid out in it; for as long as it stays.
         held: What must live until the consumer is done: pinned sources, what a transform made.
         stream: Where the consumer received it, until it is released.
         home: The stream whose pool the device memory comes from.
@@ -44,6 +45,7 @@ class Slot:
         self.free = free
         self.pinned: Tensor | None = None
         self.blocks: list[Tensor] = []
+        self.molds: dict[Any, Mold] = {}
         self.held: Any = None
         self.stream: Any = None
         self.home: Any = None
@@ -72,12 +74,12 @@ class Transport(Protocol):
         """Make the host wait until the slot's last copy is done."""
 
     def upload(
-        self, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]], finish: Callable[[], Any]
+        self, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]], finish: Callable[[], Any] | None
     ) -> Any:
         """Enqueue copies of (target, source) once the slot is free, then what ``finish`` enqueues.
 
         Returns:
-            What ``finish`` returned.
+            What ``finish`` returned; None without it.
         """
 
     def receive(self, slot: Slot) -> None:
@@ -95,8 +97,12 @@ class Transport(Protocol):
     def is_idle(self, slot: Slot) -> bool:
         """Whether the consumer's stream has passed the slot's last release."""
 
-    def fetching(self) -> AbstractContextManager[Any]:
-        """Return the context in which another thread fetches, as the consumer's thread would."""
+    def follow(self, followed: Any) -> Any:
+        """Let a thread that fetches enqueue where the consumer does, as its thread would.
+
+        Returns:
+            What to call it with before the next fetch; the first time it is None.
+        """
 
     def drain(self) -> None:
         """Order the two streams behind each other, before memory of either is let go."""
@@ -148,9 +154,15 @@ class CUDATransport(Transport):
 
     @override
     def renew(self, slot: Slot) -> None:
-        with torch.cuda.stream(slot.stream):
+        stream = slot.stream
+        # An object of its own: each can be entered once at a time, and any thread may drop a batch.
+        with torch.cuda.Stream(
+            stream_id=stream.stream_id,
+            device_index=stream.device_index,
+            device_type=stream.device_type,
+        ):
             slot.blocks = [self._block(block.numel()) for block in slot.blocks]
-            slot.home = slot.stream
+            slot.home = stream
 
     def _block(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -161,18 +173,20 @@ class CUDATransport(Transport):
 
     @override
     def upload(
-        self, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]], finish: Callable[[], Any]
+        self, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]], finish: Callable[[], Any] | None
     ) -> Any:
         self._num_uploads += 1
         stream = self._copy_stream
-        with torch.cuda.stream(stream):
+        with stream:  # torch.cuda.stream() would take ten times as long
             stream.wait_event(slot.free)
             slot.held = None  # what the consumer has read may be overwritten from here on
             try:
-                with self._timing("copy", stream, self._num_uploads):
-                    for target, source in copies:
-                        target.copy_(source, non_blocking=True)
-                return finish()
+                start = self._mark(stream, self._num_uploads)
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
+                if start is not None:
+                    self._timed["copy"].append((start, self._marked(stream)))
+                return None if finish is None else finish()
             finally:
                 slot.ready.record(stream)  # behind what was enqueued, though it may have failed
 
@@ -180,14 +194,19 @@ class CUDATransport(Transport):
     def receive(self, slot: Slot) -> None:
         self._num_receipts += 1
         stream = torch.cuda.current_stream(self.device)
-        if stream != self._consumer:
+        if stream == self._consumer:
+            stream = self._consumer  # the very object, by which threads know that it stayed
+        else:
             stream.wait_stream(self._consumer)
-        self._consumer = slot.stream = stream
-        if slot.home != stream:
+            self._consumer = stream
+        slot.stream = stream
+        if slot.home is not stream and slot.home != stream:
             for block in slot.blocks:  # they go back to the pool of another stream than reads them
                 block.record_stream(stream)
-        with self._timing("wait", stream, self._num_receipts):
-            stream.wait_event(slot.ready)
+        start = self._mark(stream, self._num_receipts)
+        stream.wait_event(slot.ready)
+        if start is not None:
+            self._timed["wait"].append((start, self._marked(stream)))
 
     @override
     def release(self, slot: Slot) -> None:
@@ -205,9 +224,12 @@ class CUDATransport(Transport):
         return bool(slot.free.query())
 
     @override
-    def fetching(self) -> AbstractContextManager[Any]:
+    def follow(self, followed: Any) -> Any:
         # Device work of the loader's own is then ordered before the step that uses it.
-        return torch.cuda.stream(self._consumer)
+        consumer = self._consumer
+        if followed is not consumer:
+            torch.cuda.set_stream(consumer)
+        return consumer
 
     @override
     def drain(self) -> None:
@@ -218,16 +240,14 @@ class CUDATransport(Transport):
     def take_times(self) -> tuple[list[float], list[float]]:
         return self._passed(self._timed["copy"]), self._passed(self._timed["wait"])
 
-    @contextlib.contextmanager
-    def _timing(self, what: str, stream: torch.cuda.Stream, number: int) -> Any:
-        if number % TIMED_EVERY:
-            yield
-            return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(stream)
-        yield
-        end.record(stream)
-        self._timed[what].append((start, end))
+    def _mark(self, stream: torch.cuda.Stream, number: int) -> torch.cuda.Event | None:
+        return None if number % TIMED_EVERY else self._marked(stream)
+
+    @staticmethod
+    def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
     @staticmethod
     def _passed(pairs: deque[tuple[Any, Any]]) -> list[float]:
