@@ -191,41 +191,41 @@ def no_division(monkeypatch):
 
 
 def double_update(monkeypatch):
-    original = TrainStep.update
+    original = TrainStep._second_half
 
-    def update(self):
+    def second_half(self):
         self.optimizer.step()
-        original(self)
+        return original(self)
 
-    monkeypatch.setattr(TrainStep, "update", update)
+    monkeypatch.setattr(TrainStep, "_second_half", second_half)
 
 
 def stale_gradients(monkeypatch):
-    original = TrainStep.forward_backward
+    original = TrainStep._first_half
 
-    def forward_backward(self, batch):
+    def first_half(self, group):
         kept = self.optimizer.zero_grad
         self.optimizer.zero_grad = lambda set_to_none=True: None
         try:
-            return original(self, batch)
+            return original(self, group)
         finally:
             self.optimizer.zero_grad = kept
 
-    monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
+    monkeypatch.setattr(TrainStep, "_first_half", first_half)
 
 
 def clip_before_division(monkeypatch):
-    monkeypatch.setattr(TrainStep, "_divide_gradients", lambda self, weight: None)
+    monkeypatch.setattr(torchfast.step, "divide_gradients", lambda *_: None)
 
 
 def extra_random_draw(monkeypatch):
-    original = TrainStep.update
+    original = TrainStep._second_half
 
-    def update(self):
+    def second_half(self):
         torch.rand(1)
-        original(self)
+        return original(self)
 
-    monkeypatch.setattr(TrainStep, "update", update)
+    monkeypatch.setattr(TrainStep, "_second_half", second_half)
 
 
 def scheduler_not_stepped(monkeypatch):
@@ -239,10 +239,13 @@ def scheduler_not_stepped(monkeypatch):
 
 
 def wrong_loss(monkeypatch):
-    original = TrainStep.forward_backward
-    monkeypatch.setattr(
-        TrainStep, "forward_backward", lambda self, batch: original(self, batch) * 1.0000001
-    )
+    original = TrainStep._first_half
+
+    def first_half(self, group):
+        loss, metrics = original(self, group)
+        return loss * 1.0000001, metrics
+
+    monkeypatch.setattr(TrainStep, "_first_half", first_half)
 
 
 def short_group_divided_by_accumulate(monkeypatch):

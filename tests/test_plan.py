@@ -27,14 +27,21 @@ PLANS = [
 
 
 def test_eager_and_exact_change_no_number():
-    assert Plan.preset("eager") == Plan.preset("exact") == Plan()
+    assert Plan.preset("eager") == Plan()
+    assert Plan.preset("exact") == Plan(cuda_graph=True)
     assert Plan() == Plan(
-        precision="as_given", channels_last=False, optimizer="as_given", nonfinite="propagate"
+        precision="as_given",
+        channels_last=False,
+        optimizer="as_given",
+        nonfinite="propagate",
+        cuda_graph=False,
     )
 
 
 def test_fast_is_what_its_docstring_says():
-    assert Plan.preset("fast") == Plan(precision="auto", channels_last=True, optimizer="fused")
+    assert Plan.preset("fast") == Plan(
+        precision="auto", channels_last=True, optimizer="fused", cuda_graph=True
+    )
 
 
 def test_every_preset_has_a_plan():
@@ -110,7 +117,7 @@ def test_plans_that_differ_are_not_equal():
 def test_replace_changes_what_is_named_and_checks_it():
     fast = Plan.preset("fast")
     assert fast.replace(precision="fp16") == Plan(
-        precision="fp16", channels_last=True, optimizer="fused"
+        precision="fp16", channels_last=True, optimizer="fused", cuda_graph=True
     )
     assert fast.replace() == fast == Plan.preset("fast")
     with pytest.raises(PlanError, match="'bf17'"):

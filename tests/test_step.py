@@ -250,9 +250,11 @@ def test_the_report_says_why_something_stepped_aside():
 
 def test_repr_names_the_parts():
     text = repr(make_trainer(accumulate=2))
-    assert text == "Trainer(DropoutNet, AdamW, plan=Plan(), accumulate=2, device='cpu')"
+    assert (
+        text == "Trainer(DropoutNet, AdamW, plan=Plan(cuda_graph=True), accumulate=2, device='cpu')"
+    )
     step = TrainStep(DropoutNet(), ADAMW, mean_loss)
-    assert repr(step).startswith("TrainStep(DropoutNet, AdamW, plan=Plan()")
+    assert repr(step).startswith("TrainStep(DropoutNet, AdamW, plan=Plan(cuda_graph=True)")
 
 
 # --- batches ------------------------------------------------------------------------------------

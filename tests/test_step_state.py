@@ -128,7 +128,11 @@ def test_a_state_has_its_parts_and_no_more():
         "scaler",
         "rng",
     }
-    assert (state["format"], state["plan"], state["lr_scheduler"]) == (1, "{}", None)
+    assert (state["format"], state["plan"], state["lr_scheduler"]) == (
+        1,
+        '{"cuda_graph": true}',
+        None,
+    )
 
 
 class Wide(nn.Module):

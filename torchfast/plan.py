@@ -4,7 +4,8 @@ One field a lever, each a plain scalar or an options object. A plan decides noth
 step reads it, asks the device what is possible, and says in its report what came of it.
 
 A step applies a plan in this order: channels_last, which lays the storage of parameters out anew
-but keeps the parameter objects, and with them the optimizer's state; then the optimizer's form.
+but keeps the parameter objects, and with them the optimizer's state; then the optimizer's form;
+then the graph, which holds all of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from torchfast._core.arguments import check_choice, explain_init_keywords, suggestion
 from torchfast._core.errors import PlanError
+from torchfast.graphs import CUDAGraphOptions
 from torchfast.precision import NonfiniteOptions, PrecisionOptions
 
 Precision = Literal["as_given", "auto", "fp32", "tf32", "bf16", "fp16"]
@@ -29,9 +31,9 @@ class Plan:
     Presets, by name wherever a plan is taken:
 
     - ``"eager"``: nothing, the plain loop.
-    - ``"exact"``: only what cannot change a number.
-    - ``"fast"``: bf16 where the device computes it natively, channels_last for convolutions, the
-      fused optimizer. Close, not exact.
+    - ``"exact"``: only what cannot change a number: the whole step in one CUDA graph.
+    - ``"fast"``: that, and bf16 where the device computes it natively, channels_last for
+      convolutions, the fused optimizer. Close, not exact.
 
     Args:
         precision: ``"as_given"``, ``"auto"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"`` or
@@ -42,12 +44,14 @@ class Plan:
             plain loop does, ``"skip"``, which leaves parameters, optimizer state and buffers as
             they were, or `NonfiniteOptions`.
 
+        cuda_graph: Capture the whole step into one CUDA graph: True, False or `CUDAGraphOptions`.
+
     Raises:
         PlanError: A value that does not exist, or fields that contradict each other.
 
     Example:
         >>> Plan.preset("fast").replace(precision="fp16")
-        Plan(precision='fp16', channels_last=True, optimizer='fused')
+        Plan(precision='fp16', channels_last=True, optimizer='fused', cuda_graph=True)
         >>> Plan.from_json(Plan(precision="bf16").to_json())
         Plan(precision='bf16')
     """
@@ -56,6 +60,7 @@ class Plan:
     channels_last: bool = False
     optimizer: Literal["as_given", "fused"] = "as_given"
     nonfinite: Literal["propagate", "skip"] | NonfiniteOptions = "propagate"
+    cuda_graph: bool | CUDAGraphOptions = False
 
     PRESETS: ClassVar[tuple[str, ...]] = ("eager", "exact", "fast")
 
@@ -69,14 +74,20 @@ class Plan:
         nonfinite = NonfiniteOptions.of(self.nonfinite)
         if nonfinite.stop_after is None:
             object.__setattr__(self, "nonfinite", nonfinite.action)
+        if not isinstance(self.cuda_graph, bool | CUDAGraphOptions):
+            raise TypeError(
+                f"cuda_graph must be True, False or CUDAGraphOptions, got {self.cuda_graph!r}"
+            )
+        if self.cuda_graph == CUDAGraphOptions():
+            object.__setattr__(self, "cuda_graph", True)
 
     @classmethod
     def preset(cls, name: str) -> Plan:
         """Return the preset plan of this name."""
         check_choice("plan", name, cls.PRESETS, PlanError)
         if name == "fast":
-            return cls(precision="auto", channels_last=True, optimizer="fused")
-        return cls()
+            return cls(precision="auto", channels_last=True, optimizer="fused", cuda_graph=True)
+        return cls(cuda_graph=name == "exact")
 
     @classmethod
     def of(cls, plan: object) -> Plan:
@@ -99,6 +110,13 @@ class Plan:
     def nonfinite_options(self) -> NonfiniteOptions:
         """What to do about what is not finite, as an options object."""
         return NonfiniteOptions.of(self.nonfinite)
+
+    @property
+    def graph_options(self) -> CUDAGraphOptions | None:
+        """How the step is captured, as an options object; None if it is not."""
+        if isinstance(self.cuda_graph, CUDAGraphOptions):
+            return self.cuda_graph
+        return CUDAGraphOptions() if self.cuda_graph else None
 
     def replace(self, **changes: Any) -> Plan:
         """Return a copy with some fields changed."""
@@ -130,6 +148,8 @@ class Plan:
                 values["precision"] = PrecisionOptions(**values["precision"])
             if isinstance(values.get("nonfinite"), dict):
                 values["nonfinite"] = NonfiniteOptions(**values["nonfinite"])
+            if isinstance(values.get("cuda_graph"), dict):
+                values["cuda_graph"] = CUDAGraphOptions(**values["cuda_graph"])
             return cls(**values)
         except (TypeError, ValueError) as error:
             raise PlanError(f"not a plan in JSON: {error}") from error
@@ -152,4 +172,6 @@ def _to_plain(value: Any) -> Any:
         return {"format": value.format, **value.scaling}
     if isinstance(value, NonfiniteOptions):
         return dataclasses.asdict(value)
+    if isinstance(value, CUDAGraphOptions):
+        return value.changed
     return value

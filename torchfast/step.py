@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,6 @@ from torchfast._core.building import (
     claim,
     device_decision,
     move_to,
-    optimized,
     release,
     scheduler_decision,
     untrained_decisions,
@@ -47,7 +47,6 @@ from torchfast._core.errors import ClosedError
 from torchfast._core.loss import (
     LossParts,
     Number,
-    Shares,
     check_differentiable,
     detached,
     mean_metrics,
@@ -56,7 +55,9 @@ from torchfast._core.loss import (
 )
 from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast._core.state import FORMAT, check_training_state
-from torchfast.graphs import OptimizerForm
+from torchfast._core.weights import divide_gradients, weigh
+from torchfast.graphs import GraphedUpdate
+from torchfast.levers import apply_levers
 from torchfast.plan import Plan
 from torchfast.precision import (
     ChannelsLast,
@@ -71,6 +72,20 @@ logger = logging.getLogger(__name__)
 LossFn = Callable[[Any, Any], Any]
 OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 SchedulerSource = Any  # an LRScheduler, an object with step(), or optimizer -> either
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the device.
+
+    Attributes:
+        loss: The mean over the group, shape ``()``, detached.
+        metrics: Scalars by name.
+        skipped: 1.0 where the update was skipped, else 0.0; None where it cannot be.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Number]
+    skipped: Tensor | None
 
 
 @final
@@ -157,7 +172,9 @@ class TrainStep:
         # Nothing below refuses an argument, and nothing above has changed a form or a layout.
         release(self.optimizer)
         self._layout = ChannelsLast(model, self.plan.channels_last)
-        self._form = self._optimizer_form()
+        can_skip = self._precision.format == "fp16" or self.plan.nonfinite_options.action == "skip"
+        levers = apply_levers(self.optimizer, self.plan, model, self.device, can_skip=can_skip)
+        self._form, self._graph_decisions = levers.form, levers.decisions
         self._layout.align(self.optimizer)
         scaler = (
             LossScaler(self.plan.precision_options, self.optimizer, self.device)
@@ -170,6 +187,21 @@ class TrainStep:
         # What nonfinite="skip" counts, on the device, for whoever reads late.
         self.skip_counts: SkipCounts | None = self._guard.counts if self._guard.is_on else None
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
+        self._graph = (
+            GraphedUpdate(
+                self._whole,
+                # What the guard decides between gradients and update cannot be parted from them.
+                None if can_skip else self._until_update,
+                model=model,
+                optimizer=self.optimizer,
+                others=[] if scaler is None else [scaler.held],
+                options=self.plan.graph_options,
+                rate_dtype=levers.in_graph and levers.in_graph.rate_dtype,
+                device=self.device,
+            )
+            if levers.captures and self.plan.graph_options
+            else None
+        )
         self._closed = False
         self.num_steps = 0
         self.num_epochs = 0  # counted by fit(), for set_epoch
@@ -197,9 +229,18 @@ class TrainStep:
             LossError: A loss without a graph.
             ClosedError: After `close`.
         """
-        loss = self.forward_backward(batch)
-        self.update()
-        return loss
+        group = self._group(batch)
+        if self._graph is None:
+            output = self._whole(group)
+        else:
+            is_whole = self._graph.is_whole
+            output = self._graph(group)
+            if not is_whole:
+                self.optimizer.step()
+                self._precision.after_update()
+        self.metrics = output.metrics
+        self._after_update(output.skipped)
+        return output.loss
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Run the first half of a step: zero_grad, forward, backward. Always eager.
@@ -208,30 +249,16 @@ class TrainStep:
         the group and, under fp16, unscaled. Under ``nonfinite="skip"`` a loss that is not finite
         is noted here; gradients are judged by `update`, as they are then.
         """
-        group = self._group(batch)
-        with self._precision.step():
-            self.optimizer.zero_grad(set_to_none=True)
-            self._guard.begin()
-            parts = [self._backward(micro_batch, len(group)) for micro_batch in group]
-            loss = self._combine(parts)
-            # After the division, so that what fp16 judges finite is what will be applied.
-            self._guard.end_backward([part.loss for part in parts])
-            return loss
+        loss, self.metrics = self._first_half(self._group(batch))
+        return loss
 
     def update(self) -> None:
         """Run the second half of a step: clip, optimizer, scheduler. Always eager."""
         self._check_open()
-        norm = None
-        with self._precision.step():
-            self._guard.judge()
-            if self.max_grad_norm is not None:
-                norm = clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
-                self.metrics["grad_norm"] = norm
-            self._guard.update(self.num_steps + 1, norm)
-        self._precision.after_update()
-        self.num_steps += 1
-        if self._steps_scheduler:
-            self.lr_scheduler.step()
+        norm, skipped = self._second_half()
+        if norm is not None:
+            self.metrics["grad_norm"] = norm
+        self._after_update(skipped)
 
     def compute_loss(self, batch: Any) -> LossParts:
         """Run ``loss_fn`` on one batch as a step does, without a backward pass."""
@@ -303,6 +330,8 @@ class TrainStep:
         Synchronizes: Under fp16 and ``nonfinite="skip"``, to read what was skipped.
         """
         counters = {"steps": self.num_steps, **self._guard.counters()}
+        if self._graph is not None:
+            counters |= self._graph.counters()
         title = f"plan {self._plan_name!r} on {self.device}"
         return Report(title=title, decisions=tuple(self._decisions()), counters=counters)
 
@@ -312,10 +341,11 @@ class TrainStep:
             return
         self._closed = True
         self._load_hook.remove()
-        try:
-            self._form.close()
-        finally:
-            self._layout.close(self.optimizer)
+        with ExitStack() as stack:  # all of it, whatever fails
+            stack.callback(self._layout.close, self.optimizer)
+            stack.callback(self._form.close)
+            if self._graph is not None:
+                stack.callback(self._graph.close)
 
     def __repr__(self) -> str:
         return (
@@ -329,7 +359,7 @@ class TrainStep:
         if self._closed:
             raise ClosedError("this step was closed; build a new Trainer to go on training")
 
-    def _group(self, batch: Any) -> MicroBatches[Any] | tuple[Any]:
+    def _group(self, batch: Any) -> tuple[Any, ...]:
         self._check_open()
         if isinstance(batch, MicroBatches):
             if len(batch) > self.accumulate:
@@ -337,7 +367,7 @@ class TrainStep:
                     f"got {len(batch)} micro-batches in a step, but accumulate={self.accumulate}; "
                     "raise accumulate or give fewer"
                 )
-            return batch
+            return tuple(batch)
         if self.accumulate > 1:
             raise TypeError(
                 f"with accumulate={self.accumulate} a step takes MicroBatches, got "
@@ -345,6 +375,54 @@ class TrainStep:
                 "batches of a step: MicroBatches([batch, ...])"
             )
         return (batch,)
+
+    def _whole(self, group: Sequence[Any]) -> StepOutput:
+        """Run a step on the device: what a graph can hold, and nothing else."""
+        loss, metrics = self._first_half(group)
+        norm, skipped = self._second_half()
+        if norm is not None:
+            metrics = {**metrics, "grad_norm": norm}
+        return StepOutput(loss, metrics, skipped)
+
+    def _until_update(self, group: Sequence[Any]) -> StepOutput:
+        """Run a step on the device but for the update itself."""
+        loss, metrics = self._first_half(group)
+        norm = self._clip()
+        if norm is not None:
+            metrics = {**metrics, "grad_norm": norm}
+        return StepOutput(loss, metrics, None)
+
+    def _first_half(self, group: Sequence[Any]) -> tuple[Tensor, dict[str, Number]]:
+        with self._precision.step():
+            self.optimizer.zero_grad(set_to_none=True)
+            self._guard.begin()
+            parts = [self._backward(micro_batch, len(group)) for micro_batch in group]
+            loss, metrics = self._combine(parts)
+            # After the division, so that what fp16 judges finite is what will be applied.
+            self._guard.end_backward([part.loss for part in parts])
+            return loss, metrics
+
+    def _second_half(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradient norm and whether the update was skipped, where there are such."""
+        with self._precision.step():
+            self._guard.judge()
+            norm = self._clip()
+            with nullcontext() if self._graph is None else self._graph.rates_on_device():
+                skipped = self._guard.update(norm)
+        self._precision.after_update()
+        return norm, skipped
+
+    def _clip(self) -> Tensor | None:
+        if self.max_grad_norm is None:
+            return None
+        return clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+
+    def _after_update(self, skipped: Tensor | None) -> None:
+        """Do what the host does after an update."""
+        self.num_steps += 1
+        self._guard.note(skipped, self.num_steps)
+        if self._steps_scheduler:
+            self.lr_scheduler.step()
 
     def _forward(self, batch: Any) -> LossParts:
         moved = to_device(batch, self.device, channels_last=self._layout.active)
@@ -360,53 +438,20 @@ class TrainStep:
         self._guard.scale(loss).backward()
         return LossParts(detached(loss), metrics, weight)
 
-    def _combine(self, parts: list[LossParts]) -> Tensor:
+    def _combine(self, parts: list[LossParts]) -> tuple[Tensor, dict[str, Number]]:
         """Bring the group to one loss and one dict of metrics; divide weighted gradients."""
-        shares = self._weigh(parts)
+        shares = weigh(parts, self.device)
         loss = total([part.loss for part in parts])
         if shares is not None:
-            self._divide_gradients(shares.total)
+            divide_gradients(self.model, self.optimizer, shares.total)
             loss = loss / shares.total.to(loss.device)
-        self.metrics = mean_metrics([part.metrics for part in parts], shares)
-        if self.max_grad_norm is not None and "grad_norm" in self.metrics:
+        metrics = mean_metrics([part.metrics for part in parts], shares)
+        if self.max_grad_norm is not None and "grad_norm" in metrics:
             raise ValueError(
                 "loss_fn returned a metric named 'grad_norm', which is the name of the gradient "
                 "norm that clipping reports; rename it"
             )
-        return loss
-
-    def _weigh(self, parts: list[LossParts]) -> Shares | None:
-        """Return the group's weights on the device, or None where there are none."""
-        weights = [part.weight for part in parts if part.weight is not None]
-        if not weights:
-            return None
-        if len(weights) != len(parts):
-            raise TypeError(
-                f"loss_fn returned a weight for {len(weights)} of {len(parts)} micro-batches; "
-                "return one always or never"
-            )
-        on_device = [self._as_tensor(weight) for weight in weights]
-        return Shares(on_device, total(on_device))
-
-    def _as_tensor(self, weight: Number) -> Tensor:
-        if isinstance(weight, Tensor) and weight.device.type != "cpu":
-            weight = weight.to(self.device, non_blocking=True)
-            return weight if weight.is_floating_point() else weight.float()
-        # full() fills on the device; tensor() would copy from pageable memory and wait.
-        return torch.full((), float(weight), dtype=torch.float32, device=self.device)
-
-    def _divide_gradients(self, weight: Tensor) -> None:
-        gradients = {
-            id(p): p.grad
-            for p in (*self.model.parameters(), *optimized(self.optimizer))
-            if p.grad is not None
-        }
-        dense = [g for g in gradients.values() if not g.is_sparse and g.device == weight.device]
-        if dense:
-            torch._foreach_div_(dense, weight)
-        for gradient in gradients.values():
-            if gradient.is_sparse or gradient.device != weight.device:
-                gradient.div_(weight.to(gradient.device))
+        return loss, metrics
 
     def _decisions(self) -> list[Decision]:
         return [
@@ -415,26 +460,11 @@ class TrainStep:
             self._layout.decision,
             self._form.decision,
             *self._guard.decisions(),
+            *self._graph_decisions,
+            *([] if self._graph is None else self._graph.decisions()),
             scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),
             *untrained_decisions(self.model, self.optimizer),
         ]
-
-    # --- the optimizer's form ---------------------------------------------------------------
-
-    def _optimizer_form(self) -> OptimizerForm:
-        form = OptimizerForm(self.optimizer, self.plan.optimizer, self.model)
-        is_fp16 = self._precision.format == "fp16"
-        can_skip = is_fp16 or self.plan.nonfinite_options.action == "skip"
-        if not can_skip or form.is_fused or self.device.type == "cpu":
-            return form
-        if not is_fp16 and all(g.get("capturable") for g in self.optimizer.param_groups):
-            return form
-        # The plan does not ask for a form, but whether to skip the update is decided on the
-        # device, which needs one whose state lives there.
-        fused = OptimizerForm(self.optimizer, "fused", self.model)
-        if fused.form == "fused":
-            return fused
-        return OptimizerForm(self.optimizer, "capturable", self.model)
 
     def _after_load(self, optimizer: Optimizer) -> None:
         self._form.apply()

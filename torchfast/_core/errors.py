@@ -7,6 +7,7 @@
     ├── UnsupportedDeviceError (RuntimeError)     a device that this machine lacks
     ├── UnsupportedOptimizerError (RuntimeError)  an update that is not one step() call
     ├── LossError (RuntimeError)                  a loss that cannot be differentiated
+    ├── CaptureError (RuntimeError)               a step that cannot be captured into a graph
     ├── NonFiniteError (RuntimeError)             too many updates in a row skipped for NaN
     ├── ClosedError (RuntimeError)                use after close()
     ├── EmptyEpochError (RuntimeError)            an epoch that yielded no batch
@@ -44,6 +45,10 @@ class UnsupportedOptimizerError(TorchFastError, RuntimeError):
 
 class LossError(TorchFastError, RuntimeError):
     """A loss that cannot be differentiated with respect to any parameter."""
+
+
+class CaptureError(TorchFastError, RuntimeError):
+    """A step cannot be captured into a graph; the state is as it was before."""
 
 
 class NonFiniteError(TorchFastError, RuntimeError):

@@ -1,9 +1,16 @@
-"""Which form an optimizer's update takes, so that it can live on the device.
+"""A whole training step as one CUDA graph, and the form of optimizer that it needs."""
 
-A whole-step graph will stand in this room; what it needs first is an optimizer whose update reads
-nothing on the host, and that is useful without a graph too.
-"""
-
+from torchfast.graphs.graph_form import GraphForm, graph_form
+from torchfast.graphs.graphed_update import GraphedUpdate
 from torchfast.graphs.optimizer_form import OptimizerForm
+from torchfast.graphs.options import CUDAGraphOptions
+from torchfast.graphs.step import CUDAGraphStep
 
-__all__ = ["OptimizerForm"]
+__all__ = [
+    "CUDAGraphOptions",
+    "CUDAGraphStep",
+    "GraphForm",
+    "GraphedUpdate",
+    "OptimizerForm",
+    "graph_form",
+]

@@ -28,11 +28,18 @@ from torch.optim import Optimizer
 from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
 
-Form = Literal["as_given", "fused", "capturable"]
+Form = Literal["as_given", "fused", "capturable", "fused_capturable"]
 
 # Scalar state that torch keeps on the host unless the form is fused or capturable.
 _HOST_SCALARS = ("step", "mu_product")
 _FLAGS = ("foreach", "fused", "capturable")
+# What each form sets, as far as the optimizer has the flag; and the flag that it must have.
+FORMS: dict[Form, dict[str, bool]] = {
+    "fused": {"foreach": False, "fused": True},
+    "capturable": {"capturable": True},
+    "fused_capturable": {"foreach": False, "fused": True, "capturable": True},
+}
+_NEEDED = {"fused": "fused", "capturable": "capturable", "fused_capturable": "fused"}
 
 
 @final
@@ -73,10 +80,12 @@ class OptimizerForm:
         """Put the form on: at construction, and again after a state was loaded."""
         if self.form == "as_given":
             return
-        flags = {"foreach": False, "fused": True} if self.form == "fused" else {"capturable": True}
+        flags = FORMS[self.form]
         for holder in (self.optimizer.defaults, *self.optimizer.param_groups):
             holder.update({flag: on for flag, on in flags.items() if flag in holder})
-        if self.form == "fused":
+        if "capturable" in flags:  # torch warns of steps outside a graph: those are the warm-up
+            self.optimizer._warned_capturable_if_run_uncaptured = True
+        if "fused" in flags:
             # What the constructor sets for fused=True: GradScaler then hands found_inf to the
             # kernel in place of reading it on the host.
             self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -129,7 +138,7 @@ def _obstacle(optimizer: Optimizer, form: Form, model: nn.Module) -> str | None:
     name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim"):
         return f"{name} is not one of torch.optim's own classes, whose forms are known"
-    if any(form not in group for group in optimizer.param_groups):
+    if any(_NEEDED[form] not in group for group in optimizer.param_groups):
         return f"torch.optim.{name} has no {form} implementation"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was built with differentiable=True, which excludes {form}"
@@ -157,7 +166,7 @@ def _probe(
         for key, value in optimizer.param_groups[0].items()
         if key in accepted and key != "params" and not isinstance(value, Tensor)
     }
-    flags: dict[str, Any] = {form: True, **({"foreach": False} if form == "fused" else {})}
+    flags = {flag: on for flag, on in FORMS[form].items() if flag in optimizer.param_groups[0]}
     parameter = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
     try:

@@ -186,16 +186,18 @@ class UpdateGuard:
             flags = [*flags, *self._gradient_flags()]
         self._flag = any_flag(flags, self._device) if flags else None
 
-    def update(self, step: int, norm: Tensor | None = None) -> None:
+    def update(self, norm: Tensor | None = None) -> Tensor | None:
         """Update or skip, as `judge` decided.
 
         Args:
-            step: The number of this step, for the count.
             norm: The gradient norm that clipping found.
+
+        Returns:
+            Whether it was skipped, 1.0 or 0.0 on the device, for `note`; None if it cannot be.
         """
         if self._flag is None:
             self._optimizer.step()
-            return
+            return None
         if self.is_on and norm is not None:
             self._flag = any_flag([self._flag, norm.isnan()], self._device)
         self._update(self._flag)
@@ -204,8 +206,13 @@ class UpdateGuard:
         if self._buffers is not None:
             self._buffers.put_back(self._flag)
             self._buffers = None
-        self.counts.note(self._flag, step)
-        self._flag = None
+        flag, self._flag = self._flag, None
+        return flag
+
+    def note(self, flag: Tensor | None, step: int) -> None:
+        """Count what `update` returned for the step of this number; reads nothing."""
+        if flag is not None:
+            self.counts.note(flag, step)
 
     def check_skips(self) -> None:
         """Raise if ``stop_after`` updates in a row were skipped since the last call.
@@ -292,7 +299,8 @@ class UpdateGuard:
                 torch.maximum(flag, largest.isfinite().all().logical_not().to(flag), out=flag)
                 return
             # GradScaler's kernel with a scale of 1: one launch for all, no result per tensor, and
-            # what it writes back has the bits that it read.
+            # what it writes back is what it read, to the bit. Only a NaN of float16 may become
+            # another NaN on CUDA, on its way through float32.
             one = self._ones.get(flag.device)
             if one is None:
                 one = self._ones[flag.device] = torch.ones_like(flag)

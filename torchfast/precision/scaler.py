@@ -35,6 +35,11 @@ class LossScaler:
         self.optimizer = optimizer
         self._scaler = torch.amp.GradScaler(device.type, **options.scaling)  # type: ignore[arg-type]
 
+    @property
+    def held(self) -> torch.amp.GradScaler:
+        """GradScaler of torch, which holds the scale."""
+        return self._scaler
+
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale."""
         scaled: Tensor = self._scaler.scale(loss)

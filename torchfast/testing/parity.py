@@ -135,7 +135,7 @@ def assert_parity(
     if not batches:
         raise ValueError("assert_parity needs at least one batch, got none")
     chosen = Plan.of(plan)
-    if tolerance is None and chosen != Plan.preset("exact"):
+    if tolerance is None and chosen.replace(cuda_graph=False) != Plan():
         tolerance = Tolerance()
     pair = _Pair(_twins(model, seed), loss_fn, max_grad_norm, device)
     groups = [list(batches[i : i + accumulate]) for i in range(0, len(batches), accumulate)]

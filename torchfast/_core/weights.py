@@ -1,0 +1,51 @@
+"""Weighted micro-batches: losses that are sums over items, divided by how many items there were."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchfast._core.building import optimized
+from torchfast._core.loss import LossParts, Number, Shares, total
+
+
+def weigh(parts: list[LossParts], device: torch.device) -> Shares | None:
+    """Return the group's weights on the device, or None where there are none.
+
+    Raises:
+        TypeError: Some micro-batches have a weight and some have none.
+    """
+    weights = [part.weight for part in parts if part.weight is not None]
+    if not weights:
+        return None
+    if len(weights) != len(parts):
+        raise TypeError(
+            f"loss_fn returned a weight for {len(weights)} of {len(parts)} micro-batches; "
+            "return one always or never"
+        )
+    on_device = [_as_tensor(weight, device) for weight in weights]
+    return Shares(on_device, total(on_device))
+
+
+def divide_gradients(model: nn.Module, optimizer: Optimizer, weight: Tensor) -> None:
+    """Divide every gradient by the sum of the weights, in place."""
+    gradients = {
+        id(p): p.grad for p in (*model.parameters(), *optimized(optimizer)) if p.grad is not None
+    }
+    dense = [g for g in gradients.values() if not g.is_sparse and g.device == weight.device]
+    if dense:
+        torch._foreach_div_(dense, weight)
+    for gradient in gradients.values():
+        if gradient.is_sparse or gradient.device != weight.device:
+            gradient.div_(weight.to(gradient.device))
+
+
+def _as_tensor(weight: Number, device: torch.device) -> Tensor:
+    if isinstance(weight, Tensor) and weight.device.type != "cpu":
+        weight = weight.to(device, non_blocking=True)
+        return weight if weight.is_floating_point() else weight.float()
+    if isinstance(weight, Tensor) and device.type == "cpu":
+        return weight.float()
+    # full() fills on the device; tensor() would copy from pageable memory and wait.
+    return torch.full((), float(weight), dtype=torch.float32, device=device)

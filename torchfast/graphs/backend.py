@@ -1,0 +1,195 @@
+"""What captures and replays: CUDA here; in the tests a tape with the same semantics on the CPU.
+
+A capture that fails leaves a mess behind: the stream is still capturing, the allocator still
+records, the capture's stream is current, and whatever was drawn or bound in Python stays. So the
+stream, the pool and the end of the capture are handled here and not by ``torch.cuda.graph``, whose
+exit raises out of the middle of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Protocol, final
+
+import torch
+
+from torchfast._core.errors import UnsupportedDeviceError
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Run it again, on the current stream."""
+
+    def reset(self) -> None:
+        """Let go of it and of its memory."""
+
+
+class Backend(Protocol):
+    """A device that can capture what runs on it.
+
+    Attributes:
+        device: Where.
+    """
+
+    device: torch.device
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Run the body where captures run, behind what came before and ahead of what follows."""
+
+    def capture(
+        self, body: Callable[[], Any], generators: Sequence[torch.Generator]
+    ) -> tuple[Graph, Any]:
+        """Capture ``body``, which computes nothing yet; return the graph and what it returned.
+
+        Raises:
+            Exception: What stopped it. Device, stream and allocator are as they were before.
+        """
+
+    def pool_bytes(self) -> int:
+        """Return the memory that the graphs hold."""
+
+
+@final
+class CUDABackend:
+    """Captures into CUDA graphs that share one memory pool.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+        self._num_graphs: Counter[Any] = Counter()  # by pool
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Run the body on the capture's stream.
+
+        AccumulateGrad remembers its stream, so warm-up steps run where the capture will.
+        """
+        current = torch.cuda.current_stream(self.device)
+        if current == self._stream:
+            yield
+            return
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    def capture(
+        self, body: Callable[[], Any], generators: Sequence[torch.Generator]
+    ) -> tuple[Graph, Any]:
+        """Capture ``body`` on the side stream, this thread's calls only."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        torch.cuda.synchronize(self.device)
+        # What warm-up steps have left in the cache is what the graph's own pool will need.
+        torch.cuda.empty_cache()
+        result = None
+        failure: BaseException | None = None
+        with self.side_stream(), _no_collection(), _no_recompile():
+            try:
+                # A loader's thread goes on pinning memory meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                result = body()
+            except BaseException as error:
+                failure = error
+            try:
+                graph.capture_end()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            self._clean_up(graph)
+            raise failure
+        self._num_graphs[self._pool] += 1
+        return _PooledGraph(graph, partial(self._let_go, self._pool)), result
+
+    def pool_bytes(self) -> int:
+        """Return the bytes that the pool has reserved."""
+        if not self._num_graphs:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if s["segment_pool_id"] in self._num_graphs)
+
+    def _let_go(self, pool: Any) -> None:
+        """Note that a graph is gone; with the last one its pool is, and cannot be used again."""
+        self._num_graphs[pool] -= 1
+        if not self._num_graphs[pool]:
+            del self._num_graphs[pool]
+            if pool == self._pool:
+                self._pool = None
+
+    def _clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        with contextlib.suppress(Exception):
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+        with contextlib.suppress(Exception):
+            graph.reset()
+        # Never again: what the allocator believes of this pool may be wrong.
+        self._pool = None
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+
+
+@final
+class _PooledGraph:
+    """A CUDA graph that says when it lets go of its pool."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, let_go: Callable[[], None]) -> None:
+        self.replay = graph.replay
+        self._graph = graph
+        self._let_go: Callable[[], None] | None = let_go
+
+    def reset(self) -> None:
+        if self._let_go is not None:
+            self._graph.reset()
+            self._let_go()
+        self._let_go = None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from freeing other people's device memory in the middle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _no_recompile() -> AbstractContextManager[Any]:
+    """Let what torch.compile has not compiled by now fail, where it is in use at all."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("fail_on_recompile")
+    return stance
+
+
+def backend_for(device: torch.device) -> Backend:
+    """Return what captures on a device.
+
+    Raises:
+        UnsupportedDeviceError: Nothing does.
+    """
+    if device.type != "cuda":
+        raise UnsupportedDeviceError(
+            f"there are no graphs on {device.type!r}, only on CUDA; call the step itself, or use "
+            "Trainer, which steps aside where there are none"
+        )
+    return CUDABackend(device)

@@ -1,0 +1,118 @@
+"""The graphs of a step: one for each kind of call, of which the latest used are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from torchfast.graphs.backend import Graph
+from torchfast.graphs.outputs import StaticOutputs
+from torchfast.graphs.static_inputs import StaticInputs
+
+
+@dataclass(eq=False)
+class Entry:
+    """What is known of one kind of call.
+
+    Attributes:
+        shapes: Its tensors in words.
+        warm_up_left: Calls that run as they are before it is captured.
+        attempts: Captures that failed.
+        graph: Its graph, with ``inputs`` that it reads and ``outputs`` that it writes.
+        gradients: Each parameter with the gradient that a replay writes.
+        accumulates: Whether the step adds to gradients that were there before, so that they are
+            state.
+        why_eager: Why it is not captured, in words.
+        num_replays: Replays so far.
+    """
+
+    shapes: str
+    warm_up_left: int
+    attempts: int = 0
+    graph: Graph | None = None
+    inputs: StaticInputs | None = None
+    outputs: StaticOutputs | None = None
+    gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
+    accumulates: bool = False
+    why_eager: str | None = None
+    num_replays: int = 0
+
+    def drop(self) -> None:
+        """Let go of the graph."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph = self.inputs = self.outputs = None
+        self.gradients = []
+        self.accumulates = False
+
+
+@final
+class GraphStore:
+    """The entries of a step, and whose gradients the parameters hold.
+
+    All graphs share one memory pool, so each may write over what another has left there, its
+    gradients too. A parameter therefore holds the gradients of the graph that ran last, or none.
+
+    Args:
+        limit: Most graphs.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.entries: dict[Any, Entry] = {}
+        self.graphs: list[Entry] = []  # the least recently used first
+        self.owner: Entry | None = None
+        self._limit = limit
+
+    def add(self, entry: Entry) -> None:
+        """Take an entry that has just been captured."""
+        self.graphs.append(entry)
+        self.owner = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Let go of an entry's graph."""
+        if self.owner is entry:
+            self.release_gradients()
+        self.graphs.remove(entry)
+        entry.drop()
+
+    def make_room(self) -> None:
+        """Let go of the least recently used graphs until there is room for another."""
+        while len(self.graphs) >= self._limit:
+            self.remove(self.graphs[0])
+
+    def drop_all(self) -> None:
+        """Let go of all graphs."""
+        while self.graphs:
+            self.remove(self.graphs[-1])
+
+    def used(self, entry: Entry) -> None:
+        """Note that a graph was replayed."""
+        if self.graphs[-1] is not entry:
+            self.graphs.remove(entry)
+            self.graphs.append(entry)
+
+    def hold_gradients(self, entry: Entry) -> None:
+        """Let parameters hold what this graph computes."""
+        if not entry.accumulates:
+            for parameter, gradient in entry.gradients:
+                parameter.grad = gradient
+        self.owner = entry
+
+    def release_gradients(self) -> None:
+        """Let parameters no longer hold gradients that another graph may write over."""
+        if self.owner is not None and not self.owner.accumulates:
+            for parameter, gradient in self.owner.gradients:
+                if parameter.grad is gradient:
+                    parameter.grad = None
+        self.owner = None
+
+    def has_its_gradients(self) -> bool:
+        """Whether gradients that are state are still those that the graphs add to."""
+        return all(
+            parameter.grad is gradient
+            for entry in self.graphs
+            if entry.accumulates
+            for parameter, gradient in entry.gradients
+        )

@@ -1,0 +1,104 @@
+"""Why a step cannot be captured: the cause, the user's own line, and what to do about it."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+
+# What torch's messages say, what that means, and what helps. The first that fits is told.
+_CAUSES = (
+    (
+        ("CPU tensors during CUDA graph capture unless the CPU tensor is pinned",),
+        "it copies a tensor from the host, whose values would be frozen",
+        "make the tensor on the device (torch.full, torch.arange(..., device=...)), or make it "
+        "once in __init__ as a buffer",
+    ),
+    (
+        ("Cannot copy between CPU and CUDA tensors during CUDA graph capture",),
+        "it copies between host and device",
+        "make the tensor on the device, or once in __init__ as a buffer",
+    ),
+    (
+        ("capturable is False", "capturable=True"),
+        "the optimizer keeps its step counter on the host",
+        "build it with capturable=True, or with fused=True and capturable=True",
+    ),
+    (
+        ("Offset increment outside graph capture", "CUDA generator not in capture mode"),
+        "it draws from a generator that was not named",
+        "name it: state=[..., generator]",
+    ),
+    (
+        ("out of memory",),
+        "memory ran out: a graph keeps what a step needs at its peak for itself",
+        "use a smaller batch, or recompute activations",
+    ),
+    (
+        (
+            "operation not permitted when stream is capturing",
+            "operation would make the legacy stream depend on a capturing blocking stream",
+            "cudaErrorStreamCapture",
+        ),
+        "the host waits for the device (.item(), float(), .cpu(), .nonzero(), a boolean mask as "
+        "an index, printing a tensor, an if on a tensor)",
+        "compute it on the device: torch.where for a choice, masks by multiplication, and read "
+        "values only after the step",
+    ),
+    (
+        ("FailOnRecompileLimitHit", "fail_on_recompile", "Recompiling function"),
+        "torch.compile would have compiled it again",
+        "give more warm-up steps, or mark what varies as dynamic",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a step was not captured.
+
+    Attributes:
+        reason: In words.
+        line: The user's source line, such as ``"model.py:12, in forward: x.item()"``, or None.
+        remedy: What to do, or None.
+    """
+
+    reason: str
+    line: str | None = None
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        place = f" at {self.line}" if self.line else ""
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.reason}{place}{remedy}"
+
+
+def explain(error: BaseException) -> Failure:
+    """Return what an error in a capture says."""
+    # The first error of a chain is the cause; those after it come of the broken capture.
+    causes = [error]
+    while (before := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        if before in causes:
+            break
+        causes.append(before)
+    for cause in reversed(causes):
+        text = f"{type(cause).__name__}: {cause}"
+        for signs, reason, remedy in _CAUSES:
+            if any(sign in text for sign in signs):
+                return Failure(reason, user_line(cause) or user_line(error), remedy)
+    first = causes[-1]
+    summary = (str(first).strip() or "no message").splitlines()[0]
+    return Failure(f"{type(first).__name__}: {summary}", user_line(first) or user_line(error))
+
+
+def user_line(error: BaseException) -> str | None:
+    """Return the innermost line of a traceback that is neither torch's nor ours."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_NOT_THE_USERS):
+            place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
+            return f"{place}: {frame.line}" if frame.line else place
+    return None

@@ -1,0 +1,147 @@
+"""In which form an optimizer's update can be part of a graph, and whether that changes a bit.
+
+A graph needs step counters and learning rates on the device, which torch's optimizers have in
+their fused or capturable implementations. Whether one of these computes the bits of the one that
+the user chose is known by trying: both update the same random parameters, with the user's own
+hyperparameters and a learning rate that changes, and every bit is compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchfast._core.building import optimized
+from torchfast._core.decisions import Decision
+from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.optimizer_form import FORMS, Form
+
+Numerics = Literal["exact", "close"]
+
+# Shapes of the parameters of a trial: vectorized, ragged, one element.
+_SHAPES = ((61, 64), (1023,), (1,))
+# A float32 learning rate is off by up to 6e-8, which shows in one element of thousands.
+_RATES = (1.0, 0.9, 0.7 * 0.9, 1 / 3, 0.123456789, 1.1e-3)
+
+
+class GraphForm(NamedTuple):
+    """How an update joins a graph.
+
+    Attributes:
+        form: The form it takes.
+        rate_dtype: Of the learning rates on the device.
+    """
+
+    form: Form
+    rate_dtype: torch.dtype
+
+
+def graph_form(optimizer: Optimizer, numerics: Numerics) -> tuple[GraphForm | None, Decision]:
+    """Return the form in which an update can be captured, and why; None if there is none.
+
+    Args:
+        optimizer: Left as it is.
+        numerics: ``"exact"`` takes a form only if it keeps every bit.
+
+    Synchronizes: Yes.
+    """
+    name = type(optimizer).__name__
+    refusal = f"torch.optim has no {name} that a graph can hold"
+    for form in _candidates(optimizer, numerics):
+        for dtype in (torch.float32, torch.float64):
+            try:
+                difference = _trial(optimizer, form, dtype)
+            except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+                refusal = f"torch refused {name} as {form}: {str(error).partition(chr(10))[0]}"
+                continue
+            if numerics == "close" or not difference:
+                detail = f"the update of {name} is in the graph, as {form.replace('_', ' ')}"
+                return GraphForm(form, dtype), _decision("applied", detail)
+            refusal = (
+                f"{name} as given and {form.replace('_', ' ')} differ by rounding, and this plan "
+                "changes no bit"
+            )
+    remedy = "build AdamW with fused=True, or take plan='fast'"
+    detail = f"the update of {name} runs after the graph: {refusal}; {remedy}"
+    return None, _decision("stepped aside", detail)
+
+
+def _decision(outcome: Any, detail: str) -> Decision:
+    return Decision(lever="cuda_graph", outcome=outcome, detail=detail)
+
+
+def _candidates(optimizer: Optimizer, numerics: Numerics) -> list[Form]:
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return []
+    groups = optimizer.param_groups
+    forms: list[Form] = []
+    if all("capturable" in group for group in groups) and not any(g.get("fused") for g in groups):
+        forms.append("capturable")
+    if all("fused" in group for group in groups):
+        forms.append("fused_capturable")
+    return forms if numerics == "exact" else forms[::-1]
+
+
+def _trial(optimizer: Optimizer, form: Form, rate_dtype: torch.dtype) -> bool:
+    """Return whether any bit differs between the form as given and another.
+
+    Raises:
+        Exception: What torch raises where it has no such form.
+    """
+    for group in optimizer.param_groups:
+        flags = {flag: on for flag, on in FORMS[form].items() if flag in group}
+        for device, dtype in dict.fromkeys((p.device, p.dtype) for p in group["params"]):
+            given = _run(optimizer, group, device, dtype, {}, None)
+            other = _run(optimizer, group, device, dtype, flags, rate_dtype)
+            if any(not torch.equal(a, b.to(a)) for a, b in zip(given, other, strict=True)):
+                return True
+    return False
+
+
+def _run(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    flags: dict[str, bool],
+    rate_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """Return parameters and state after some updates with the group's hyperparameters."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    values = {k: v for k, v in group.items() if k in accepted and k != "params"} | flags
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    parameters = [nn.Parameter(drawn(shape)) for shape in _SHAPES]
+    rate = float(group["lr"])
+    values["lr"] = rate
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trial = type(optimizer)(parameters, **values)
+        trial._warned_capturable_if_run_uncaptured = True
+        rates = None if rate_dtype is None else LearningRates(trial, rate_dtype)
+        for factor in _RATES:
+            trial.param_groups[0]["lr"] = rate * factor
+            for parameter in parameters:
+                parameter.grad = drawn(tuple(parameter.shape))
+            if rates is None:
+                trial.step()
+            else:
+                rates.fill()
+                with rates.on_device():
+                    trial.step()
+    return [*(p.detach() for p in parameters), *_state_of(trial)]
+
+
+def _state_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for parameter in optimized(optimizer):
+        for _, value in sorted(optimizer.state[parameter].items()):
+            yield value if isinstance(value, Tensor) else torch.tensor(float(value or 0))

@@ -1,0 +1,109 @@
+"""One optimizer update as a graph: with the update in it where that is possible, else before it.
+
+Where the update cannot be captured, or where it would change a bit that must not change, the graph
+ends with the clipped gradients and the optimizer runs behind it, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchfast._core.decisions import Decision
+from torchfast.graphs.options import CUDAGraphOptions
+from torchfast.graphs.step import CUDAGraphStep
+
+Half = Callable[[tuple[Any, ...]], Any]
+
+
+@final
+class GraphedUpdate:
+    """Runs a step through a graph.
+
+    Args:
+        whole: The whole step on a group of micro-batches.
+        until_update: The same without the optimizer's ``step()``; None where it cannot be parted.
+        model: Trained by it.
+        optimizer: Of the update.
+        others: What else of state there is: scalers, generators.
+        options: How to capture.
+        rate_dtype: Of learning rates on the device, where the optimizer is in a form whose update
+            can be in the graph; None where it is not.
+        device: Where.
+
+    Numerics: Bitwise the step, in the form that the optimizer has.
+    Synchronizes: At captures.
+    """
+
+    def __init__(
+        self,
+        whole: Half,
+        until_update: Half | None,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        others: Sequence[object],
+        options: CUDAGraphOptions,
+        rate_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self._until_update = until_update
+        self._model, self._optimizer, self._others = model, optimizer, others
+        self._options, self._device = options, device
+        self._decisions: list[Decision] = []
+        self.is_whole = rate_dtype is not None
+        if self.is_whole:
+            self._graph = self._step(whole, optimizer, rate_dtype=rate_dtype)
+        else:
+            assert until_update is not None
+            self._graph = self._step(until_update)
+
+    def __call__(self, group: tuple[Any, ...]) -> Any:
+        """Run a step, but for the optimizer's ``step()`` unless `is_whole`."""
+        output = self._graph(group)
+        if self.is_whole and self._graph.varies and self._until_update is not None:
+            # Hyperparameters change again and again: from the next step on the update is outside.
+            detail = f"the update runs after the graph from now on: {self._graph.why_eager}"
+            self._decisions = [Decision(lever="cuda_graph", outcome="stepped aside", detail=detail)]
+            self._graph.close()
+            self._graph = self._step(self._until_update)
+            self.is_whole = False
+        return output
+
+    def rates_on_device(self) -> AbstractContextManager[None]:
+        """Let an update outside the graph read the learning rates that the graph reads."""
+        return self._graph.rates_on_device() if self.is_whole else nullcontext()
+
+    def decisions(self) -> list[Decision]:
+        """Return what was captured, and what was not and why."""
+        return [*self._decisions, *self._graph.report().decisions]
+
+    def counters(self) -> dict[str, int | float | str]:
+        """Return graphs, replays, eager steps, captures, seconds and bytes."""
+        return dict(self._graph.report().counters)
+
+    def close(self) -> None:
+        """Let go of the graphs."""
+        self._graph.close()
+
+    def _step(
+        self, fn: Half, *optimizers: Optimizer, rate_dtype: torch.dtype | None = None
+    ) -> CUDAGraphStep:
+        options = self._options
+        return CUDAGraphStep(
+            fn,
+            state=[self._model, *optimizers, *self._others],
+            warm_up_steps=options.warm_up_steps,
+            max_graphs=options.max_graphs,
+            new_shapes=options.new_shapes,
+            on_failure=options.on_failure,
+            check=options.check,
+            keep_gradients=not optimizers,
+            rate_dtype=rate_dtype,
+            device=self._device,
+        )

@@ -1,0 +1,108 @@
+"""What Python holds around a step: put back if a capture fails, compared if it does not.
+
+A capture runs the step's Python once and none of its kernels. So where it fails, everything that
+Python has changed must go back; and where it succeeds, whatever Python has changed will not change
+again at a replay.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+
+from torchfast._core.rng import get_rng_state, set_rng_state
+from torchfast.graphs.named_state import NamedState
+
+NEW_STATE = "the optimizer made new state, which takes a step outside a graph"
+_NUMBERS = (bool, int, float)
+CPU = torch.device("cpu")
+
+
+@final
+class HostFacts:
+    """Everything of a named state that lives on the host, as it is now.
+
+    Args:
+        state: Whose.
+        device: Whose default generator is kept too.
+    """
+
+    def __init__(self, state: NamedState, device: torch.device) -> None:
+        self._state = state
+        self._device = device
+        self._rng = get_rng_state(device)
+        self._generators = [(g, g.get_state()) for g in state.generators]
+        tables: list[dict[Any, Any]] = [
+            table
+            for module in state.every_module
+            for table in (module._parameters, module._buffers, module._modules)
+        ]
+        tables += [optimizer.state for optimizer in state.optimizers]
+        tables += [scaler._per_optimizer_states for scaler in state.scalers]
+        self._tables = [(table, dict(table)) for table in tables]
+        self._of_optimizers = [
+            (table, dict(table))
+            for optimizer in state.optimizers
+            for table in (*optimizer.param_groups, *optimizer.state.values())
+        ]
+        self._keys = [[*map(len, o.state.values())] for o in state.optimizers]
+        self._numbers = [(m.__dict__, _numbers(m.__dict__)) for m in state.every_module]
+        self._gradients = [(p, p.grad) for p in state.parameters]
+        self._on_host = [
+            (tensor, tensor.clone())
+            for tensor in (state.everything() if device.type != "cpu" else ())
+            if tensor.device.type == "cpu"
+        ]
+
+    def put_back(self) -> None:
+        """Undo what Python has changed since."""
+        for table, content in (*self._tables, *self._of_optimizers):
+            if table.keys() != content.keys() or any(table[k] is not content[k] for k in content):
+                table.clear()
+                table.update(content)
+        for attributes, numbers in self._numbers:
+            attributes.update(numbers)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for tensor, value in self._on_host:
+            with torch.no_grad():
+                tensor.copy_(value)
+        self.put_generators_back()
+
+    def put_generators_back(self) -> None:
+        """Undo what was drawn since."""
+        set_rng_state(self._rng, self._device)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+    def draws(self) -> str | None:
+        """Return which generators of the host were drawn from since; None if none was."""
+        now = get_rng_state(CPU)
+        drawn = []
+        if now["python"] != self._rng["python"]:
+            drawn.append("random")
+        old = self._rng["numpy"]
+        if now["numpy"][2:] != old[2:] or not torch.equal(now["numpy"][1], old[1]):
+            drawn.append("numpy.random")
+        if self._device.type != "cpu" and not torch.equal(now["torch"], self._rng["torch"]):
+            drawn.append("torch's CPU generator")
+        return " and ".join(drawn) or None
+
+    def changes(self) -> str | None:
+        """Return what of the state on the host has changed since; None if nothing has."""
+        for tensor, value in self._on_host:
+            if not torch.equal(tensor, value):
+                return "a tensor of the optimizer's or the model's state on the CPU"
+        for table, content in self._of_optimizers:
+            for key, value in content.items():
+                if isinstance(value, _NUMBERS) and table.get(key) != value:
+                    return f"{key!r}, a number on the host, in the optimizer's state or groups"
+        for optimizer, known in zip(self._state.optimizers, self._keys, strict=True):
+            if [*map(len, optimizer.state.values())] != known:
+                return NEW_STATE
+        return None
+
+
+def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, _NUMBERS)}

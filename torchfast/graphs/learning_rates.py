@@ -1,0 +1,76 @@
+"""Learning rates that a graph can read: device tensors inside a step, Python floats outside.
+
+A float is frozen into a graph. A tensor in ``param_groups`` for good would break schedulers (they
+drift in fp32 and launch kernels), ``group["lr"] = x`` and saved state. So the floats are the truth:
+a tensor per group stands there only while the step runs or is captured, and is filled before a
+replay when the float has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchfast._core.building import optimized
+
+
+@final
+class LearningRates:
+    """The learning rates of one optimizer, on the device.
+
+    Args:
+        optimizer: Its groups are written to inside `on_device`.
+        dtype: Of the tensors; what the update takes, and which rounds as the float does, differs.
+
+    Numerics: As the optimizer computes with a tensor of this dtype in place of the float.
+    Synchronizes: Never.
+    """
+
+    def __init__(self, optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> None:
+        self.optimizer = optimizer
+        self._dtype = dtype
+        device = next(iter(optimized(optimizer))).device
+        self._device = device
+        # One each: a tensor that two groups share would have the last one's rate in both.
+        self._tensors: list[Tensor] = []
+        self._filled: list[float] = []
+        self.fill()
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    def fill(self) -> None:
+        """Bring the tensors to the floats that stand in the groups now."""
+        groups = self.groups
+        for _ in range(len(self._tensors), len(groups)):
+            self._tensors.append(torch.zeros((), dtype=self._dtype, device=self._device))
+            self._filled.append(0.0)
+        for index, group in enumerate(groups):
+            rate = group["lr"]
+            if rate is not self._filled[index] and not isinstance(rate, Tensor):
+                if rate != self._filled[index]:
+                    self._tensors[index].fill_(rate)
+                self._filled[index] = rate
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Let the groups hold the tensors, filled before; what the body puts there itself stays."""
+        groups = list(zip(self.groups, self._tensors, strict=False))
+        given: list[tuple[dict[str, Any], Tensor, Any]] = []
+        for group, tensor in groups:
+            if not isinstance(group["lr"], Tensor):  # one that the user gave is on the device
+                given.append((group, tensor, group["lr"]))
+                group["lr"] = tensor
+        try:
+            yield
+        finally:
+            for group, tensor, rate in given:
+                if group["lr"] is tensor:
+                    group["lr"] = rate

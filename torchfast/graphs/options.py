@@ -1,0 +1,61 @@
+"""What a user can say about graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchfast._core.arguments import (
+    check_choice,
+    check_flag,
+    check_int,
+    explain_init_keywords,
+)
+from torchfast._core.errors import PlanError
+
+
+@explain_init_keywords
+@dataclass(frozen=True, kw_only=True)
+class CUDAGraphOptions:
+    """How a step is captured.
+
+    Args:
+        warm_up_steps: Steps that run as they are before the first capture; later shapes take one.
+        max_graphs: Graphs kept; the least recently used goes first.
+        new_shapes: ``"capture"`` gives batches of another shape a graph of their own, ``"eager"``
+            runs them as they are.
+        on_failure: ``"eager"`` runs a step that cannot be captured as it is, with one warning;
+            ``"raise"`` raises.
+        check: Compare replays with eager steps after each capture.
+
+    Raises:
+        PlanError: A choice that does not exist.
+
+    Example:
+        >>> CUDAGraphOptions(max_graphs=2)
+        CUDAGraphOptions(max_graphs=2)
+    """
+
+    warm_up_steps: int = 3
+    max_graphs: int = 8
+    new_shapes: Literal["capture", "eager"] = "capture"
+    on_failure: Literal["eager", "raise"] = "eager"
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        check_int("warm_up_steps", self.warm_up_steps, minimum=1)
+        check_int("max_graphs", self.max_graphs, minimum=1)
+        check_choice("new_shapes", self.new_shapes, ("capture", "eager"), PlanError)
+        check_choice("on_failure", self.on_failure, ("eager", "raise"), PlanError)
+        check_flag("check", self.check)
+
+    @property
+    def changed(self) -> dict[str, object]:
+        """The options that are not as by default."""
+        default = type(self).__dataclass_fields__
+        values = {name: getattr(self, name) for name in default}
+        return {name: v for name, v in values.items() if v != default[name].default}
+
+    def __repr__(self) -> str:
+        """Return the call that makes these options, defaults left out."""
+        return f"CUDAGraphOptions({', '.join(f'{k}={v!r}' for k, v in self.changed.items())})"

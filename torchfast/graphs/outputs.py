@@ -1,0 +1,63 @@
+"""What a step returns: static memory of the graph, cloned once so that it is safe to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from torchfast._core.batches import map_batch, tensors
+
+
+@final
+class StaticOutputs:
+    """The outputs of a captured step.
+
+    Scalars of one type are gathered into one tensor inside the graph, so that cloning all of them
+    is one launch.
+
+    Args:
+        outputs: What the step returned during capture.
+
+    Numerics: Bitwise.
+    Synchronizes: Never.
+    """
+
+    def __init__(self, outputs: Any) -> None:
+        self._outputs = outputs
+        every = list({id(t): t for t in tensors(outputs)}.values())
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in every:
+            if tensor.dim() == 0 and tensor.layout is torch.strided:
+                groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        self._gathered = [
+            (group, torch.stack([t.detach() for t in group]))
+            for group in groups.values()
+            if len(group) > 1
+        ]
+        gathered = {id(t) for group, _ in self._gathered for t in group}
+        self._single = [t for t in every if id(t) not in gathered]
+        self._is_one = len(every) == 1 and every[0] is outputs
+
+    def cloned(self) -> Any:
+        """Return the outputs in memory of their own, detached."""
+        if self._is_one:
+            return self._outputs.detach().clone()
+        copies = {id(t): t.detach().clone() for t in self._single}
+        for group, gathered in self._gathered:
+            copies.update(zip(map(id, group), gathered.clone().unbind(), strict=True))
+        return map_batch(self._outputs, lambda tensor: copies[id(tensor)])
+
+
+def kept(outputs: Any, state: Sequence[Tensor]) -> Any:
+    """Return what an eager step returned, detached; what shares memory with the state is cloned."""
+    own = {t.untyped_storage().data_ptr() for t in state if t.layout is torch.strided}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in own:
+            return tensor.detach().clone()
+        return tensor.detach()
+
+    return map_batch(outputs, keep)

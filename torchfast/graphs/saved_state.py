@@ -1,0 +1,89 @@
+"""A copy of all that a step reads and changes, to run the same step more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from torchfast.graphs.host_facts import HostFacts
+from torchfast.graphs.named_state import NamedState
+
+# A copy may take this part of the device's free memory; beyond it goes to the host.
+_PART_OF_FREE = 0.2
+
+
+@final
+class SavedState:
+    """Tensors, numbers and generators of a named state, as they are now.
+
+    Args:
+        state: What to save.
+        device: Where the step runs.
+
+    Synchronizes: Yes.
+    """
+
+    def __init__(self, state: NamedState, device: torch.device) -> None:
+        self._host = HostFacts(state, device)
+        self._tensors = state.everything()
+        size = sum(t.numel() * t.element_size() for t in self._tensors)
+        place = None if _fits_on(device, size) else torch.device("cpu")
+        self._values = [_copied(tensor, place) for tensor in self._tensors]
+
+    def put_back(self) -> None:
+        """Bring everything to what it was."""
+        self._host.put_back()
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors, self._values, strict=True):
+                tensor.copy_(value)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the copies, in the order of `NamedState.everything`."""
+        return self._values
+
+
+class Distance(NamedTuple):
+    """How far two runs are apart.
+
+    Attributes:
+        is_equal: Whether all bits agree.
+        relative: The largest difference, relative to the largest value of that tensor.
+    """
+
+    is_equal: bool
+    relative: float
+
+
+def distance(first: Sequence[Tensor], second: Sequence[Tensor]) -> Distance:
+    """Return how far two lists of tensors of the same forms are apart."""
+    is_equal, largest = True, 0.0
+    for a, b in zip(first, second, strict=True):
+        near, far = a.detach(), b.detach().to(a.device)
+        if torch.equal(near, far):
+            continue
+        if not (near.is_floating_point() or near.is_complex()):
+            return Distance(False, float("inf"))
+        near, far = near.to(torch.float64).flatten(), far.to(torch.float64).flatten()
+        both_nan = near.isnan() & far.isnan()
+        gap = torch.where(both_nan | (near == far), 0.0, (near - far).abs())
+        size = near.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+        ratio = float(gap.amax() / size.clamp_min(torch.finfo(torch.float32).tiny))
+        if ratio == 0.0:
+            continue  # the same but for the sign of a zero or the bits of a NaN
+        is_equal, largest = False, max(largest, ratio if ratio == ratio else float("inf"))
+    return Distance(is_equal, largest)
+
+
+def _fits_on(device: torch.device, size: int) -> bool:
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return size < _PART_OF_FREE * free
+
+
+def _copied(tensor: Tensor, place: torch.device | None) -> Tensor:
+    value = tensor.detach()
+    return value.clone() if place is None else value.to(place, copy=True)

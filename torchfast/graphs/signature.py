@@ -1,0 +1,135 @@
+"""What of a call must be the same for a graph to be replayed in its place.
+
+A graph has fixed addresses, shapes and types, and every host value that the step read is frozen in
+it. So two calls share a graph only if their tensors have the same shapes, types and strides, stand
+in the same places, and everything that is not a tensor has the same value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+# Told by value; all else by identity.
+_VALUES = (
+    *(bool, int, float, complex, str, bytes, type(None), range, enum.Enum),
+    *(torch.dtype, torch.device, torch.Size, torch.memory_format),
+)
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+class Call(NamedTuple):
+    """One call's inputs.
+
+    Attributes:
+        key: Hashable; equal for calls that share a graph.
+        tensors: The tensors in order, each object once.
+    """
+
+    key: tuple[Any, ...]
+    tensors: list[Tensor]
+
+
+def describe(inputs: Any) -> Call:
+    """Return the key and the tensors of nested inputs. Reads no tensor's values."""
+    key: list[Any] = []
+    found: list[Tensor] = []
+    _scan(inputs, key, found, {})
+    return Call(tuple(key), found)
+
+
+def shapes(key: tuple[Any, ...]) -> str:
+    """Return a key's tensor shapes in words, such as ``"16x256 int64, 16x256 int64"``."""
+    parts = [part for part in key if isinstance(part, tuple) and part and part[0] is Tensor]
+    names = [
+        f"{'x'.join(map(str, part[1])) or 'scalar'} {str(part[2]).removeprefix('torch.')}"
+        for part in parts
+    ]
+    return ", ".join(names) or "no tensors"
+
+
+def only_tensors(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the part of a key that tensors make: equal keys differ in other values at most."""
+    return tuple(p for p in key if isinstance(p, tuple) and p and p[0] is Tensor)
+
+
+@final
+class _Identity:
+    """An object told from others by being it; held, so that its address is not another's."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _scan(value: Any, key: list[Any], found: list[Tensor], seen: dict[int, int]) -> None:
+    kind = type(value)
+    if kind is Tensor:
+        _note(value, key, found, seen)
+    elif kind is tuple or kind is list:
+        key.append((kind, len(value)))
+        for item in value:
+            _scan(item, key, found, seen)
+    elif kind is dict:
+        key.append((kind, *value))
+        for item in value.values():
+            _scan(item, key, found, seen)
+    elif kind in _PLAIN:
+        key.append((kind, value))  # with its type, since 1 == True == 1.0
+    else:
+        _scan_rare(value, key, found, seen)
+
+
+def _scan_rare(value: Any, key: list[Any], found: list[Tensor], seen: dict[int, int]) -> None:
+    kind = type(value)
+    items: list[Any]
+    if isinstance(value, Tensor):
+        _note(value, key, found, seen)
+        return
+    if isinstance(value, PackedSequence):
+        # Its batch_sizes stay on the host and steer the loop over time, so they are values.
+        steps = tuple(value.batch_sizes.tolist())
+        key.append((kind, steps))
+        items = [value.data, value.sorted_indices, value.unsorted_indices]
+    elif isinstance(value, tuple | list):
+        key.append((kind, len(value)))
+        items = list(value)
+    elif isinstance(value, Mapping):
+        key.append((kind, *value))
+        items = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        key.append((kind, *names))
+        items = [getattr(value, name) for name in names]
+    elif isinstance(value, _VALUES):
+        key.append((kind, value))
+        return
+    else:
+        key.append((kind, _Identity(value)))
+        return
+    for item in items:
+        _scan(item, key, found, seen)
+
+
+def _note(tensor: Tensor, key: list[Any], found: list[Tensor], seen: dict[int, int]) -> None:
+    place = seen.get(id(tensor))
+    if place is not None:
+        key.append(place)  # the same object as the one in that place
+        return
+    seen[id(tensor)] = len(found)
+    found.append(tensor)
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    key.append((Tensor, tensor.shape, tensor.dtype, strides, tensor.requires_grad))

@@ -1,0 +1,52 @@
+"""The inputs that a graph reads: memory of its own, filled before each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from torchfast._core.batches import map_batch
+
+
+@final
+class StaticInputs:
+    """Nested inputs at fixed addresses on one device.
+
+    They are filled in the stream that replays, behind the replay before and ahead of the next one,
+    so neither can read a batch that is half written.
+
+    Args:
+        inputs: The inputs of the call to be captured.
+        tensors: Its tensors, as `describe` lists them.
+        device: Where the graph runs.
+
+    Numerics: Bitwise.
+    Synchronizes: Never, for tensors on the device or in pinned memory.
+    """
+
+    def __init__(self, inputs: Any, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self._tensors = [_like(tensor, device) for tensor in tensors]
+        own = {id(tensor): copy for tensor, copy in zip(tensors, self._tensors, strict=True)}
+        self.inputs = map_batch(inputs, lambda tensor: own[id(tensor)])
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy a call's tensors in; one that is our own memory already is left alone."""
+        pairs = [(a, b) for a, b in zip(self._tensors, tensors, strict=True) if a is not b]
+        if pairs:
+            own, given = zip(*pairs, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(own, given, non_blocking=True)
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"an input has layout {tensor.layout}, whose size depends on its values, so no graph "
+            "can hold it; make it dense"
+        )
+    # Dense memory with the strides of the input, where it has dense strides.
+    copy = torch.empty_like(tensor, device=device, requires_grad=False)
+    return copy.requires_grad_(tensor.requires_grad)

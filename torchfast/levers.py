@@ -1,0 +1,92 @@
+"""How a plan's levers on the optimizer are applied: its form, and whether a graph holds its update.
+
+The two hang together. A graph needs step counters and learning rates on the device, which only some
+forms have; and a form may only be chosen for the graph's sake where the plan lets it change the
+numbers, or where it changes none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchfast._core.decisions import Decision
+from torchfast.graphs import GraphForm, OptimizerForm, graph_form
+from torchfast.plan import Plan
+
+
+class Levers(NamedTuple):
+    """What became of the optimizer.
+
+    Attributes:
+        form: Its form.
+        in_graph: How its update is part of the graph; None if it is not.
+        captures: Whether anything is captured.
+        decisions: What was decided about the graph.
+    """
+
+    form: OptimizerForm
+    in_graph: GraphForm | None
+    captures: bool
+    decisions: list[Decision]
+
+
+def apply_levers(
+    optimizer: Optimizer, plan: Plan, model: nn.Module, device: torch.device, *, can_skip: bool
+) -> Levers:
+    """Bring an optimizer to the form that a plan asks for, and find out what a graph can hold.
+
+    Args:
+        optimizer: Changed in place.
+        plan: What is wanted.
+        model: Searched for sparse embeddings.
+        device: Where it trains.
+        can_skip: Whether an update may be called off on the device.
+
+    Synchronizes: Yes.
+    """
+    form = _form(optimizer, plan, model, device, can_skip=can_skip)
+    if plan.graph_options is None:
+        return Levers(form, None, False, [_decision("left alone", "every step runs as it is")])
+    if not has_graphs(device):
+        detail = f"there are no graphs on {device.type}, only on CUDA"
+        return Levers(form, None, False, [_decision("left alone", detail)])
+    found, decision = graph_form(optimizer, "exact" if plan.optimizer == "as_given" else "close")
+    if found is not None and found.form != form.form:
+        before = form.form
+        form.close()
+        form = OptimizerForm(optimizer, found.form, model)
+        if form.form == "as_given":  # for a reason that only the whole model shows
+            found, decision = None, form.decision
+            form = OptimizerForm(optimizer, before, model)
+    if found is None and can_skip:
+        detail = f"nothing is captured, since whether to update is decided in between; {decision}"
+        return Levers(form, None, False, [_decision("stepped aside", detail)])
+    return Levers(form, found, True, [decision])
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether a step on this device can be captured."""
+    return device.type == "cuda"
+
+
+def _form(
+    optimizer: Optimizer, plan: Plan, model: nn.Module, device: torch.device, *, can_skip: bool
+) -> OptimizerForm:
+    form = OptimizerForm(optimizer, plan.optimizer, model)
+    if not can_skip or form.is_fused or device.type == "cpu":
+        return form
+    is_fp16 = plan.precision_options.format == "fp16"
+    if not is_fp16 and all(g.get("capturable") for g in optimizer.param_groups):
+        return form
+    # The plan does not ask for a form, but whether to skip the update is decided on the device,
+    # which needs one whose state lives there.
+    fused = OptimizerForm(optimizer, "fused", model)
+    return fused if fused.form == "fused" else OptimizerForm(optimizer, "capturable", model)
+
+
+def _decision(outcome: Any, detail: str) -> Decision:
+    return Decision(lever="cuda_graph", outcome=outcome, detail=detail)
