@@ -9,6 +9,7 @@ from torchfast._core.batches import MicroBatches
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import (
     BatchStructureError,
+    CaptureError,
     CheckpointCorruptError,
     CheckpointWriteError,
     ClosedError,
@@ -35,6 +36,7 @@ from torchfast.data import (
     sweep_workers,
 )
 from torchfast.fit_options import FitEvent, FitResult
+from torchfast.graphs import CUDAGraphOptions, CUDAGraphStep
 from torchfast.plan import Plan
 from torchfast.precision import NonfiniteOptions, PrecisionOptions
 from torchfast.step import TrainStep
@@ -42,6 +44,9 @@ from torchfast.trainer import Trainer
 
 __all__ = [
     "BatchStructureError",
+    "CUDAGraphOptions",
+    "CUDAGraphStep",
+    "CaptureError",
     "Checkpoint",
     "CheckpointCorruptError",
     "CheckpointManager",

@@ -7,6 +7,7 @@ numbers, or where it changes none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,24 +15,53 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
-from torchfast.graphs import GraphForm, OptimizerForm, graph_form
+from torchfast.graphs import (
+    CUDAGraphOptions,
+    GraphedUpdate,
+    GraphForm,
+    OptimizerForm,
+    graph_form,
+)
+from torchfast.graphs.graphed_update import Half
 from torchfast.plan import Plan
 
 
 class Levers(NamedTuple):
-    """What became of the optimizer.
+    """What became of the optimizer, and what can be captured.
 
     Attributes:
         form: Its form.
-        in_graph: How its update is part of the graph; None if it is not.
-        captures: Whether anything is captured.
         decisions: What was decided about the graph.
+        options: How to capture; None if nothing is captured.
+        in_graph: How its update is part of the graph; None if it is not.
     """
 
     form: OptimizerForm
-    in_graph: GraphForm | None
-    captures: bool
     decisions: list[Decision]
+    options: CUDAGraphOptions | None = None
+    in_graph: GraphForm | None = None
+
+    def graphed(
+        self,
+        whole: Half,
+        until_update: Half | None,
+        model: nn.Module,
+        optimizer: Optimizer,
+        others: Sequence[object],
+    ) -> GraphedUpdate | None:
+        """Return what runs a step through a graph, or None if nothing is captured."""
+        if self.options is None:
+            return None
+        return GraphedUpdate(
+            whole,
+            until_update,
+            model=model,
+            optimizer=optimizer,
+            others=others,
+            options=self.options,
+            rate_dtype=None if self.in_graph is None else self.in_graph.rate_dtype,
+            device=next(model.parameters()).device,
+        )
 
 
 def apply_levers(
@@ -50,10 +80,10 @@ def apply_levers(
     """
     form = _form(optimizer, plan, model, device, can_skip=can_skip)
     if plan.graph_options is None:
-        return Levers(form, None, False, [_decision("left alone", "every step runs as it is")])
+        return Levers(form, [_decision("left alone", "every step runs as it is")])
     if not has_graphs(device):
         detail = f"there are no graphs on {device.type}, only on CUDA"
-        return Levers(form, None, False, [_decision("left alone", detail)])
+        return Levers(form, [_decision("left alone", detail)])
     found, decision = graph_form(optimizer, "exact" if plan.optimizer == "as_given" else "close")
     if found is not None and found.form != form.form:
         before = form.form
@@ -63,9 +93,9 @@ def apply_levers(
             found, decision = None, form.decision
             form = OptimizerForm(optimizer, before, model)
     if found is None and can_skip:
-        detail = f"nothing is captured, since whether to update is decided in between; {decision}"
-        return Levers(form, None, False, [_decision("stepped aside", detail)])
-    return Levers(form, found, True, [decision])
+        why = "nothing is captured, since whether to update is decided behind the gradients"
+        return Levers(form, [_decision("stepped aside", f"{why}; {decision.detail}")])
+    return Levers(form, [decision], plan.graph_options, found)
 
 
 def has_graphs(device: torch.device) -> bool:

@@ -29,7 +29,7 @@ from torchfast._core.arguments import (
     check_positive,
     explain_keywords,
 )
-from torchfast._core.batches import MicroBatches, to_device
+from torchfast._core.batches import as_group, to_device
 from torchfast._core.building import (
     build_optimizer,
     build_scheduler,
@@ -56,7 +56,6 @@ from torchfast._core.loss import (
 from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast._core.state import FORMAT, check_training_state
 from torchfast._core.weights import divide_gradients, weigh
-from torchfast.graphs import GraphedUpdate
 from torchfast.levers import apply_levers
 from torchfast.plan import Plan
 from torchfast.precision import (
@@ -187,26 +186,19 @@ class TrainStep:
         # What nonfinite="skip" counts, on the device, for whoever reads late.
         self.skip_counts: SkipCounts | None = self._guard.counts if self._guard.is_on else None
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
-        self._graph = (
-            GraphedUpdate(
-                self._whole,
-                # What the guard decides between gradients and update cannot be parted from them.
-                None if can_skip else self._until_update,
-                model=model,
-                optimizer=self.optimizer,
-                others=[] if scaler is None else [scaler.held],
-                options=self.plan.graph_options,
-                rate_dtype=levers.in_graph and levers.in_graph.rate_dtype,
-                device=self.device,
-            )
-            if levers.captures and self.plan.graph_options
-            else None
+        self._graph = levers.graphed(
+            self._whole,
+            # What the guard decides between gradients and update cannot be parted from them.
+            None if can_skip else self._until_update,
+            model,
+            self.optimizer,
+            () if scaler is None else (scaler.held,),
         )
         self._closed = False
         self.num_steps = 0
         self.num_epochs = 0  # counted by fit(), for set_epoch
         self.metrics: dict[str, Number] = {}
-        if self._form.form != "as_given" or self._layout.active:
+        if self._form.form != "as_given" or self._layout.active or self._graph is not None:
             claim(self.optimizer, self.close)
         for decision in self._decisions():
             if decision.outcome == "stepped aside":
@@ -236,7 +228,8 @@ class TrainStep:
             is_whole = self._graph.is_whole
             output = self._graph(group)
             if not is_whole:
-                self.optimizer.step()
+                with self._precision.step():
+                    self.optimizer.step()
                 self._precision.after_update()
         self.metrics = output.metrics
         self._after_update(output.skipped)
@@ -361,20 +354,7 @@ class TrainStep:
 
     def _group(self, batch: Any) -> tuple[Any, ...]:
         self._check_open()
-        if isinstance(batch, MicroBatches):
-            if len(batch) > self.accumulate:
-                raise ValueError(
-                    f"got {len(batch)} micro-batches in a step, but accumulate={self.accumulate}; "
-                    "raise accumulate or give fewer"
-                )
-            return tuple(batch)
-        if self.accumulate > 1:
-            raise TypeError(
-                f"with accumulate={self.accumulate} a step takes MicroBatches, got "
-                f"{type(batch).__name__}; iterate over trainer.prefetch(loader), or wrap the "
-                "batches of a step: MicroBatches([batch, ...])"
-            )
-        return (batch,)
+        return as_group(batch, self.accumulate)
 
     def _whole(self, group: Sequence[Any]) -> StepOutput:
         """Run a step on the device: what a graph can hold, and nothing else."""

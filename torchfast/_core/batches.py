@@ -64,6 +64,29 @@ class MicroBatches(Generic[T]):
         return f"MicroBatches({len(self)} x {type(self._batches[0]).__name__})"
 
 
+def as_group(batch: Any, accumulate: int) -> tuple[Any, ...]:
+    """Return the micro-batches of what a step was given.
+
+    Raises:
+        TypeError: A bare batch where `MicroBatches` is due.
+        ValueError: More micro-batches than ``accumulate``.
+    """
+    if isinstance(batch, MicroBatches):
+        if len(batch) > accumulate:
+            raise ValueError(
+                f"got {len(batch)} micro-batches in a step, but accumulate={accumulate}; "
+                "raise accumulate or give fewer"
+            )
+        return tuple(batch)
+    if accumulate > 1:
+        raise TypeError(
+            f"with accumulate={accumulate} a step takes MicroBatches, got "
+            f"{type(batch).__name__}; iterate over trainer.prefetch(loader), or wrap the "
+            "batches of a step: MicroBatches([batch, ...])"
+        )
+    return (batch,)
+
+
 def to_device(batch: T, device: torch.device, *, channels_last: bool = False) -> T:
     """Return ``batch`` with every tensor on ``device``, its structure and types unchanged.
 

@@ -6,7 +6,8 @@ there too, and watched: if that moved a generator of the host, samples are augme
 process, and fetching ahead would let training and augmentation draw in another order. Then all
 fetching stays in the caller's thread, one batch at a time, as a plain loop does it; only the copies
 overlap. Otherwise a staging thread takes over. It looks on now and then, and if a generator moved
-while it fetched, hands back to the caller's thread, which finds out whose draw it was.
+while it fetched, hands back to the caller's thread. Some fetches are watched there, where nobody
+else draws: if one moves a generator, fetching stays there; if none does, the thread goes on.
 """
 
 from __future__ import annotations
@@ -148,10 +149,7 @@ class RingFeed(Feed):
         self._held: list[Slot] = []
         self._used: list[Slot] = []
         self._released: Slot | None = None
-        self._num_here = 0
-        self._suspects = False
         self._left_rng: RNGState | None = None
-        self._training_draws: bool | None = None
         self._primed: Staged | None = None
         self._num_taken = 0
         self.finished = False
@@ -174,17 +172,18 @@ class RingFeed(Feed):
 
     @override
     def take(self) -> tuple[Any, Position, int] | None:
-        if self._left_rng is not None:
-            # Since a suspicion arose nobody fetches: if a generator moved, training did it.
-            moved = not same_rng_state(self._left_rng, get_rng_state(CPU))
-            self._training_draws = moved or bool(self._training_draws)
+        left, self._left_rng = self._left_rng, None
+        if left is not None and not same_rng_state(left, get_rng_state(CPU)):
+            # Nobody has fetched meanwhile: training did it.
+            self._fetching.num_training_moves += 1
         staged, self._primed = self._primed or self._next(), None
         if staged is None:
             return None
         self._num_taken += 1
         self._held.append(staged.slot)
+        if self._stager.suspects or (self._fetching.is_suspect and self._thread is None):
+            self._left_rng = get_rng_state(CPU)
         batch = self._ring.hand_out(staged)
-        self._left_rng = get_rng_state(CPU) if self._stager.suspects else None
         return batch, staged.position, staged.num_bytes
 
     @override
@@ -223,6 +222,7 @@ class RingFeed(Feed):
             self._ring.is_broken = False
             self._thread = None
             self._ring.forget_wakes()
+            self._take_up_suspicion()
         with ExitStack() as stack:  # all of it, whatever fails
             stack.callback(stager.staged.put, END)  # for a thread that still waits for a batch
             stack.callback(_close, stager.batches)
@@ -245,11 +245,7 @@ class RingFeed(Feed):
             if item is LIMIT:
                 continue
             if item is SUSPECT:
-                self._stager.suspects = False
-                if self._training_draws is None:
-                    self._suspects = True  # it had no time to show itself: watch the next fetch
-                else:
-                    self._settle_suspicion(draws=not self._training_draws)
+                self._take_up_suspicion()
                 continue
             self.finished = True
             if isinstance(item, Failure):
@@ -281,7 +277,8 @@ class RingFeed(Feed):
         if stager.limit is not None and stager.num_fetched >= stager.limit:
             return None
         self.release()
-        watched = self._suspects or (fetching.where is None and self._num_here > 0)
+        is_open = fetching.where is None or fetching.is_suspect
+        watched = is_open and stager.num_fetched > 0  # samplers draw at the first
         before = get_rng_state(CPU) if watched else None
         start = time.perf_counter()
         try:
@@ -294,8 +291,7 @@ class RingFeed(Feed):
             self.finished = True
             return None
         if before is not None:
-            self._judge(draws=not same_rng_state(before, get_rng_state(CPU)))
-        self._num_here += 1
+            fetching.note_fetch(draws=not same_rng_state(before, get_rng_state(CPU)))
         slot = stager.free_slot()
         assert slot is not None
         staged = stage(self._ring, slot, *pair)
@@ -303,22 +299,16 @@ class RingFeed(Feed):
             self.start()
         return staged
 
-    def _judge(self, *, draws: bool) -> None:
-        if self._suspects:
-            self._settle_suspicion(draws=draws)
-        else:
-            self._fetching.decide(draws)
-
-    def _settle_suspicion(self, *, draws: bool) -> None:
-        self._suspects = False
-        if draws:
-            self._fetching.late = self._stager.num_fetched
-        else:
-            self._fetching.training_draws = True
-        self._fetching.decide(draws)
+    def _take_up_suspicion(self) -> None:
+        """Watch the fetches that come next, if the thread has ended with a suspicion."""
+        if self._stager.suspects:
+            self._stager.suspects = False
+            self._fetching.suspect()
 
     def start(self) -> None:
-        """Start the staging thread."""
+        """Start the staging thread, unless fetches are to be watched in the caller's."""
+        if self._fetching.is_suspect:
+            return
         self._thread = self._stager.start()
         if self._finalizer is not None:
             self._finalizer.detach()

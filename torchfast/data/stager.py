@@ -25,6 +25,11 @@ CPU = torch.device("cpu")
 LOOKS_FIRST, LOOKS_EVERY = 8, 16  # which of the thread's fetches are watched
 # One takes as long as staging several small batches.
 MANY, LOOKS_EVERY_OF_MANY = 256, 64
+# Whether it was a fetch of the thread that moved a generator, or the training meanwhile, is seen in
+# the caller's thread, where so many fetches are watched: more at the next suspicion, for data sets
+# that draw rarely. Behind the last of these nobody looks any more.
+WATCHED = (32, 128, 512)
+WATCHED_IF_TRAINING_DRAWS = 4  # enough if the training was seen to draw as often
 EXIT_S = 5.0  # how long the exit of Python waits for a fetch in progress
 
 Batches = Iterator[tuple[Any, Position]]
@@ -38,16 +43,28 @@ class Fetching:
     Attributes:
         where: ``"thread"``, ``"caller"``, or None while it is not known.
         reason: Why.
-        training_draws: Whether a generator moved though it was not the fetching that moved it.
-        late: Batches that were fetched ahead before it was seen that fetching draws.
+        training_draws: Whether a generator that moves is taken to be moved by the training.
+        num_ahead: Batches that were fetched in the thread.
         num_moves: How often generators were set by the loader itself; odd while one is.
+        num_watched: Fetches watched in the caller's thread since a generator moved during one of
+            the thread's; None while none is suspected.
+        num_training_moves: How often the training moved a generator since then.
+        num_cleared: Suspicions that no watched fetch has confirmed.
     """
 
     where: Literal["thread", "caller"] | None = None
     reason: str = "not known before the second batch"
     training_draws: bool = False
-    late: int = 0
+    num_ahead: int = 0
     num_moves: int = 0
+    num_watched: int | None = None
+    num_training_moves: int = 0
+    num_cleared: int = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether fetches are watched in the caller's thread before the thread goes on."""
+        return self.num_watched is not None
 
     @contextmanager
     def setting_generators(self) -> Iterator[None]:
@@ -58,8 +75,26 @@ class Fetching:
         finally:
             self.num_moves += 1
 
-    def decide(self, draws: bool) -> None:
-        """Note what a watched fetch in the caller's thread has shown."""
+    def suspect(self) -> None:
+        """Note that a generator moved during a fetch of the thread."""
+        if self.where == "thread" and not self.training_draws and self.num_watched is None:
+            self.num_watched = 0
+
+    def note_fetch(self, *, draws: bool) -> None:
+        """Note whether a fetch in the caller's thread, where nobody else draws, moved a generator.
+
+        That the training moved none lately is no sign that fetching did: it may draw once an epoch.
+        """
+        if self.num_watched is not None and not draws:
+            self.num_watched += 1
+            is_training = (
+                min(self.num_watched, self.num_training_moves) >= WATCHED_IF_TRAINING_DRAWS
+            )
+            if not is_training and self.num_watched < WATCHED[self.num_cleared]:
+                return
+            self.num_cleared += 1
+            self.training_draws = is_training or self.num_cleared == len(WATCHED)
+        self.num_watched, self.num_training_moves = None, 0
         if draws:
             self.where = "caller"
             self.reason = (
@@ -75,12 +110,23 @@ class Fetching:
         detail = self.reason
         if self.where == "thread":
             detail += f", up to {depth} steps"
-        if self.late:
-            detail += (
-                f"; {self.late} batches had been fetched ahead before that was seen, and their "
-                "random numbers fell in another order than a plain loop's"
+        if self.is_suspect:
+            detail = (
+                "a random generator of this process moved while a batch was fetched ahead, so "
+                "fetching keeps its turn with the training until it is known whose draw that was"
             )
-        outcome: Outcome = "stepped aside" if self.where == "caller" else "applied"
+        elif self.where == "thread" and self.num_cleared:
+            detail += (
+                f"; {self.num_cleared} times a generator moved meanwhile, but none of the fetches "
+                "that were watched then had drawn"
+            )
+        if self.where == "caller" and self.num_ahead:
+            detail += (
+                f"; {self.num_ahead} batches had been fetched ahead before that was seen, and "
+                "their random numbers fell in another order than a plain loop's"
+            )
+        aside = self.where == "caller" or self.is_suspect
+        outcome: Outcome = "stepped aside" if aside else "applied"
         return Decision(lever="prefetch", outcome=outcome, detail=detail)
 
 
@@ -151,6 +197,7 @@ class Stager:
                     self.exhausted = True
                     self.staged.put(END)
                     return
+                self._fetching.num_ahead += 1
                 suspect = (
                     before is not None
                     and not same_rng_state(before, get_rng_state(CPU))

@@ -15,8 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
+from torchfast.graphs.engine import GraphEngine
+from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions
-from torchfast.graphs.step import CUDAGraphStep
 
 Half = Callable[[tuple[Any, ...]], Any]
 
@@ -57,11 +59,12 @@ class GraphedUpdate:
         self._options, self._device = options, device
         self._decisions: list[Decision] = []
         self.is_whole = rate_dtype is not None
-        if self.is_whole:
-            self._graph = self._step(whole, optimizer, rate_dtype=rate_dtype)
+        if rate_dtype is not None:
+            rates = LearningRates(optimizer, rate_dtype)
+            self._graph = self._engine(whole, optimizer, rates=[rates])
         else:
             assert until_update is not None
-            self._graph = self._step(until_update)
+            self._graph = self._engine(until_update)
 
     def __call__(self, group: tuple[Any, ...]) -> Any:
         """Run a step, but for the optimizer's ``step()`` unless `is_whole`."""
@@ -71,7 +74,7 @@ class GraphedUpdate:
             detail = f"the update runs after the graph from now on: {self._graph.why_eager}"
             self._decisions = [Decision(lever="cuda_graph", outcome="stepped aside", detail=detail)]
             self._graph.close()
-            self._graph = self._step(self._until_update)
+            self._graph = self._engine(self._until_update)
             self.is_whole = False
         return output
 
@@ -81,29 +84,24 @@ class GraphedUpdate:
 
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
-        return [*self._decisions, *self._graph.report().decisions]
+        return [*self._decisions, *self._graph.decisions()]
 
     def counters(self) -> dict[str, int | float | str]:
         """Return graphs, replays, eager steps, captures, seconds and bytes."""
-        return dict(self._graph.report().counters)
+        return self._graph.counters()
 
     def close(self) -> None:
         """Let go of the graphs."""
         self._graph.close()
 
-    def _step(
-        self, fn: Half, *optimizers: Optimizer, rate_dtype: torch.dtype | None = None
-    ) -> CUDAGraphStep:
-        options = self._options
-        return CUDAGraphStep(
+    def _engine(
+        self, fn: Half, *optimizers: Optimizer, rates: Sequence[LearningRates] = ()
+    ) -> GraphEngine:
+        return GraphEngine(
             fn,
-            state=[self._model, *optimizers, *self._others],
-            warm_up_steps=options.warm_up_steps,
-            max_graphs=options.max_graphs,
-            new_shapes=options.new_shapes,
-            on_failure=options.on_failure,
-            check=options.check,
+            NamedState([self._model, *optimizers, *self._others]),
+            self._options,
+            self._device,
+            rates=rates,
             keep_gradients=not optimizers,
-            rate_dtype=rate_dtype,
-            device=self._device,
         )

@@ -1,0 +1,346 @@
+"""The engine behind a captured step: warm-up, capture and replay of each kind of call.
+
+What it must notice, and what it does then, is told in `torchfast.graphs.step`. The parts are rooms
+of their own: what a call is (`signature`), the state (`named_state`), memory that the graph reads
+and writes (`static_inputs`, `outputs`), what Python holds (`host_facts`), why a capture failed
+(`failures`), and whether a replay does what the step does (`replay_check`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+
+from torchfast._core.decisions import Decision
+from torchfast._core.errors import CaptureError, ClosedError
+from torchfast.graphs.backend import backend_for
+from torchfast.graphs.entries import Entry, GraphStore
+from torchfast.graphs.failures import Failure, explain
+from torchfast.graphs.host_facts import NEW_STATE, HostFacts
+from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.named_state import NamedState
+from torchfast.graphs.options import CUDAGraphOptions
+from torchfast.graphs.outputs import StaticOutputs, kept
+from torchfast.graphs.replay_check import check_replays
+from torchfast.graphs.signature import Call, describe, only_tensors, shapes
+from torchfast.graphs.static_inputs import StaticInputs
+
+logger = logging.getLogger(__name__)
+
+# Changes with fewer replays than this between them are not worth another capture.
+_SETTLED_REPLAYS = 10
+# Other shapes have less to warm up: the optimizer's state and the libraries are there.
+_WARM_UP_OF_OTHERS = 1
+# So many captures per graph that is kept, and the shapes are too many to be captured.
+_CAPTURES_PER_GRAPH = 4
+_ATTEMPTS = 3
+
+
+@final
+class GraphEngine:
+    """Runs a step through graphs.
+
+    Args:
+        fn: The step.
+        state: All that it reads and changes.
+        options: How to capture.
+        device: Where.
+        rates: Learning rates that the updates in it read on the device; others are frozen.
+        keep_gradients: Let ``.grad`` hold the gradients after each replay, for work outside the
+            graph. Otherwise they may be None after it; each graph that is kept then needs memory
+            for its own.
+
+    Attributes:
+        why_eager: Why no step is captured any more, in words; None while some are.
+        varies: Whether that is because hyperparameters go on changing.
+
+    Raises:
+        UnsupportedDeviceError: The device has no graphs.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        state: NamedState,
+        options: CUDAGraphOptions,
+        device: torch.device,
+        *,
+        rates: Sequence[LearningRates] = (),
+        keep_gradients: bool = False,
+    ) -> None:
+        self._fn = fn
+        self._state = state
+        self._options = options
+        self._keeps_gradients = keep_gradients
+        self.device = device
+        state.rates = list(rates)
+        self._backend = backend_for(self.device)
+        self._store = GraphStore(options.max_graphs)
+        self._hyperparameters: list[Any] = []
+        self.why_eager: str | None = None
+        self.varies = False
+        self._replays_since_change = _SETTLED_REPLAYS
+        self._counts: Counter[str] = Counter()
+        self._capture_s = 0.0
+        self._warned: set[str] = set()
+        self._closed = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step and return what ``fn`` returns, detached and safe to keep."""
+        if self._closed:
+            raise ClosedError("this captured step was closed; build a new one")
+        inputs = (args, kwargs)
+        if self._store.graphs:
+            self._notice_changes()
+        if self.why_eager is not None:
+            return self._run_eagerly(inputs)
+        call = describe(inputs)
+        entry = self._entry((self._state.mode(), call.key))
+        if entry.graph is not None:
+            return self._replay(entry, call)
+        if entry.why_eager is not None:
+            return self._run_eagerly(inputs)
+        if entry.warm_up_left:
+            entry.warm_up_left -= 1
+            return self._run_eagerly(inputs)
+        return self._capture(entry, call, inputs)
+
+    @contextmanager
+    def rates_on_device(self) -> Iterator[None]:
+        """Let the optimizers see the learning rates that the graphs read: device tensors."""
+        self._fill_rates()
+        with self._state.rates_on_device():
+            yield
+
+    def decisions(self) -> list[Decision]:
+        """Return what was captured, and what was not and why."""
+        found = [
+            Decision(
+                lever="cuda_graph",
+                outcome="applied",
+                detail=f"{entry.shapes}: {entry.num_replays} replays",
+            )
+            for entry in self._store.graphs
+        ]
+        entries = self._store.entries.values()
+        reasons = [self.why_eager] if self.why_eager else []
+        reasons += [f"{e.shapes}: {e.why_eager}" for e in entries if e.why_eager]
+        return found + [
+            Decision(lever="cuda_graph", outcome="stepped aside", detail=reason)
+            for reason in reasons
+        ]
+
+    def counters(self) -> dict[str, int | float | str]:
+        """Return graphs, replays, eager steps, captures, seconds and bytes."""
+        return {
+            "graphs": len(self._store.graphs),
+            "replays": self._counts["replays"],
+            "eager steps": self._counts["eager steps"],
+            "captures": self._counts["captures"],
+            "capture_s": round(self._capture_s, 3),
+            "pool_bytes": self._backend.pool_bytes(),
+        }
+
+    def close(self) -> None:
+        """Let go of the graphs and their memory; a second call does nothing."""
+        if not self._closed:
+            self._store.drop_all()
+        self._closed = True
+
+    # -- The three stations --------------------------------------------------------------------
+
+    def _run_eagerly(self, inputs: Any) -> Any:
+        args, kwargs = inputs
+        self._counts["eager steps"] += 1
+        self._store.release_gradients()
+        with self._backend.side_stream(), self.rates_on_device():
+            outputs = self._fn(*args, **kwargs)
+            self._state.settle_buffers()
+        return kept(outputs, self._state.everything())
+
+    def _capture(self, entry: Entry, call: Call, inputs: Any) -> Any:
+        self._store.make_room()
+        self._store.release_gradients()
+        state = self._state
+        state.refresh()
+        facts = HostFacts(state, self.device)
+        started = time.perf_counter()
+        try:
+            self._record(entry, call, inputs, facts)
+        except Exception as error:
+            entry.drop()
+            facts.put_back()
+            entry.attempts += 1
+            if isinstance(error, _RetryError) and entry.attempts < _ATTEMPTS:
+                return self._run_eagerly(inputs)
+            return self._fail(entry, explain(error), inputs, error)
+        self._capture_s += time.perf_counter() - started
+        self._counts["captures"] += 1
+        self._store.add(entry)
+        self._hyperparameters = state.hyperparameters()
+        mismatch = self._mismatch(entry, call) if self._options.check else None
+        if mismatch is not None:
+            self._store.remove(entry)
+            facts.put_back()
+            return self._fail(entry, Failure(mismatch), inputs)
+        return self._replay(entry, call)
+
+    def _record(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> None:
+        """Capture the step into the entry.
+
+        Raises:
+            Exception: What stopped it.
+            CaptureError: It went through, but a replay would not do what the step does.
+        """
+        state = self._state
+        static = StaticInputs(inputs, call.tensors, self.device)
+        static.fill(call.tensors)
+        self._fill_rates()
+
+        def body() -> StaticOutputs:
+            torch.clear_autocast_cache()  # of weights as they were when it was filled
+            args, kwargs = static.inputs
+            outputs = self._fn(*args, **kwargs)
+            state.settle_buffers()
+            torch.clear_autocast_cache()
+            return StaticOutputs(outputs)
+
+        before = [p.grad for p in state.parameters]
+        with state.rates_on_device():
+            entry.graph, entry.outputs = self._backend.capture(body, state.generators)
+        entry.inputs = static
+        entry.gradients = [(p, p.grad) for p in state.parameters]
+        # Gradients that the step adds to were there before and still are: they are state.
+        entry.accumulates = any(
+            old is not None and old is new
+            for old, (_, new) in zip(before, entry.gradients, strict=True)
+        )
+        if (drawn := facts.draws()) is not None:
+            raise CaptureError(
+                f"the step draws from {drawn}, and each replay would repeat what was drawn once; "
+                "draw on the device (torch.rand(..., device=...)) or outside the step"
+            )
+        if (changed := facts.changes()) is not None:
+            raise (_RetryError if changed is NEW_STATE else CaptureError)(
+                f"the step changes what no replay changes: {changed}"
+            )
+        if (moved := state.moved()) is not None:
+            raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
+
+    def _replay(self, entry: Entry, call: Call) -> Any:
+        assert entry.graph is not None
+        assert entry.inputs is not None
+        assert entry.outputs is not None
+        self._fill_rates()
+        entry.inputs.fill(call.tensors)
+        entry.graph.replay()
+        entry.num_replays += 1
+        self._store.used(entry)
+        self._counts["replays"] += 1
+        self._replays_since_change += 1
+        if self._store.owner is not entry or self._keeps_gradients:
+            self._store.hold_gradients(entry)
+        return entry.outputs.cloned()
+
+    def _mismatch(self, entry: Entry, call: Call) -> str | None:
+        """Return how replays differ from eager steps, in words; None if they do not."""
+        assert entry.inputs is not None
+        static = entry.inputs.inputs
+        counts, num_replays = Counter(self._counts), entry.num_replays
+        try:
+            verdict = check_replays(
+                self._state,
+                self.device,
+                replay=lambda: self._replay(entry, call),
+                eager=lambda: self._run_eagerly(static),
+                with_gradients=self._keeps_gradients,
+            )
+        except torch.OutOfMemoryError:
+            self._warn("check", "no memory to compare the graph with eager steps; check=False")
+            return None
+        finally:
+            self._counts, entry.num_replays = counts, num_replays
+            self._store.owner = entry
+        return verdict.mismatch
+
+    # -- What happened meanwhile -----------------------------------------------------------------
+
+    def _notice_changes(self) -> None:
+        """Drop the graphs if what they were captured from has changed."""
+        state = self._state
+        reason = state.moved()
+        if reason is not None:
+            state.settle_loaded()
+            reason = state.moved()
+        if reason is None and any(e.accumulates for e in self._store.graphs):
+            held = all(
+                p.grad is g for e in self._store.graphs if e.accumulates for p, g in e.gradients
+            )
+            reason = None if held else "gradients that the step adds to were replaced"
+        frozen = reason is None and state.hyperparameters() != self._hyperparameters
+        if frozen:
+            reason = "a hyperparameter of the optimizer changed"
+        if reason is None:
+            return
+        self._store.drop_all()
+        if self._replays_since_change < _SETTLED_REPLAYS:
+            self.varies = frozen
+            self.why_eager = f"{reason}, again after {self._replays_since_change} replays"
+            self._warn(reason, f"the step runs eagerly from now on: {self.why_eager}")
+        self._replays_since_change = 0
+
+    def _fail(
+        self, entry: Entry, failure: Failure, inputs: Any, error: Exception | None = None
+    ) -> Any:
+        entry.why_eager = str(failure)
+        if self._options.on_failure == "raise":
+            raise CaptureError(f"the step ({entry.shapes}) was not captured: {failure}") from error
+        self._warn(failure.reason, f"steps of {entry.shapes} run eagerly: {failure}")
+        return self._run_eagerly(inputs)
+
+    def _warn(self, about: str, message: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            logger.warning("cuda_graph: %s", message)
+
+    def _entry(self, key: Any) -> Entry:
+        entry = self._store.entries.get(key)
+        if entry is None:
+            is_first = not self._store.entries
+            entry = Entry(
+                shapes=shapes(key[1]),
+                warm_up_left=self._options.warm_up_steps if is_first else _WARM_UP_OF_OTHERS,
+            )
+            if not is_first and self._options.new_shapes == "eager":
+                entry.why_eager = "another shape than the first, and new_shapes='eager'"
+            elif self._counts["captures"] >= _CAPTURES_PER_GRAPH * self._options.max_graphs:
+                entry.why_eager = (
+                    f"more kinds of steps than max_graphs={self._options.max_graphs} can serve"
+                )
+                self._warn_of_many(key)
+            self._store.entries[key] = entry
+        return entry
+
+    def _warn_of_many(self, key: Any) -> None:
+        kinds = [known[1] for known in self._store.entries]
+        alike = sum(only_tensors(kind) == only_tensors(key[1]) for kind in kinds)
+        why = (
+            "an input that is no tensor has another value each time; pass it as a tensor"
+            if alike > self._options.max_graphs
+            else "pad or bucket the batches to fewer shapes, or raise max_graphs"
+        )
+        self._warn("many", f"{len(kinds)} kinds of steps: new ones run eagerly; {why}")
+
+    def _fill_rates(self) -> None:
+        for rates in self._state.rates:
+            rates.fill()
+
+
+class _RetryError(CaptureError):
+    """The next step can be captured."""
