@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CaptureError, ClosedError
 from torchfast.graphs.backend import backend_for
+from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.entries import Entry, GraphStore
 from torchfast.graphs.failures import Failure, explain
 from torchfast.graphs.host_facts import NEW_STATE, HostFacts
@@ -177,9 +178,15 @@ class GraphEngine:
             entry.drop()
             facts.put_back()
             entry.attempts += 1
-            if isinstance(error, _RetryError) and entry.attempts < _ATTEMPTS:
-                return self._run_eagerly(inputs)
-            return self._fail(entry, explain(error), inputs, error)
+            failure = explain(error)
+            if entry.attempts < _ATTEMPTS:
+                if isinstance(error, _RetryError):
+                    return self._run_eagerly(inputs)
+                if failure.is_copy and entry.constants is None:
+                    entry.constants = HostConstants(self.device)
+                    with entry.constants.recording():
+                        return self._run_eagerly(inputs)
+            return self._fail(entry, failure, inputs, error)
         self._capture_s += time.perf_counter() - started
         self._counts["captures"] += 1
         self._store.add(entry)
@@ -206,7 +213,8 @@ class GraphEngine:
         def body() -> StaticOutputs:
             torch.clear_autocast_cache()  # of weights as they were when it was filled
             args, kwargs = static.inputs
-            outputs = self._fn(*args, **kwargs)
+            with nullcontext() if entry.constants is None else entry.constants.standing_in():
+                outputs = self._fn(*args, **kwargs)
             state.settle_buffers()
             torch.clear_autocast_cache()
             return StaticOutputs(outputs)

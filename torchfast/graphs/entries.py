@@ -8,6 +8,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from torchfast.graphs.backend import Graph
+from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.static_inputs import StaticInputs
 
@@ -24,6 +25,7 @@ class Entry:
         gradients: Each parameter with the gradient that a replay writes.
         accumulates: Whether the step adds to gradients that were there before, so that they are
             state.
+        constants: What it copies from the host, once a capture has failed for that.
         why_eager: Why it is not captured, in words.
         num_replays: Replays so far.
     """
@@ -36,6 +38,7 @@ class Entry:
     outputs: StaticOutputs | None = None
     gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
     accumulates: bool = False
+    constants: HostConstants | None = None
     why_eager: str | None = None
     num_replays: int = 0
 

@@ -71,6 +71,11 @@ class Failure:
     line: str | None = None
     remedy: str | None = None
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether a copy from the host is in the way, which may be that of a constant."""
+        return self.reason.startswith("it copies")
+
     def __str__(self) -> str:
         place = f" at {self.line}" if self.line else ""
         remedy = f"; {self.remedy}" if self.remedy else ""

@@ -1,0 +1,103 @@
+"""Constants that a step copies from the host, for a device that is meta here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchfast import CaptureError
+from torchfast.graphs.constants import HostConstants
+
+META = torch.device("meta")
+
+COPIES = {
+    "tensor().to": lambda value, x: torch.tensor(value).to(x.device),
+    "to(dtype)": lambda value, x: torch.tensor(value).to(x.device, torch.float64),
+    "to(other)": lambda value, x: torch.tensor(value).to(x),
+    "to(device=)": lambda value, x: torch.tensor([value]).to(device=x.device),
+    "tensor(device=)": lambda value, x: torch.tensor(value, device=x.device),
+    "as_tensor(device=)": lambda value, x: torch.as_tensor([value, 1.0], device="meta"),
+    "scalar_tensor": lambda value, x: torch.scalar_tensor(value, device=x.device),
+    "new_tensor": lambda value, x: x.new_tensor([value]),
+    "copy_": lambda value, x: x.copy_(torch.full((8,), value)),
+    "setitem": lambda value, x: x.__setitem__(slice(2, 4), torch.full((2,), value)) or x[2:4],
+}
+
+
+def run(copy, value, context):
+    with context:
+        return copy(value, torch.zeros(8, device="meta"))
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_constant_is_kept_and_stands_in(name):
+    constants = HostConstants(META)
+    first = run(COPIES[name], 0.5, constants.recording())
+    ((value, kept),) = constants._values
+    assert value.device.type == "cpu"
+    assert kept.device == META
+    again = run(COPIES[name], 0.5, constants.standing_in())
+    plain = COPIES[name](0.5, torch.zeros(8, device="meta"))
+    for found in (first, again):
+        assert (found.dtype, found.shape, found.device) == (plain.dtype, plain.shape, META)
+    assert again is not kept  # the step may write to it
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_another_value_is_no_constant(name):
+    constants = HostConstants(META)
+    run(COPIES[name], 0.5, constants.recording())
+    with pytest.raises(CaptureError, match="has another value each time; pass it to the step"):
+        run(COPIES[name], 0.6, constants.standing_in())
+
+
+def copied(*values):
+    return [torch.tensor(value, device="meta") for value in values]
+
+
+@pytest.mark.parametrize("num_known", [0, 1])
+def test_more_copies_than_before_are_no_constants(num_known):
+    constants = HostConstants(META)
+    with constants.recording():
+        copied(*[0.5] * num_known)
+    with pytest.raises(CaptureError), constants.standing_in():
+        copied(*[0.5] * (num_known + 1))
+
+
+def test_what_is_there_or_stays_on_the_host_is_left_alone():
+    constants = HostConstants(META)
+    x = torch.zeros(3, device="meta")
+    with constants.recording():
+        assert x.to("meta") is x
+        assert torch.as_tensor(x, device="meta").device == META
+        assert torch.tensor([1.0, 2.0]).to(torch.float64).tolist() == [1.0, 2.0]
+        assert torch.tensor(2).item() == 2
+        x.copy_(x)
+        x[0] = 1.0
+        assert (x + x).device == META
+        leaf = torch.ones(3, requires_grad=True)
+        assert leaf.to("meta").requires_grad
+    assert constants._values == []
+
+
+def test_values_are_compared_by_their_bits():
+    constants = HostConstants(META)
+
+    with constants.recording():
+        copied(torch.nan, 0.0, 1)
+    with constants.standing_in():
+        copied(torch.nan, 0.0, 1)
+    for wrong in [(torch.nan, -0.0, 1), (torch.nan, 0.0, 1.0)]:
+        with pytest.raises(CaptureError), constants.standing_in():
+            copied(*wrong)
+
+
+def test_a_value_that_the_step_changes_afterwards_is_kept_as_it_was():
+    constants = HostConstants(META)
+    value = torch.ones(2)
+    with constants.recording():
+        value.to("meta")
+        value += 1
+    assert isinstance(constants._values[0][0], Tensor)
+    assert constants._values[0][0].tolist() == [1.0, 1.0]
