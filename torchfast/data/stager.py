@@ -117,8 +117,8 @@ class Fetching:
             )
         elif self.where == "thread" and self.num_cleared:
             detail += (
-                f"; {self.num_cleared} times a generator moved meanwhile, but none of the fetches "
-                "that were watched then had drawn"
+                f"; generators moved meanwhile (seen {self.num_cleared}x), but by none of the "
+                "fetches that were watched for it in the training's thread"
             )
         if self.where == "caller" and self.num_ahead:
             detail += (
