@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# A method is broken if some loss is off the reference's of that step by more than this part of the
-# reference's fall.
+# A method is broken if its loss is off the reference's by more than this part of the reference's
+# fall.
 PART_OF_FALL = 0.2
-# The mean of so many losses stands for the end: batches differ.
-LAST_LOSSES = 4
+# Compared are means of so many losses in a row: batches differ, and a model on the edge of
+# stability (experts that are chosen) has single steps that differ by rounding alone.
+LOSSES_IN_A_ROW = 4
 
 
 def summary(
@@ -52,15 +53,22 @@ def spread(values: Sequence[float]) -> float:
 
 
 def trains(losses: Sequence[float], reference: Sequence[float]) -> bool:
-    """Return whether losses follow a reference's, which falls, from the first step to the last."""
+    """Return whether losses follow a reference's, which falls, from the first steps to the last."""
     allowed = PART_OF_FALL * fall(reference)
     # Written so that a NaN is not within anything.
-    return all(abs(a - b) < allowed for a, b in zip(losses, reference, strict=True))
+    pairs = zip(smoothed(losses), smoothed(reference), strict=True)
+    return all(abs(a - b) < allowed for a, b in pairs)
 
 
 def fall(losses: Sequence[float]) -> float:
     """Return by how much the loss fell."""
-    return losses[0] - statistics.fmean(losses[-LAST_LOSSES:])
+    return losses[0] - smoothed(losses)[-1]
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Return the mean of each few losses in a row."""
+    windows = (losses[i : i + LOSSES_IN_A_ROW] for i in range(len(losses) - LOSSES_IN_A_ROW + 1))
+    return [statistics.fmean(window) for window in windows]
 
 
 def judge(methods: Mapping[str, dict[str, Any]], reference: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from torchfast._core.compare import differences
@@ -40,6 +41,13 @@ def test_the_plain_loop_and_the_trainer_end_with_the_same_model(tmp_path):
     assert plain.partition("\n\n")[2] == planned.partition("\n\n")[2]
     assert (tmp_path / "runs" / "trainer" / "curves.svg").read_text().startswith("<svg")
     assert (tmp_path / "runs" / "trainer" / "log.jsonl").read_text().count("\n") >= 3
+
+
+@pytest.mark.parametrize("name", ["04_any_step_in_one_graph.py", "05_gan_in_one_graph.py"])
+def test_where_there_are_no_graphs_the_step_runs_as_it_is(name, tmp_path):
+    output = run(name, tmp_path, "--steps", "3")
+    assert output.count("no graphs on a CPU: the step runs as it is") == 1
+    assert re.search(r"^step 3  .*\d\.\d+$", output, re.MULTILINE)
 
 
 def held_out(output):

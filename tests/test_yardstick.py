@@ -124,8 +124,9 @@ def test_a_planted_slowdown_slows_down():
         [TUNED, METHODS["torchfast exact"]], "gpt-small", settings, {"torchfast exact": 1.0}
     )
     assert slowed["torchfast exact"]["trains"]
+    # Other work on the machine only ever adds time, so the best bursts tell.
     before, after = (
-        result["torchfast exact"]["median_ms"] / result["tuned"]["median_ms"]
+        min(result["torchfast exact"]["best_ms"]) / min(result["tuned"]["best_ms"])
         for result in (found, slowed)
     )
     assert after > 1.3 * before  # twice, but for the noise of two busy cores

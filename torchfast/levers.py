@@ -7,7 +7,7 @@ numbers, or where it changes none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class Levers(NamedTuple):
         model: nn.Module,
         optimizer: Optimizer,
         others: Sequence[object],
+        after_failure: Callable[[], None],
     ) -> GraphedUpdate | None:
         """Return what runs a step through a graph, or None if nothing is captured."""
         if self.options is None:
@@ -61,6 +62,7 @@ class Levers(NamedTuple):
             options=self.options,
             rate_dtype=None if self.in_graph is None else self.in_graph.rate_dtype,
             device=next(model.parameters()).device,
+            after_failure=after_failure,
         )
 
 

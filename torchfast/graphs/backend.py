@@ -114,8 +114,11 @@ class CUDABackend:
             except Exception as error:
                 failure = failure or error
         if failure is not None:
-            self._clean_up(graph)
-            raise failure
+            self._clean_up(graph, generators)
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback refers to this frame
         self._num_graphs[self._pool] += 1
         return _PooledGraph(graph, partial(self._let_go, self._pool)), result
 
@@ -134,7 +137,7 @@ class CUDABackend:
             if pool == self._pool:
                 self._pool = None
 
-    def _clean_up(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _clean_up(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
         with contextlib.suppress(Exception):
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
         with contextlib.suppress(Exception):
@@ -143,6 +146,18 @@ class CUDABackend:
         self._pool = None
         gc.collect()
         torch.cuda.synchronize(self.device)
+        self._leave_capture_mode(generators)
+
+    def _leave_capture_mode(self, generators: Sequence[torch.Generator]) -> None:
+        """Capture next to nothing: generators believe that the failed capture is still going on."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        with self.side_stream(), contextlib.suppress(RuntimeError):
+            graph.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self.device)
+            graph.capture_end()
+        graph.reset()
 
 
 @final

@@ -8,8 +8,10 @@ and writes (`static_inputs`, `outputs`), what Python holds (`host_facts`), why a
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,9 +30,10 @@ from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions
 from torchfast.graphs.outputs import StaticOutputs, kept
-from torchfast.graphs.replay_check import check_replays
+from torchfast.graphs.replay_check import find_mismatch
 from torchfast.graphs.signature import Call, describe, only_tensors, shapes
 from torchfast.graphs.static_inputs import StaticInputs
+from torchfast.graphs.watch import StateWatch
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +41,11 @@ logger = logging.getLogger(__name__)
 _SETTLED_REPLAYS = 10
 # Other shapes have less to warm up: the optimizer's state and the libraries are there.
 _WARM_UP_OF_OTHERS = 1
-# So many captures per graph that is kept, and the shapes are too many to be captured.
-_CAPTURES_PER_GRAPH = 4
+# So many graphs thrown out for each that is kept, and the kinds are too many to be captured; so
+# many kinds that were seen for each, and somebody should know.
+_EVICTIONS_PER_GRAPH = 4
+_KINDS_PER_GRAPH = 8
+_LATER = "the step made new state of the optimizer, and can be captured later"
 _ATTEMPTS = 3
 
 
@@ -56,6 +62,7 @@ class GraphEngine:
         keep_gradients: Let ``.grad`` hold the gradients after each replay, for work outside the
             graph. Otherwise they may be None after it; each graph that is kept then needs memory
             for its own.
+        after_failure: Called when a capture has failed, to let go of what ``fn`` has kept of it.
 
     Attributes:
         why_eager: Why no step is captured any more, in words; None while some are.
@@ -74,19 +81,23 @@ class GraphEngine:
         *,
         rates: Sequence[LearningRates] = (),
         keep_gradients: bool = False,
+        after_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._fn = fn
         self._state = state
+        self._watch = StateWatch(state)
         self._options = options
         self._keeps_gradients = keep_gradients
         self.device = device
         state.rates = list(rates)
         self._backend = backend_for(self.device)
         self._store = GraphStore(options.max_graphs)
-        self._hyperparameters: list[Any] = []
+        self._frozen: list[Any] = []
+        self._error: Exception | None = None
+        self._after_failure = after_failure
         self.why_eager: str | None = None
         self.varies = False
-        self._replays_since_change = _SETTLED_REPLAYS
+        self._num_since_change, self._num_hasty = _SETTLED_REPLAYS, 0
         self._counts: Counter[str] = Counter()
         self._capture_s = 0.0
         self._warned: set[str] = set()
@@ -97,12 +108,12 @@ class GraphEngine:
         if self._closed:
             raise ClosedError("this captured step was closed; build a new one")
         inputs = (args, kwargs)
-        if self._store.graphs:
+        if self.why_eager is None:
             self._notice_changes()
         if self.why_eager is not None:
             return self._run_eagerly(inputs)
         call = describe(inputs)
-        entry = self._entry((self._state.mode(), call.key))
+        entry = self._entry((self._watch.mode(), call.key))
         if entry.graph is not None:
             return self._replay(entry, call)
         if entry.why_eager is not None:
@@ -132,6 +143,9 @@ class GraphEngine:
         entries = self._store.entries.values()
         reasons = [self.why_eager] if self.why_eager else []
         reasons += [f"{e.shapes}: {e.why_eager}" for e in entries if e.why_eager]
+        if self._store.graphs and (num_hooks := self._watch.num_hooks()):
+            detail = f"{num_hooks} hooks: what they launch is replayed, their Python is not run"
+            found.append(Decision(lever="cuda_graph", outcome="applied", detail=detail))
         return found + [
             Decision(lever="cuda_graph", outcome="stepped aside", detail=reason)
             for reason in reasons
@@ -166,37 +180,61 @@ class GraphEngine:
         return kept(outputs, self._state.everything())
 
     def _capture(self, entry: Entry, call: Call, inputs: Any) -> Any:
+        if self._store.num_evicted > _EVICTIONS_PER_GRAPH * self._options.max_graphs:
+            return self._fail(entry, Failure("more kinds of steps than max_graphs serves"), inputs)
         self._store.make_room()
         self._store.release_gradients()
-        state = self._state
-        state.refresh()
-        facts = HostFacts(state, self.device)
+        self._watch.refresh()
+        facts = HostFacts(self._state, self.device)
+        failure = self._attempt(entry, call, inputs, facts)
+        # Outside of the handling of the error, which keeps alive what the capture has allocated.
+        if failure is None:
+            return self._replay(entry, call)
+        entry.attempts += 1
+        if entry.attempts < _ATTEMPTS:
+            if failure.reason == _LATER:
+                return self._run_eagerly(inputs)
+            if failure.is_left_over:
+                gc.collect()
+                return self._run_eagerly(inputs)
+            if failure.is_copy and self._options.host_constants and entry.constants is None:
+                entry.constants = HostConstants(self.device)
+                with entry.constants.recording():
+                    return self._run_eagerly(inputs)
+        return self._fail(entry, failure, inputs)
+
+    def _attempt(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> Failure | None:
+        """Capture and check; where that fails all is as before, and the reason is returned."""
         started = time.perf_counter()
         try:
             self._record(entry, call, inputs, facts)
-        except Exception as error:
-            entry.drop()
-            facts.put_back()
-            entry.attempts += 1
+            self._capture_s += time.perf_counter() - started
+            self._counts["captures"] += 1
+            self._store.add(entry)
+            self._frozen = self._watch.frozen()
+            mismatch = self._mismatch(entry, call) if self._options.check else None
+            if mismatch is None:
+                return None
+            failure = Failure(mismatch)
+        except BaseException as error:
+            self._undo(entry, facts)
+            if not isinstance(error, Exception):
+                raise
             failure = explain(error)
-            if entry.attempts < _ATTEMPTS:
-                if isinstance(error, _RetryError):
-                    return self._run_eagerly(inputs)
-                if failure.is_copy and entry.constants is None:
-                    entry.constants = HostConstants(self.device)
-                    with entry.constants.recording():
-                        return self._run_eagerly(inputs)
-            return self._fail(entry, failure, inputs, error)
-        self._capture_s += time.perf_counter() - started
-        self._counts["captures"] += 1
-        self._store.add(entry)
-        self._hyperparameters = state.hyperparameters()
-        mismatch = self._mismatch(entry, call) if self._options.check else None
-        if mismatch is not None:
+            if self._options.on_failure == "raise" and not failure.is_left_over:
+                self._error = error
+            else:
+                traceback.clear_frames(error.__traceback__)
+            return failure
+        self._undo(entry, facts)
+        return failure
+
+    def _undo(self, entry: Entry, facts: HostFacts) -> None:
+        if entry in self._store.graphs:
             self._store.remove(entry)
-            facts.put_back()
-            return self._fail(entry, Failure(mismatch), inputs)
-        return self._replay(entry, call)
+        entry.drop()
+        facts.put_back()
+        self._after_failure()
 
     def _record(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> None:
         """Capture the step into the entry.
@@ -209,6 +247,7 @@ class GraphEngine:
         static = StaticInputs(inputs, call.tensors, self.device)
         static.fill(call.tensors)
         self._fill_rates()
+        written = static.versions()
 
         def body() -> StaticOutputs:
             torch.clear_autocast_cache()  # of weights as they were when it was filled
@@ -223,23 +262,31 @@ class GraphEngine:
         with state.rates_on_device():
             entry.graph, entry.outputs = self._backend.capture(body, state.generators)
         entry.inputs = static
-        entry.gradients = [(p, p.grad) for p in state.parameters]
-        # Gradients that the step adds to were there before and still are: they are state.
-        entry.accumulates = any(
-            old is not None and old is new
-            for old, (_, new) in zip(before, entry.gradients, strict=True)
-        )
+        entry.kept = facts.replaced()
+        for parameter, old in zip(state.parameters, before, strict=True):
+            new = parameter.grad
+            if new is not None and new is old:
+                entry.added_to.append((parameter, new))
+            else:
+                entry.gradients.append((parameter, new))
         if (drawn := facts.draws()) is not None:
             raise CaptureError(
                 f"the step draws from {drawn}, and each replay would repeat what was drawn once; "
                 "draw on the device (torch.rand(..., device=...)) or outside the step"
             )
         if (changed := facts.changes()) is not None:
-            raise (_RetryError if changed is NEW_STATE else CaptureError)(
-                f"the step changes what no replay changes: {changed}"
+            raise CaptureError(
+                _LATER
+                if changed is NEW_STATE
+                else f"the step changes what no replay changes: {changed}"
             )
-        if (moved := state.moved()) is not None:
+        if (moved := self._watch.moved()) is not None:
             raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
+        if static.versions() != written or static.has_gradients():
+            raise CaptureError(
+                "the step writes to its inputs or computes their gradients, which would land on "
+                "the graph's own copies; return them from the step"
+            )
 
     def _replay(self, entry: Entry, call: Call) -> Any:
         assert entry.graph is not None
@@ -251,63 +298,72 @@ class GraphEngine:
         entry.num_replays += 1
         self._store.used(entry)
         self._counts["replays"] += 1
-        self._replays_since_change += 1
-        if self._store.owner is not entry or self._keeps_gradients:
+        self._num_since_change += 1
+        if self._keeps_gradients or self._store.holds_others(entry):
             self._store.hold_gradients(entry)
         return entry.outputs.cloned()
 
     def _mismatch(self, entry: Entry, call: Call) -> str | None:
         """Return how replays differ from eager steps, in words; None if they do not."""
-        assert entry.inputs is not None
-        static = entry.inputs.inputs
+        static = entry.inputs
+        assert static is not None
         counts, num_replays = Counter(self._counts), entry.num_replays
+        num_since_change = self._num_since_change
+
+        def eager() -> Any:
+            static.fill(call.tensors)
+            return self._run_eagerly(static.inputs)
+
         try:
-            verdict = check_replays(
+            return find_mismatch(
                 self._state,
                 self.device,
                 replay=lambda: self._replay(entry, call),
-                eager=lambda: self._run_eagerly(static),
+                eager=eager,
+                gradients=[gradient for _, gradient in entry.added_to],
                 with_gradients=self._keeps_gradients,
             )
         except torch.OutOfMemoryError:
-            self._warn("check", "no memory to compare the graph with eager steps; check=False")
+            self._warn("check", "no memory to compare the graph with eager steps; it is used as is")
             return None
         finally:
             self._counts, entry.num_replays = counts, num_replays
+            self._num_since_change = num_since_change
             self._store.owner = entry
-        return verdict.mismatch
 
     # -- What happened meanwhile -----------------------------------------------------------------
 
     def _notice_changes(self) -> None:
         """Drop the graphs if what they were captured from has changed."""
-        state = self._state
-        reason = state.moved()
-        if reason is not None:
-            state.settle_loaded()
-            reason = state.moved()
-        if reason is None and any(e.accumulates for e in self._store.graphs):
-            held = all(
-                p.grad is g for e in self._store.graphs if e.accumulates for p, g in e.gradients
-            )
-            reason = None if held else "gradients that the step adds to were replaced"
-        frozen = reason is None and state.hyperparameters() != self._hyperparameters
+        watch, store = self._watch, self._store
+        reason = watch.moved()
+        if reason is not None and store.graphs:
+            self._state.settle_loaded()
+            reason = watch.moved()
+        if not store.graphs:
+            if reason is not None:
+                watch.refresh()
+            return
+        if reason is None and not store.has_its_gradients():
+            reason = "gradients that the step adds to were replaced"
+        frozen = reason is None and watch.frozen() != self._frozen
         if frozen:
-            reason = "a hyperparameter of the optimizer changed"
+            reason = "a hyperparameter, a number of a module or a hook changed"
         if reason is None:
             return
-        self._store.drop_all()
-        if self._replays_since_change < _SETTLED_REPLAYS:
+        store.drop_all()
+        watch.refresh()
+        self._num_hasty = self._num_hasty + 1 if self._num_since_change < _SETTLED_REPLAYS else 0
+        if self._num_hasty >= (1 if frozen else _ATTEMPTS):
             self.varies = frozen
-            self.why_eager = f"{reason}, again after {self._replays_since_change} replays"
+            self.why_eager = f"{reason}, again after {self._num_since_change} replays"
             self._warn(reason, f"the step runs eagerly from now on: {self.why_eager}")
-        self._replays_since_change = 0
+        self._num_since_change = 0
 
-    def _fail(
-        self, entry: Entry, failure: Failure, inputs: Any, error: Exception | None = None
-    ) -> Any:
+    def _fail(self, entry: Entry, failure: Failure, inputs: Any) -> Any:
         entry.why_eager = str(failure)
         if self._options.on_failure == "raise":
+            error, self._error = self._error, None
             raise CaptureError(f"the step ({entry.shapes}) was not captured: {failure}") from error
         self._warn(failure.reason, f"steps of {entry.shapes} run eagerly: {failure}")
         return self._run_eagerly(inputs)
@@ -318,21 +374,21 @@ class GraphEngine:
             logger.warning("cuda_graph: %s", message)
 
     def _entry(self, key: Any) -> Entry:
-        entry = self._store.entries.get(key)
+        entries = self._store.entries
+        entry = entries.get(key)
         if entry is None:
-            is_first = not self._store.entries
+            is_first = not entries
             entry = Entry(
                 shapes=shapes(key[1]),
                 warm_up_left=self._options.warm_up_steps if is_first else _WARM_UP_OF_OTHERS,
             )
-            if not is_first and self._options.new_shapes == "eager":
-                entry.why_eager = "another shape than the first, and new_shapes='eager'"
-            elif self._counts["captures"] >= _CAPTURES_PER_GRAPH * self._options.max_graphs:
-                entry.why_eager = (
-                    f"more kinds of steps than max_graphs={self._options.max_graphs} can serve"
-                )
+            is_new_shape = all(known[1] != key[1] for known in entries)
+            if not is_first and is_new_shape and self._options.new_shapes == "eager":
+                entry.why_eager = "other inputs than the first, and new_shapes='eager'"
+            entries[key] = entry
+            if len(entries) > _KINDS_PER_GRAPH * self._options.max_graphs:
                 self._warn_of_many(key)
-            self._store.entries[key] = entry
+                self._store.forget_some(_KINDS_PER_GRAPH * self._options.max_graphs)
         return entry
 
     def _warn_of_many(self, key: Any) -> None:
@@ -343,12 +399,8 @@ class GraphEngine:
             if alike > self._options.max_graphs
             else "pad or bucket the batches to fewer shapes, or raise max_graphs"
         )
-        self._warn("many", f"{len(kinds)} kinds of steps: new ones run eagerly; {why}")
+        self._warn("many", f"{len(kinds)} kinds of steps, each with a graph of its own; {why}")
 
     def _fill_rates(self) -> None:
         for rates in self._state.rates:
             rates.fill()
-
-
-class _RetryError(CaptureError):
-    """The next step can be captured."""

@@ -22,9 +22,10 @@ class Entry:
         warm_up_left: Calls that run as they are before it is captured.
         attempts: Captures that failed.
         graph: Its graph, with ``inputs`` that it reads and ``outputs`` that it writes.
-        gradients: Each parameter with the gradient that a replay writes.
-        accumulates: Whether the step adds to gradients that were there before, so that they are
-            state.
+        gradients: Each parameter with the gradient that a replay writes anew.
+        added_to: Each parameter with the gradient that the step adds to: it was there before, and
+            is state.
+        kept: Tensors that the graph reads and nobody else may hold.
         constants: What it copies from the host, once a capture has failed for that.
         why_eager: Why it is not captured, in words.
         num_replays: Replays so far.
@@ -37,7 +38,8 @@ class Entry:
     inputs: StaticInputs | None = None
     outputs: StaticOutputs | None = None
     gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
-    accumulates: bool = False
+    added_to: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
     constants: HostConstants | None = None
     why_eager: str | None = None
     num_replays: int = 0
@@ -47,8 +49,7 @@ class Entry:
         if self.graph is not None:
             self.graph.reset()
         self.graph = self.inputs = self.outputs = None
-        self.gradients = []
-        self.accumulates = False
+        self.gradients, self.added_to, self.kept = [], [], []
 
 
 @final
@@ -64,9 +65,16 @@ class GraphStore:
 
     def __init__(self, limit: int) -> None:
         self.entries: dict[Any, Entry] = {}
+        self.num_evicted = 0
         self.graphs: list[Entry] = []  # the least recently used first
         self.owner: Entry | None = None
         self._limit = limit
+
+    def forget_some(self, limit: int) -> None:
+        """Let go of what is known of the oldest kinds without a graph, beyond so many."""
+        idle = [key for key, entry in self.entries.items() if entry.graph is None]
+        for key in idle[: max(0, len(idle) - limit)]:
+            del self.entries[key]
 
     def add(self, entry: Entry) -> None:
         """Take an entry that has just been captured."""
@@ -84,6 +92,7 @@ class GraphStore:
         """Let go of the least recently used graphs until there is room for another."""
         while len(self.graphs) >= self._limit:
             self.remove(self.graphs[0])
+            self.num_evicted += 1
 
     def drop_all(self) -> None:
         """Let go of all graphs."""
@@ -98,14 +107,20 @@ class GraphStore:
 
     def hold_gradients(self, entry: Entry) -> None:
         """Let parameters hold what this graph computes."""
-        if not entry.accumulates:
-            for parameter, gradient in entry.gradients:
-                parameter.grad = gradient
+        for parameter, gradient in entry.gradients:
+            parameter.grad = gradient
         self.owner = entry
+
+    def holds_others(self, entry: Entry) -> bool:
+        """Whether parameters hold other gradients than this graph computes: one tells for all."""
+        if self.owner is not entry or not entry.gradients:
+            return self.owner is not entry
+        parameter, gradient = entry.gradients[0]
+        return parameter.grad is not gradient
 
     def release_gradients(self) -> None:
         """Let parameters no longer hold gradients that another graph may write over."""
-        if self.owner is not None and not self.owner.accumulates:
+        if self.owner is not None:
             for parameter, gradient in self.owner.gradients:
                 if parameter.grad is gradient:
                     parameter.grad = None
@@ -116,6 +131,5 @@ class GraphStore:
         return all(
             parameter.grad is gradient
             for entry in self.graphs
-            if entry.accumulates
-            for parameter, gradient in entry.gradients
+            for parameter, gradient in entry.added_to
         )

@@ -8,20 +8,25 @@ from pathlib import Path
 
 import torch
 
+from torchfast._core.errors import CaptureError
+
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+
+LEFT_OVER = "an autograd graph of an earlier step is still alive and belongs to another stream"
 
 # What torch's messages say, what that means, and what helps. The first that fits is told.
 _CAUSES = (
     (
         ("CPU tensors during CUDA graph capture unless the CPU tensor is pinned",),
-        "it copies a tensor from the host, whose values would be frozen",
-        "make the tensor on the device (torch.full, torch.arange(..., device=...)), or make it "
-        "once in __init__ as a buffer",
+        "it copies a tensor from the host",
+        "make it on the device (torch.full, torch.arange(..., device=...)) or once, as a buffer; "
+        "or, if it is the same each time, set host_constants=True",
     ),
     (
         ("Cannot copy between CPU and CUDA tensors during CUDA graph capture",),
         "it copies between host and device",
-        "make the tensor on the device, or once in __init__ as a buffer",
+        "make the tensor on the device (torch.full, torch.arange(..., device=...)) or once, as a "
+        "buffer; or, if it is the same each time, set host_constants=True",
     ),
     (
         ("capturable is False", "capturable=True"),
@@ -39,9 +44,13 @@ _CAUSES = (
         "use a smaller batch, or recompute activations",
     ),
     (
+        ("would make the legacy stream depend on a capturing blocking stream",),
+        LEFT_OVER,
+        "let go of losses and outputs of earlier steps that were not detached",
+    ),
+    (
         (
             "operation not permitted when stream is capturing",
-            "operation would make the legacy stream depend on a capturing blocking stream",
             "cudaErrorStreamCapture",
         ),
         "the host waits for the device (.item(), float(), .cpu(), .nonzero(), a boolean mask as "
@@ -72,6 +81,11 @@ class Failure:
     remedy: str | None = None
 
     @property
+    def is_left_over(self) -> bool:
+        """Whether something that the garbage collector may free is in the way."""
+        return self.reason == LEFT_OVER
+
+    @property
     def is_copy(self) -> bool:
         """Whether a copy from the host is in the way, which may be that of a constant."""
         return self.reason.startswith("it copies")
@@ -96,6 +110,8 @@ def explain(error: BaseException) -> Failure:
             if any(sign in text for sign in signs):
                 return Failure(reason, user_line(cause) or user_line(error), remedy)
     first = causes[-1]
+    if isinstance(first, CaptureError):
+        return Failure(str(first), user_line(first) or user_line(error))
     summary = (str(first).strip() or "no message").splitlines()[0]
     return Failure(f"{type(first).__name__}: {summary}", user_line(first) or user_line(error))
 

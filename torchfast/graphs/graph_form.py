@@ -52,23 +52,25 @@ def graph_form(optimizer: Optimizer, numerics: Numerics) -> tuple[GraphForm | No
     Synchronizes: Yes.
     """
     name = type(optimizer).__name__
-    refusal = f"torch.optim has no {name} that a graph can hold"
+    refusal, rounds = f"torch.optim has no {name} that a graph can hold", False
     for form in _candidates(optimizer, numerics):
         for dtype in (torch.float32, torch.float64):
             try:
                 difference = _trial(optimizer, form, dtype)
             except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-                refusal = f"torch refused {name} as {form}: {str(error).partition(chr(10))[0]}"
+                if not rounds:
+                    said = str(error).partition("\n")[0]
+                    refusal = f"torch refused {name} as {form.replace('_', ' ')}: {said}"
                 continue
             if numerics == "close" or not difference:
-                detail = f"the update of {name} is in the graph, as {form.replace('_', ' ')}"
+                detail = f"the update of {name} can be in the graph, as {form.replace('_', ' ')}"
                 return GraphForm(form, dtype), _decision("applied", detail)
-            refusal = (
-                f"{name} as given and {form.replace('_', ' ')} differ by rounding, and this plan "
-                "changes no bit"
-            )
-    remedy = "build AdamW with fused=True, or take plan='fast'"
-    detail = f"the update of {name} runs after the graph: {refusal}; {remedy}"
+            rounds = True
+            refusal = f"{name} as given and {form.replace('_', ' ')} differ by rounding"
+    remedy = "AdamW with fused=True and SGD can be in a graph"
+    if rounds:
+        remedy = "plan='fast' (numerics='close') allows that; so do AdamW with fused=True and SGD"
+    detail = f"the update of {name} is not in the graph: {refusal}; {remedy}"
     return None, _decision("stepped aside", detail)
 
 

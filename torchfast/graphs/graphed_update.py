@@ -32,11 +32,12 @@ class GraphedUpdate:
         until_update: The same without the optimizer's ``step()``; None where it cannot be parted.
         model: Trained by it.
         optimizer: Of the update.
-        others: What else of state there is: scalers, generators.
+        others: What else of state there is: scalers, generators, modules that the loss uses.
         options: How to capture.
         rate_dtype: Of learning rates on the device, where the optimizer is in a form whose update
             can be in the graph; None where it is not.
         device: Where.
+        after_failure: Called when a capture has failed.
 
     Numerics: Bitwise the step, in the form that the optimizer has.
     Synchronizes: At captures.
@@ -53,8 +54,10 @@ class GraphedUpdate:
         options: CUDAGraphOptions,
         rate_dtype: torch.dtype | None,
         device: torch.device,
+        after_failure: Callable[[], None],
     ) -> None:
         self._until_update = until_update
+        self._after_failure = after_failure
         self._model, self._optimizer, self._others = model, optimizer, others
         self._options, self._device = options, device
         self._decisions: list[Decision] = []
@@ -97,11 +100,13 @@ class GraphedUpdate:
     def _engine(
         self, fn: Half, *optimizers: Optimizer, rates: Sequence[LearningRates] = ()
     ) -> GraphEngine:
+        after = () if optimizers else (self._optimizer,)
         return GraphEngine(
             fn,
-            NamedState([self._model, *optimizers, *self._others]),
+            NamedState([self._model, *optimizers, *self._others], updated_after=after),
             self._options,
             self._device,
             rates=rates,
             keep_gradients=not optimizers,
+            after_failure=self._after_failure,
         )

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast.graphs.named_state import NamedState
 
 NEW_STATE = "the optimizer made new state, which takes a step outside a graph"
 _NUMBERS = (bool, int, float)
+_TABLES = ("_parameters", "_buffers", "_modules")
 CPU = torch.device("cpu")
 
 
@@ -29,25 +31,26 @@ class HostFacts:
     """
 
     def __init__(self, state: NamedState, device: torch.device) -> None:
-        self._state = state
         self._device = device
         self._rng = get_rng_state(device)
         self._generators = [(g, g.get_state()) for g in state.generators]
+        self._attributes = [
+            (m, {k: v for k, v in vars(m).items() if k not in _TABLES}) for m in state.every_module
+        ]
         tables: list[dict[Any, Any]] = [
-            table
-            for module in state.every_module
-            for table in (module._parameters, module._buffers, module._modules)
+            getattr(module, name) for module in state.every_module for name in _TABLES
         ]
         tables += [optimizer.state for optimizer in state.optimizers]
         tables += [scaler._per_optimizer_states for scaler in state.scalers]
         self._tables = [(table, dict(table)) for table in tables]
         self._of_optimizers = [
             (table, dict(table))
-            for optimizer in state.optimizers
-            for table in (*optimizer.param_groups, *optimizer.state.values())
+            for table in (
+                *(group for optimizer in state.optimizers for group in optimizer.param_groups),
+                *state.optimizer_states(),
+            )
         ]
-        self._keys = [[*map(len, o.state.values())] for o in state.optimizers]
-        self._numbers = [(m.__dict__, _numbers(m.__dict__)) for m in state.every_module]
+        self._sizes = [(o.state, [*map(len, o.state.values())]) for o in state.optimizers]
         self._gradients = [(p, p.grad) for p in state.parameters]
         self._on_host = [
             (tensor, tensor.clone())
@@ -61,17 +64,16 @@ class HostFacts:
             if table.keys() != content.keys() or any(table[k] is not content[k] for k in content):
                 table.clear()
                 table.update(content)
-        for attributes, numbers in self._numbers:
-            attributes.update(numbers)
+        for module, attributes in self._attributes:
+            held = vars(module)
+            for name in held.keys() - attributes.keys() - {*_TABLES}:
+                del held[name]
+            held.update(attributes)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        for tensor, value in self._on_host:
-            with torch.no_grad():
+        with torch.no_grad():
+            for tensor, value in self._on_host:
                 tensor.copy_(value)
-        self.put_generators_back()
-
-    def put_generators_back(self) -> None:
-        """Undo what was drawn since."""
         set_rng_state(self._rng, self._device)
         for generator, state in self._generators:
             generator.set_state(state)
@@ -98,11 +100,22 @@ class HostFacts:
             for key, value in content.items():
                 if isinstance(value, _NUMBERS) and table.get(key) != value:
                     return f"{key!r}, a number on the host, in the optimizer's state or groups"
-        for optimizer, known in zip(self._state.optimizers, self._keys, strict=True):
-            if [*map(len, optimizer.state.values())] != known:
+        for module, attributes in self._attributes:
+            held = vars(module)
+            for name, value in attributes.items():
+                if type(value) in _NUMBERS and held.get(name) != value:
+                    kind = type(module).__name__
+                    return f"{name!r} of {kind}, a number on the host; make it a buffer"
+        for of_optimizer, sizes in self._sizes:
+            if [*map(len, of_optimizer.values())] != sizes:
                 return NEW_STATE
         return None
 
-
-def _numbers(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if isinstance(value, _NUMBERS)}
+    def replaced(self) -> list[Tensor]:
+        """Return tensors that modules held as plain attributes and that the step has replaced."""
+        return [
+            value
+            for module, attributes in self._attributes
+            for name, value in attributes.items()
+            if isinstance(value, Tensor) and vars(module).get(name) is not value
+        ]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchfast._core.building import optimized
+from torchfast._core.errors import CaptureError
 
 
 @final
@@ -61,16 +62,26 @@ class LearningRates:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Let the groups hold the tensors, filled before; what the body puts there itself stays."""
-        groups = list(zip(self.groups, self._tensors, strict=False))
+        """Let the groups hold the tensors, filled before; what the body puts there itself stays.
+
+        Raises:
+            CaptureError: The body changed a rate in place, as a scheduler's step does; the float
+                would not know of it.
+        """
         given: list[tuple[dict[str, Any], Tensor, Any]] = []
-        for group, tensor in groups:
+        for group, tensor in zip(self.groups, self._tensors, strict=False):
             if not isinstance(group["lr"], Tensor):  # one that the user gave is on the device
                 given.append((group, tensor, group["lr"]))
                 group["lr"] = tensor
+        versions = [tensor._version for _, tensor, _ in given]
         try:
             yield
         finally:
             for group, tensor, rate in given:
                 if group["lr"] is tensor:
                     group["lr"] = rate
+        if versions != [tensor._version for _, tensor, _ in given]:
+            raise CaptureError(
+                "the step changes its learning rate; step the scheduler outside the step that is "
+                "captured, after it"
+            )

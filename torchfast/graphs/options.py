@@ -27,6 +27,9 @@ class CUDAGraphOptions:
         on_failure: ``"eager"`` runs a step that cannot be captured as it is, with one warning;
             ``"raise"`` raises.
         check: Compare replays with eager steps after each capture.
+        host_constants: Take what the step copies from the host for constants if it is the same in
+            two steps: a mask or a scale that the forward makes anew each time. What changes later
+            is frozen all the same, so it is for you to know.
 
     Raises:
         PlanError: A choice that does not exist.
@@ -41,6 +44,7 @@ class CUDAGraphOptions:
     new_shapes: Literal["capture", "eager"] = "capture"
     on_failure: Literal["eager", "raise"] = "eager"
     check: bool = True
+    host_constants: bool = False
 
     def __post_init__(self) -> None:
         check_int("warm_up_steps", self.warm_up_steps, minimum=1)
@@ -48,6 +52,7 @@ class CUDAGraphOptions:
         check_choice("new_shapes", self.new_shapes, ("capture", "eager"), PlanError)
         check_choice("on_failure", self.on_failure, ("eager", "raise"), PlanError)
         check_flag("check", self.check)
+        check_flag("host_constants", self.host_constants)
 
     @property
     def changed(self) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchfast._core.batches import map_batch, tensors
 
@@ -26,16 +26,15 @@ class StaticOutputs:
     """
 
     def __init__(self, outputs: Any) -> None:
-        self._outputs = outputs
+        # Attached, they would keep what the backward needs.
+        self._outputs = outputs = map_batch(outputs, Tensor.detach)
         every = list({id(t): t for t in tensors(outputs)}.values())
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for tensor in every:
-            if tensor.dim() == 0 and tensor.layout is torch.strided:
+            if type(tensor) is Tensor and tensor.dim() == 0 and tensor.layout is torch.strided:
                 groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         self._gathered = [
-            (group, torch.stack([t.detach() for t in group]))
-            for group in groups.values()
-            if len(group) > 1
+            (group, torch.stack(group)) for group in groups.values() if len(group) > 1
         ]
         gathered = {id(t) for group, _ in self._gathered for t in group}
         self._single = [t for t in every if id(t) not in gathered]
@@ -44,8 +43,8 @@ class StaticOutputs:
     def cloned(self) -> Any:
         """Return the outputs in memory of their own, detached."""
         if self._is_one:
-            return self._outputs.detach().clone()
-        copies = {id(t): t.detach().clone() for t in self._single}
+            return self._outputs.clone()
+        copies = {id(t): t.clone() for t in self._single}
         for group, gathered in self._gathered:
             copies.update(zip(map(id, group), gathered.clone().unbind(), strict=True))
         return map_batch(self._outputs, lambda tensor: copies[id(tensor)])
@@ -53,11 +52,15 @@ class StaticOutputs:
 
 def kept(outputs: Any, state: Sequence[Tensor]) -> Any:
     """Return what an eager step returned, detached; what shares memory with the state is cloned."""
-    own = {t.untyped_storage().data_ptr() for t in state if t.layout is torch.strided}
+    own = {place for t in state if (place := _storage(t)) is not None}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in own:
-            return tensor.detach().clone()
-        return tensor.detach()
+        return tensor.detach().clone() if _storage(tensor) in own else tensor.detach()
 
     return map_batch(outputs, keep)
+
+
+def _storage(tensor: Tensor) -> int | None:
+    if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    return tensor.untyped_storage().data_ptr()

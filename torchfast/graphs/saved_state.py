@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -22,13 +23,16 @@ class SavedState:
     Args:
         state: What to save.
         device: Where the step runs.
+        others: Tensors to save with it.
 
     Synchronizes: Yes.
     """
 
-    def __init__(self, state: NamedState, device: torch.device) -> None:
+    def __init__(
+        self, state: NamedState, device: torch.device, others: Sequence[Tensor] = ()
+    ) -> None:
         self._host = HostFacts(state, device)
-        self._tensors = state.everything()
+        self._tensors = [*state.everything(), *others]
         size = sum(t.numel() * t.element_size() for t in self._tensors)
         place = None if _fits_on(device, size) else torch.device("cpu")
         self._values = [_copied(tensor, place) for tensor in self._tensors]
@@ -45,36 +49,26 @@ class SavedState:
         return self._values
 
 
-class Distance(NamedTuple):
-    """How far two runs are apart.
+def distance(first: Tensor, second: Tensor) -> float:
+    """Return the largest difference, relative to the largest value; 0 if all bits agree.
 
-    Attributes:
-        is_equal: Whether all bits agree.
-        relative: The largest difference, relative to the largest value of that tensor.
+    Two NaNs agree, and so do the two zeros.
     """
-
-    is_equal: bool
-    relative: float
-
-
-def distance(first: Sequence[Tensor], second: Sequence[Tensor]) -> Distance:
-    """Return how far two lists of tensors of the same forms are apart."""
-    is_equal, largest = True, 0.0
-    for a, b in zip(first, second, strict=True):
-        near, far = a.detach(), b.detach().to(a.device)
-        if torch.equal(near, far):
-            continue
-        if not (near.is_floating_point() or near.is_complex()):
-            return Distance(False, float("inf"))
-        near, far = near.to(torch.float64).flatten(), far.to(torch.float64).flatten()
-        both_nan = near.isnan() & far.isnan()
-        gap = torch.where(both_nan | (near == far), 0.0, (near - far).abs())
-        size = near.abs().nan_to_num(0.0, 0.0, 0.0).amax()
-        ratio = float(gap.amax() / size.clamp_min(torch.finfo(torch.float32).tiny))
-        if ratio == 0.0:
-            continue  # the same but for the sign of a zero or the bits of a NaN
-        is_equal, largest = False, max(largest, ratio if ratio == ratio else float("inf"))
-    return Distance(is_equal, largest)
+    near, far = first.detach(), second.detach().to(first.device)
+    if near.shape != far.shape or near.dtype != far.dtype:
+        return math.inf
+    if torch.equal(near, far):
+        return 0.0
+    if not near.is_floating_point():
+        if not near.is_complex():
+            return math.inf
+        near, far = torch.view_as_real(near), torch.view_as_real(far)
+    near, far = near.to(torch.float64).flatten(), far.to(torch.float64).flatten()
+    both_nan = near.isnan() & far.isnan()
+    gap = torch.where(both_nan | (near == far), 0.0, (near - far).abs()).amax()
+    size = near.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+    ratio = float(gap / size.clamp_min(torch.finfo(torch.float32).tiny))
+    return math.inf if math.isnan(ratio) else ratio
 
 
 def _fits_on(device: torch.device, size: int) -> bool:

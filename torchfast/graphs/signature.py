@@ -12,6 +12,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -19,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 # Told by value; all else by identity.
 _VALUES = (
     *(bool, int, float, complex, str, bytes, type(None), range, enum.Enum),
-    *(torch.dtype, torch.device, torch.Size, torch.memory_format),
+    *(torch.dtype, torch.device, torch.Size, torch.memory_format, np.generic),
 )
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 

@@ -40,6 +40,14 @@ class StaticInputs:
             with torch.no_grad():
                 torch._foreach_copy_(own, given, non_blocking=True)
 
+    def versions(self) -> list[int]:
+        """Return how often each tensor was written to."""
+        return [tensor._version for tensor in self._tensors]
+
+    def has_gradients(self) -> bool:
+        """Whether a backward has left a gradient on one of them."""
+        return any(tensor.is_leaf and tensor.grad is not None for tensor in self._tensors)
+
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.layout is not torch.strided:

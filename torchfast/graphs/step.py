@@ -32,10 +32,13 @@ from typing import Any, Literal, final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torchfast._core.arguments import check_callable, check_choice, explain_keywords
+from torchfast._core.building import claim, release
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import check_device
+from torchfast._core.reachable import held_by
 from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.graph_form import Numerics, graph_form
 from torchfast.graphs.learning_rates import LearningRates
@@ -51,8 +54,9 @@ class CUDAGraphStep:
     Args:
         fn: The step: any callable that computes on one device, changes the named state in place,
             and returns tensors in any nesting. What it returns besides tensors is frozen.
-        state: Modules, optimizers, ``torch.amp.GradScaler`` and generators that ``fn`` reads or
-            changes. What is not named cannot be watched nor put back.
+        state: Modules, optimizers, ``torch.amp.GradScaler``, generators and tensors that ``fn``
+            reads or changes. What is not named cannot be watched nor put back; modules, tensors
+            and generators in its closure are found without being named.
         numerics: ``"exact"`` brings an optimizer to a form that a graph can hold only where that
             changes no bit; ``"close"`` wherever torch has such a form.
         warm_up_steps: Calls that run as they are before a capture; later shapes take one.
@@ -62,6 +66,8 @@ class CUDAGraphStep:
             ``"raise"`` raises.
         check: Compare two replays with two eager steps after each capture; a graph that computes
             something else is not used.
+        host_constants: Take what the step copies from the host for constants if it is the same in
+            two steps. What changes later is frozen all the same.
         device: Where; None means the device of the first parameter, or the current CUDA device.
 
     Raises:
@@ -87,6 +93,7 @@ class CUDAGraphStep:
         new_shapes: Literal["capture", "eager"] = "capture",
         on_failure: Literal["eager", "raise"] = "eager",
         check: bool = True,
+        host_constants: bool = False,
         device: torch.device | str | int | None = None,
     ) -> None:
         check_callable("fn", fn, "fn(batch)")
@@ -97,13 +104,18 @@ class CUDAGraphStep:
             new_shapes=new_shapes,
             on_failure=on_failure,
             check=check,
+            host_constants=host_constants,
         )
-        named = NamedState(state)
+        named = NamedState([*state, *held_by(fn)])
         self.device = _device_of(named, device)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._forms: list[OptimizerForm] = []
+        self._hooks: list[RemovableHandle] = []
         self._decisions: list[Decision] = []
         self._engine = GraphEngine(fn, named, options, self.device)
+        for optimizer in named.optimizers:
+            release(optimizer)
+            claim(optimizer, self.close)
         found = [self._rates(o, named.modules, numerics) for o in named.optimizers]
         named.rates = [rates for rates in found if rates is not None]
 
@@ -133,8 +145,10 @@ class CUDAGraphStep:
         with ExitStack() as stack:
             for form in self._forms:
                 stack.callback(form.close)
+            for hook in self._hooks:
+                stack.callback(hook.remove)
             stack.callback(self._engine.close)
-        self._forms = []
+        self._forms, self._hooks = [], []
 
     def __enter__(self) -> CUDAGraphStep:
         return self
@@ -159,6 +173,8 @@ class CUDAGraphStep:
             form = OptimizerForm(optimizer, found.form, nn.ModuleList(modules))
             if form.form != "as_given":
                 self._forms.append(form)
+                hook = optimizer.register_load_state_dict_post_hook(lambda _: form.apply())
+                self._hooks.append(hook)
                 self._decisions.append(decision)
                 return LearningRates(optimizer, found.rate_dtype)
             decision = form.decision

@@ -175,6 +175,12 @@ class UpdateGuard:
             self._bad_loss = _clear(self._device)
             self._check([torch.stack(on_device)], self._bad_loss)
 
+    def forget(self) -> None:
+        """Let go of what a step has noted that was never carried out."""
+        self._bad_loss = self._flag = self._buffers = None
+        if self.scaler is not None:
+            self.scaler.discard()
+
     def judge(self) -> None:
         """Decide on the device whether the update is skipped; before clipping.
 

@@ -1,0 +1,66 @@
+"""What a function holds besides its arguments: models and tensors that a step uses by way of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DEPTH = 3
+
+
+def held_by(function: Any) -> list[Any]:
+    """Return the modules, tensors and generators that a callable refers to, each once.
+
+    Looked through are closures, default values, ``functools.partial``, the object of a bound
+    method, and containers; not global names, since what a function does with those is not known.
+    """
+    found = {id(value): value for value in _held(function, _DEPTH)}
+    return list(found.values())
+
+
+def _held(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, nn.Module | Tensor | torch.Generator):
+        yield value
+        return
+    if depth == 0 or isinstance(value, type) or inspect.ismodule(value):
+        return
+    inner: list[Any] = []
+    if isinstance(value, functools.partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    elif inspect.ismethod(value):
+        inner = [value.__self__, value.__func__]
+    elif inspect.isfunction(value):
+        inner = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for cell in value.__closure__ or ():
+            try:
+                inner.append(cell.cell_contents)
+            except ValueError:  # not filled yet
+                continue
+    elif isinstance(value, Mapping):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        inner = list(value)
+    elif callable(value) and hasattr(value, "__dict__"):
+        inner = list(vars(value).values())
+    for item in inner:
+        yield from _held(item, depth - 1)
+
+
+def weak_method(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a bound method as a function that does not keep its object alive."""
+    reference: Any = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = reference()(*args, **kwargs)
+        return result
+
+    return call

@@ -1,0 +1,152 @@
+"""Whether anything has changed that a graph was captured from.
+
+A graph reads and writes memory at fixed addresses, and every number that the host knew is frozen
+into it. All of this is looked at before each replay, on the host, so it is written for speed: flat
+lists, read and compared by loops in C.
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from torchfast.graphs.named_state import NamedState
+
+_TRAINING = operator.attrgetter("training")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_PARAMETER_HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# Of a parameter group: what is watched elsewhere, and what only schedulers read.
+_NOT_FROZEN = frozenset(
+    ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+)
+_SCALER_SETTINGS = operator.attrgetter("_growth_factor", "_backoff_factor", "_growth_interval")
+
+
+@final
+class StateWatch:
+    """Looks at a named state before each replay.
+
+    Args:
+        state: Whose.
+    """
+
+    def __init__(self, state: NamedState) -> None:
+        self._state = state
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the state as it is now: what comes after is compared with it."""
+        state = self._state
+        state.refresh()
+        modules = state.every_module
+        self._tables: list[dict[str, Any]] = [
+            table
+            for module in modules
+            for table in (module._parameters, module._buffers, module._modules)
+            if table
+        ]
+        # Not the groups themselves, which the loading of a state replaces by others.
+        self._params = [list(group["params"]) for group in state.groups()]
+        self._states = state.optimizer_states()
+        self._held = self._holdings()
+        # Others, such as sparse and sharded tensors, have no one address; they are told by being
+        # the same object.
+        self._placed = [
+            t
+            for t in state.tensors
+            if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+        ]
+        self._addresses = [*map(Tensor.data_ptr, self._placed)]
+        self._numbers = [
+            (operator.itemgetter(*names), module.__dict__)
+            for module in modules
+            if (names := _names_of_numbers(module))
+        ]
+        self._hooks = [getattr(m, name) for m in modules for name in _MODULE_HOOKS]
+        self._hooks += [getattr(o, name) for o in state.optimizers for name in _OPTIMIZER_HOOKS]
+
+    def mode(self) -> tuple[Any, ...]:
+        """Return what steers the step's control flow, hashable: a graph for each value."""
+        return (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+            torch.are_deterministic_algorithms_enabled(),
+            *map(_TRAINING, self._state.every_module),
+            *map(_REQUIRES_GRAD, self._state.parameters),
+        )
+
+    def frozen(self) -> list[Any]:
+        """Return what is read on the host: hyperparameters, numbers of modules, hooks there are."""
+        on_device = {id(group) for rates in self._state.rates for group in rates.groups}
+        values = [
+            _frozen(value)
+            for group in self._state.groups()
+            for key, value in group.items()
+            if key not in _NOT_FROZEN
+        ]
+        # Of a rate on the device only whether it is a tensor of the user's.
+        values += [
+            _frozen(rate) if id(group) not in on_device or isinstance(rate, Tensor) else None
+            for group in self._state.groups()
+            if (rate := group.get("lr")) is not None
+        ]
+        values += map(_SCALER_SETTINGS, self._state.scalers)
+        values += [numbers(attributes) for numbers, attributes in self._numbers]
+        values += map(len, self._hooks)
+        values += [
+            tuple(len(hooks) for hooks in held if hooks)
+            for held in map(_PARAMETER_HOOKS, self._state.parameters)
+        ]
+        return values
+
+    def num_hooks(self) -> int:
+        """Return how many hooks there are on modules, optimizers and parameters."""
+        held = [*self._hooks]
+        for hooks in map(_PARAMETER_HOOKS, self._state.parameters):
+            held += [h for h in hooks if h]
+        return sum(map(len, held))
+
+    def moved(self) -> str | None:
+        """Return what is no longer where it was at the last `refresh`; None if all is."""
+        if not _same(self._holdings(), self._held):
+            return "a module, parameter, buffer or entry of the optimizer's state was replaced"
+        groups = self._state.groups()
+        if len(groups) != len(self._params):
+            return "a parameter group was added to the optimizer, or taken away"
+        pairs = zip(groups, self._params, strict=True)
+        if not all(_same(group["params"], known) for group, known in pairs):
+            return "the parameters of an optimizer's group were replaced"
+        if [*map(Tensor.data_ptr, self._placed)] != self._addresses:
+            return "the memory of a parameter or buffer was replaced"
+        return None
+
+    def _holdings(self) -> list[Any]:
+        values = list(chain.from_iterable(map(dict.values, self._tables)))
+        if self._state.optimizers:
+            values += self._state.optimizer_states()
+            values += chain.from_iterable(map(dict.values, self._states))
+        return values
+
+
+def _names_of_numbers(module: nn.Module) -> list[str]:
+    attributes = vars(module)
+    kinds = (bool, int, float)
+    return [n for n, v in attributes.items() if type(v) in kinds and n != "training"]
+
+
+def _same(now: list[Any], then: list[Any]) -> bool:
+    return len(now) == len(then) and all(map(operator.is_, now, then))
+
+
+def _frozen(value: Any) -> Any:
+    """Return a hyperparameter as something whose comparison reads no tensor."""
+    if isinstance(value, Tensor):
+        return id(value)
+    return tuple(map(_frozen, value)) if isinstance(value, tuple) else value
