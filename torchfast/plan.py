@@ -43,7 +43,6 @@ class Plan:
         nonfinite: What to do about a NaN or infinite loss or gradient: ``"propagate"``, as a
             plain loop does, ``"skip"``, which leaves parameters, optimizer state and buffers as
             they were, or `NonfiniteOptions`.
-
         cuda_graph: Capture the whole step into one CUDA graph: True, False or `CUDAGraphOptions`.
 
     Raises:
