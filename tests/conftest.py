@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from simulated_device import Prompt, simulated
+from tape import taped
 
 torch.set_num_threads(1)
 
@@ -37,3 +38,10 @@ def both_ways(request, monkeypatch):
     with simulated(monkeypatch) as device:
         device.kind = Prompt
         yield
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    """Steps on the CPU are captured on tape; the backends that do it, newest last."""
+    with taped(monkeypatch) as backends:
+        yield backends

@@ -14,6 +14,7 @@ On the CPU the host has no need to wait, so reading a value is what stands for a
 
 from __future__ import annotations
 
+import copy
 import gc
 from contextlib import contextmanager
 
@@ -21,6 +22,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from models import mean_loss
+from torchfast import MicroBatches, TrainStep, levers
+from torchfast._core.building import build_scheduler
+from torchfast._core.compare import differences
+from torchfast._core.rng import get_rng_state, preserved_rng, seed_everything, set_rng_state
+from torchfast.graphs import CUDAGraphStep, engine, failures
+from torchfast.testing import plain_step
+
+CPU = torch.device("cpu")
 aten = torch.ops.aten
 READS = {
     aten._local_scalar_dense.default,
@@ -53,7 +63,8 @@ class Tape(TorchDispatchMode):
     def __init__(self, generators):
         super().__init__()
         self.calls = []
-        self.named = {id(g) for g in generators}
+        # Another Python object stands for the same generator each time.
+        self.named = {g._cdata for g in generators}
         self.kept = []  # nothing that was computed may have its memory given to another
         self.made = set()
         self.before = {}
@@ -66,7 +77,7 @@ class Tape(TorchDispatchMode):
         for tensor in written:
             self.save(tensor)
         generator = kwargs.get("generator")
-        unnamed = generator is not None and id(generator) not in self.named
+        unnamed = generator is not None and generator._cdata not in self.named
         state = generator.get_state() if unnamed else None
         result = func(*args, **kwargs)
         outputs = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
@@ -163,3 +174,172 @@ def written_to(func, args, kwargs):
             value = args[position]
         found += tensors_of(value)
     return found
+
+
+# --- a captured step beside the plain loop --------------------------------------------------------
+
+
+@contextmanager
+def taped(monkeypatch):
+    """Let every step of the body be captured on tape; yield the backends, newest last."""
+    backends = []
+
+    def backend_for(device):
+        backends.append(TapeBackend(device))
+        return backends[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "backend_for", backend_for)
+        patch.setattr(levers, "has_graphs", lambda device: True)
+        # The tape raises where CUDA would, so its own line is not the user's.
+        patch.setattr(failures, "_NOT_THE_USERS", (*failures._NOT_THE_USERS, __file__))
+        yield backends
+
+
+class Twins:
+    """The plain loop and a captured step from one seed, each with generators of its own.
+
+    ``captured`` is what captures: a TrainStep, or with ``bare`` a CUDAGraphStep around the plain
+    loop's own step.
+    """
+
+    def __init__(
+        self,
+        net,
+        optimizer,
+        loss_fn=mean_loss,
+        *,
+        plan="exact",
+        accumulate=1,
+        clip=None,
+        scheduler=None,
+        bare=False,
+        seed=0,
+        **options,
+    ):
+        with preserved_rng(CPU):
+            seed_everything(seed)
+            self.plain = net()
+            self.model = copy.deepcopy(self.plain)
+            self.optimizer = optimizer(self.plain.parameters())
+            self.scheduler = build_scheduler(scheduler, self.optimizer)
+            self.rng = get_rng_state(CPU)
+        self._loss_fn, self._clip, self._bare = loss_fn, clip, bare
+        with preserved_rng(CPU):
+            seed_everything(seed)
+            net()  # draws as for the first
+            if bare:
+                own = optimizer(self.model.parameters())
+                self.own_scheduler = build_scheduler(scheduler, own)
+                self.captured = CUDAGraphStep(
+                    lambda *group: plain_step(
+                        self.model, self.own, loss_fn, group, max_grad_norm=clip
+                    ),
+                    state=[self.model, own],
+                    **options,
+                )
+            else:
+                self.captured = TrainStep(
+                    self.model,
+                    optimizer,
+                    loss_fn,
+                    plan,
+                    max_grad_norm=clip,
+                    accumulate=accumulate,
+                    lr_scheduler=scheduler,
+                    **options,
+                )
+                own, self.own_scheduler = self.captured.optimizer, self.captured.lr_scheduler
+            self.own = own
+            self.own_rng = get_rng_state(CPU)
+        self.num_steps = 0
+
+    def step(self, *group):
+        """Take a step both ways; return the two losses."""
+        with preserved_rng(CPU):
+            set_rng_state(self.rng, CPU)
+            plain = plain_step(
+                self.plain,
+                self.optimizer,
+                self._loss_fn,
+                group,
+                max_grad_norm=self._clip,
+                lr_scheduler=self.scheduler,
+            )
+            self.rng = get_rng_state(CPU)
+        with preserved_rng(CPU):
+            set_rng_state(self.own_rng, CPU)
+            loss = self.captured(*group) if self._bare else self.captured(MicroBatches(group))
+            if self._bare and self.own_scheduler is not None:
+                self.own_scheduler.step()
+            self.own_rng = get_rng_state(CPU)
+        self.num_steps += 1
+        self.losses = plain, loss.clone()
+        return self.losses
+
+    def both(self, event):
+        """Do the same to both models and optimizers."""
+        event(self.plain, self.optimizer)
+        event(self.model, self.own)
+
+    def differences(self, *, gradients=True):
+        """Return what differs: losses, gradients, model, optimizer, schedule, generators."""
+        plain = self._state(self.losses[0], self.plain, self.optimizer, self.scheduler, self.rng)
+        own = self._state(self.losses[1], self.model, self.own, self.own_scheduler, self.own_rng)
+        if not gradients:  # after a replay that holds the update too, they may be None
+            plain["gradients"] = own["gradients"] = {}
+        return differences(plain, own)
+
+    def check(self, *, gradients=True):
+        found = self.differences(gradients=gradients)
+        assert not found, f"at step {self.num_steps}: " + "\n".join(map(str, found[:5]))
+
+    def run(self, batches, accumulate=1):
+        """Take steps, each compared with the plain loop."""
+        for start in range(0, len(batches), accumulate):
+            self.step(*batches[start : start + accumulate])
+            self.check()
+
+    @property
+    def counts(self):
+        """Graphs, replays, eager steps, captures."""
+        return counts(self.captured)
+
+    def _state(self, loss, model, optimizer, scheduler, rng):
+        return {
+            "loss": loss,
+            "parameters": dict(model.named_parameters()),
+            "buffers": dict(model.named_buffers()),  # those that are not saved too
+            "gradients": {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+            "optimizer": optimizer.state_dict(),
+            "scheduler": {} if scheduler is None else scheduler.state_dict(),
+            "generators": rng,
+        }
+
+
+def counts(captured):
+    """Return graphs, replays, eager steps, captures of a captured step."""
+    found = captured.report().to_dict()["counters"]
+    return tuple(found[name] for name in ("graphs", "replays", "eager steps", "captures"))
+
+
+def reasons(captured):
+    """Return why something about the graph stepped aside, in words."""
+    return [d.detail for d in captured.report().stepped_aside if d.lever == "cuda_graph"]
+
+
+def without_check(monkeypatch):
+    """Take the comparison of replays with eager steps away: it sees what other guards miss."""
+    monkeypatch.setattr(engine.GraphEngine, "_mismatch", lambda *_: None)
+
+
+def drifts(twins, batches, event=None, at=6):
+    """Train on; return whether anything ever differs from the plain loop."""
+    for number, batch in enumerate(batches):
+        if number == at and event is not None:
+            twins.both(event)
+        twins.step(batch)
+        if twins.differences():
+            return True
+    assert twins.counts[1] > 0  # something was replayed, or it would prove nothing
+    return False

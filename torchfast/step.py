@@ -244,6 +244,8 @@ class TrainStep:
         is noted here; gradients are judged by `update`, as they are then.
         """
         loss, self.metrics = self._first_half(self._group(batch))
+        if self._graph is not None:
+            self._graph.settle()
         return loss
 
     def update(self) -> None:

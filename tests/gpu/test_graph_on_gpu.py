@@ -291,7 +291,7 @@ CAUSES = {
     "nonzero": "the host waits for the device",
     "generator": "a generator that was not named",
     "host randomness": "torch's CPU generator",
-    "counter": "eager steps from the same state end",
+    "counter": "replays do not differ",
     "raises": "ValueError: only here",
     "synchronizes": "the host waits for the device",
     "out of memory": "memory ran out",

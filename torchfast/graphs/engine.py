@@ -25,6 +25,7 @@ from torchfast.graphs.backend import backend_for
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.entries import Entry, GraphStore
 from torchfast.graphs.failures import Failure, explain
+from torchfast.graphs.gradients import GradientsBefore
 from torchfast.graphs.host_facts import NEW_STATE, HostFacts
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
@@ -45,7 +46,7 @@ _WARM_UP_OF_OTHERS = 1
 # many kinds that were seen for each, and somebody should know.
 _EVICTIONS_PER_GRAPH = 4
 _KINDS_PER_GRAPH = 8
-_LATER = "the step made new state of the optimizer, and can be captured later"
+_LATER = "the step made new state, of its optimizer or gradients that it adds to"
 _ATTEMPTS = 3
 
 
@@ -151,7 +152,11 @@ class GraphEngine:
             for reason in reasons
         ]
 
-    def counters(self) -> dict[str, int | float | str]:
+    def settle(self) -> None:
+        """Bring buffers that were replaced outside the step back to their places."""
+        self._state.settle_buffers()
+
+    def counters(self) -> dict[str, int | float]:
         """Return graphs, replays, eager steps, captures, seconds and bytes."""
         return {
             "graphs": len(self._store.graphs),
@@ -258,17 +263,12 @@ class GraphEngine:
             torch.clear_autocast_cache()
             return StaticOutputs(outputs)
 
-        before = [p.grad for p in state.parameters]
+        before = GradientsBefore(state.parameters)
         with state.rates_on_device():
             entry.graph, entry.outputs = self._backend.capture(body, state.generators)
         entry.inputs = static
         entry.kept = facts.replaced()
-        for parameter, old in zip(state.parameters, before, strict=True):
-            new = parameter.grad
-            if new is not None and new is old:
-                entry.added_to.append((parameter, new))
-            else:
-                entry.gradients.append((parameter, new))
+        entry.gradients, entry.added_to = before.compared()
         if (drawn := facts.draws()) is not None:
             raise CaptureError(
                 f"the step draws from {drawn}, and each replay would repeat what was drawn once; "
@@ -280,6 +280,9 @@ class GraphEngine:
                 if changed is NEW_STATE
                 else f"the step changes what no replay changes: {changed}"
             )
+        if before.added_to_none:
+            # A graph would add to what was none, each time from the beginning.
+            raise CaptureError(_LATER)
         if (moved := self._watch.moved()) is not None:
             raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
         if static.versions() != written or static.has_gradients():
@@ -312,6 +315,7 @@ class GraphEngine:
 
         def eager() -> Any:
             static.fill(call.tensors)
+            torch.clear_autocast_cache()
             return self._run_eagerly(static.inputs)
 
         try:
@@ -338,6 +342,8 @@ class GraphEngine:
         watch, store = self._watch, self._store
         reason = watch.moved()
         if reason is not None and store.graphs:
+            # A forward outside the step may have replaced a buffer, or a state was loaded.
+            self._state.settle_buffers()
             self._state.settle_loaded()
             reason = watch.moved()
         if not store.graphs:

@@ -6,6 +6,7 @@ ends with the clipped gradients and the optimizer runs behind it, as ever.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -61,6 +62,7 @@ class GraphedUpdate:
         self._model, self._optimizer, self._others = model, optimizer, others
         self._options, self._device = options, device
         self._decisions: list[Decision] = []
+        self._before: Counter[str] = Counter()  # of the graph that had the update in it
         self.is_whole = rate_dtype is not None
         if rate_dtype is not None:
             rates = LearningRates(optimizer, rate_dtype)
@@ -76,6 +78,7 @@ class GraphedUpdate:
             # Hyperparameters change again and again: from the next step on the update is outside.
             detail = f"the update runs after the graph from now on: {self._graph.why_eager}"
             self._decisions = [Decision(lever="cuda_graph", outcome="stepped aside", detail=detail)]
+            self._before = Counter(self._graph.counters())
             self._graph.close()
             self._graph = self._engine(self._until_update)
             self.is_whole = False
@@ -89,9 +92,14 @@ class GraphedUpdate:
         """Return what was captured, and what was not and why."""
         return [*self._decisions, *self._graph.decisions()]
 
-    def counters(self) -> dict[str, int | float | str]:
+    def counters(self) -> dict[str, int | float]:
         """Return graphs, replays, eager steps, captures, seconds and bytes."""
-        return self._graph.counters()
+        now = self._graph.counters()
+        return {name: now[name] + self._before[name] for name in now}
+
+    def settle(self) -> None:
+        """Bring what a step outside the graph has replaced back to its place."""
+        self._graph.settle()
 
     def close(self) -> None:
         """Let go of the graphs."""

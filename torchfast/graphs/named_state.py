@@ -32,13 +32,19 @@ class NamedState:
     def __init__(
         self, holders: Iterable[object], *, updated_after: Sequence[Optimizer] = ()
     ) -> None:
+        if not isinstance(holders, Iterable) or isinstance(holders, nn.Module | Tensor):
+            raise TypeError(
+                f"state must be a list of modules, optimizers and so on, got "
+                f"{type(holders).__name__}; write state=[...]"
+            )
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.scalers: list[torch.amp.GradScaler] = []
         self.generators: list[torch.Generator] = []
         self.loose: list[Tensor] = []
         self.updated_after = list(updated_after)
-        for position, holder in enumerate(holders):
+        self.holders = list(holders)
+        for position, holder in enumerate(self.holders):
             if isinstance(holder, nn.Module):
                 self.modules.append(holder)
             elif isinstance(holder, Optimizer):
@@ -80,8 +86,12 @@ class NamedState:
         self._state_of: list[dict[Tensor, Table]] = [dict(o.state) for o in self.optimizers]
 
     def groups(self) -> list[Table]:
-        """Return the parameter groups of all optimizers."""
+        """Return the groups of all optimizers, also of those that update after the step."""
         return [g for o in (*self.optimizers, *self.updated_after) for g in o.param_groups]
+
+    def own_groups(self) -> list[Table]:
+        """Return the parameter groups that the step itself reads."""
+        return [g for o in self.optimizers for g in o.param_groups]
 
     def optimizer_states(self) -> list[Table]:
         """Return each parameter's entry in the state of its optimizer."""
@@ -90,7 +100,7 @@ class NamedState:
     def everything(self) -> list[Tensor]:
         """Return every tensor of the state that a step can write to, each once."""
         found = {id(t): t for t in self.tensors}
-        for holder in (*self.optimizer_states(), *self.groups()):
+        for holder in (*self.optimizer_states(), *self.own_groups()):
             for key, value in holder.items():
                 if key != "params":
                     found.update((id(t), t) for t in tensors(value))

@@ -87,14 +87,14 @@ class StateWatch:
         on_device = {id(group) for rates in self._state.rates for group in rates.groups}
         values = [
             _frozen(value)
-            for group in self._state.groups()
+            for group in self._state.own_groups()
             for key, value in group.items()
             if key not in _NOT_FROZEN
         ]
         # Of a rate on the device only whether it is a tensor of the user's.
         values += [
             _frozen(rate) if id(group) not in on_device or isinstance(rate, Tensor) else None
-            for group in self._state.groups()
+            for group in self._state.own_groups()
             if (rate := group.get("lr")) is not None
         ]
         values += map(_SCALER_SETTINGS, self._state.scalers)
