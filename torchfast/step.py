@@ -15,7 +15,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from torchfast._core.errors import ClosedError
 from torchfast._core.loss import (
     LossParts,
     Number,
+    StepOutput,
     check_differentiable,
     detached,
     mean_metrics,
@@ -72,20 +73,6 @@ logger = logging.getLogger(__name__)
 LossFn = Callable[[Any, Any], Any]
 OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 SchedulerSource = Any  # an LRScheduler, an object with step(), or optimizer -> either
-
-
-class StepOutput(NamedTuple):
-    """What a step leaves on the device.
-
-    Attributes:
-        loss: The mean over the group, shape ``()``, detached.
-        metrics: Scalars by name.
-        skipped: 1.0 where the update was skipped, else 0.0; None where it cannot be.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Number]
-    skipped: Tensor | None
 
 
 @final

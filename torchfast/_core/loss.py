@@ -27,6 +27,20 @@ class LossParts(NamedTuple):
     weight: Number | None
 
 
+class StepOutput(NamedTuple):
+    """What a step leaves on the device.
+
+    Attributes:
+        loss: The mean over the group, shape ``()``, detached.
+        metrics: Scalars by name.
+        skipped: 1.0 where the update was skipped, else 0.0; None where it cannot be.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Number]
+    skipped: Tensor | None
+
+
 class Shares(NamedTuple):
     """The weights of a group's micro-batches, shape ``()`` each, and their sum."""
 
