@@ -58,7 +58,8 @@ def test_every_method_computes_what_the_naive_loop_computes():
         assert 0 < method["host_ms"] <= method["median_ms"] * 1.01
         assert method["device_ms"] is method["num_kernels"] is method["peak_bytes"] is None
     assert found["tuned"]["blocks_ms"] == found["tuned"]["reference_blocks_ms"]
-    assert found["compile default"]["cold_start_s"] > found["tuned"]["cold_start_s"] > 0
+    # On a busy machine the steps of "tuned" can take longer warm than they took cold.
+    assert found["compile default"]["cold_start_s"] > found["tuned"]["cold_start_s"] >= 0
 
 
 @pytest.mark.parametrize("name", peers())

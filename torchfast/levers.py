@@ -47,7 +47,8 @@ class Levers(NamedTuple):
         until_update: Half | None,
         model: nn.Module,
         optimizer: Optimizer,
-        others: Sequence[object],
+        named: Sequence[object],
+        found: Sequence[object],
         after_failure: Callable[[], None],
     ) -> GraphedUpdate | None:
         """Return what runs a step through a graph, or None if nothing is captured."""
@@ -58,7 +59,8 @@ class Levers(NamedTuple):
             until_update,
             model=model,
             optimizer=optimizer,
-            others=others,
+            named=named,
+            found=found,
             options=self.options,
             rate_dtype=None if self.in_graph is None else self.in_graph.rate_dtype,
             device=next(model.parameters()).device,

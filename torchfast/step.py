@@ -179,7 +179,8 @@ class TrainStep:
             None if can_skip else weak_method(self._until_update),
             model,
             self.optimizer,
-            [*([] if scaler is None else [scaler.held]), *held_by(loss_fn)],
+            [] if scaler is None else [scaler.held],
+            held_by(loss_fn),
             self._guard.forget,
         )
         self._closed = False

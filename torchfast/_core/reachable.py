@@ -5,20 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _DEPTH = 3
+_LONGEST = 256  # containers of more are data
 
 
 def held_by(function: Any) -> list[Any]:
-    """Return the modules, tensors and generators that a callable refers to, each once.
+    """Return the modules, tensors, generators and schedulers that a callable refers to, each once.
 
     Looked through are closures, default values, ``functools.partial``, the object of a bound
     method, and containers; not global names, since what a function does with those is not known.
@@ -28,7 +30,7 @@ def held_by(function: Any) -> list[Any]:
 
 
 def _held(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, nn.Module | Tensor | torch.Generator):
+    if isinstance(value, nn.Module | Tensor | torch.Generator | LRScheduler):
         yield value
         return
     if depth == 0 or isinstance(value, type) or inspect.ismodule(value):
@@ -37,7 +39,11 @@ def _held(value: Any, depth: int) -> Iterator[Any]:
     if isinstance(value, functools.partial):
         inner = [value.func, *value.args, *value.keywords.values()]
     elif inspect.ismethod(value):
-        inner = [value.__self__, value.__func__]
+        owner = value.__self__
+        inner = (
+            [owner] if isinstance(owner, nn.Module) else [*getattr(owner, "__dict__", {}).values()]
+        )
+        inner.append(value.__func__)
     elif inspect.isfunction(value):
         inner = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         for cell in value.__closure__ or ():
@@ -45,10 +51,8 @@ def _held(value: Any, depth: int) -> Iterator[Any]:
                 inner.append(cell.cell_contents)
             except ValueError:  # not filled yet
                 continue
-    elif isinstance(value, Mapping):
-        inner = list(value.values())
-    elif isinstance(value, list | tuple | set):
-        inner = list(value)
+    elif isinstance(value, dict | list | tuple | set) and len(value) <= _LONGEST:
+        inner = list(value.values() if isinstance(value, dict) else value)
     elif callable(value) and hasattr(value, "__dict__"):
         inner = list(vars(value).values())
     for item in inner:

@@ -21,6 +21,9 @@ import torch
 
 from torchfast._core.errors import UnsupportedDeviceError
 
+# From 2.14 on registering does nothing, and warns.
+_REGISTERS_BY_ITSELF = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
 
 class Graph(Protocol):
     """Captured work."""
@@ -94,9 +97,7 @@ class CUDABackend:
         """Capture ``body`` on the side stream, this thread's calls only."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
+        graph = self._new_graph(generators)
         torch.cuda.synchronize(self.device)
         # What warm-up steps have left in the cache is what the graph's own pool will need.
         torch.cuda.empty_cache()
@@ -148,11 +149,18 @@ class CUDABackend:
         torch.cuda.synchronize(self.device)
         self._leave_capture_mode(generators)
 
+    def _new_graph(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        if _REGISTERS_BY_ITSELF:
+            return graph
+        for generator in generators:
+            if generator.device == self.device:  # torch does not ask, and crashes
+                graph.register_generator_state(generator)
+        return graph
+
     def _leave_capture_mode(self, generators: Sequence[torch.Generator]) -> None:
         """Capture next to nothing: generators believe that the failed capture is still going on."""
-        graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
+        graph = self._new_graph(generators)
         with self.side_stream(), contextlib.suppress(RuntimeError):
             graph.capture_begin(capture_error_mode="thread_local")
             torch.zeros(1, device=self.device)

@@ -19,8 +19,10 @@ from typing import Any, final
 
 import torch
 
+from torchfast._core.batches import map_batch
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CaptureError, ClosedError
+from torchfast._core.loss import detached
 from torchfast.graphs.backend import backend_for
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.entries import Entry, GraphStore
@@ -30,7 +32,7 @@ from torchfast.graphs.host_facts import NEW_STATE, HostFacts
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions
-from torchfast.graphs.outputs import StaticOutputs, kept
+from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.replay_check import find_mismatch
 from torchfast.graphs.signature import Call, describe, only_tensors, shapes
 from torchfast.graphs.static_inputs import StaticInputs
@@ -46,7 +48,8 @@ _WARM_UP_OF_OTHERS = 1
 # many kinds that were seen for each, and somebody should know.
 _EVICTIONS_PER_GRAPH = 4
 _KINDS_PER_GRAPH = 8
-_LATER = "the step made new state, of its optimizer or gradients that it adds to"
+_NOT_NOW = "there are no gradients now to which the step would add"
+_LATER = "the step made new state of its optimizer, and can be captured later"
 _ATTEMPTS = 3
 
 
@@ -95,6 +98,7 @@ class GraphEngine:
         self._store = GraphStore(options.max_graphs)
         self._frozen: list[Any] = []
         self._error: Exception | None = None
+        self._adds: bool | None = None  # whether the step adds to gradients, once that is known
         self._after_failure = after_failure
         self.why_eager: str | None = None
         self.varies = False
@@ -179,10 +183,14 @@ class GraphEngine:
         args, kwargs = inputs
         self._counts["eager steps"] += 1
         self._store.release_gradients()
+        before = GradientsBefore(self._state.parameters) if self._adds is None else None
         with self._backend.side_stream(), self.rates_on_device():
             outputs = self._fn(*args, **kwargs)
-            self._state.settle_buffers()
-        return kept(outputs, self._state.everything())
+            if self.why_eager is None:
+                self._state.settle_buffers()
+        if before is not None:
+            self._adds = before.compared().adds
+        return map_batch(outputs, detached)
 
     def _capture(self, entry: Entry, call: Call, inputs: Any) -> Any:
         if self._store.num_evicted > _EVICTIONS_PER_GRAPH * self._options.max_graphs:
@@ -190,11 +198,14 @@ class GraphEngine:
         self._store.make_room()
         self._store.release_gradients()
         self._watch.refresh()
+        self._frozen = self._watch.frozen()
         facts = HostFacts(self._state, self.device)
         failure = self._attempt(entry, call, inputs, facts)
         # Outside of the handling of the error, which keeps alive what the capture has allocated.
         if failure is None:
             return self._replay(entry, call)
+        if failure.reason == _NOT_NOW:
+            return self._run_eagerly(inputs)
         entry.attempts += 1
         if entry.attempts < _ATTEMPTS:
             if failure.reason == _LATER:
@@ -268,7 +279,13 @@ class GraphEngine:
             entry.graph, entry.outputs = self._backend.capture(body, state.generators)
         entry.inputs = static
         entry.kept = facts.replaced()
-        entry.gradients, entry.added_to = before.compared()
+        gradients = before.compared()
+        entry.gradients, entry.added_to, _ = gradients
+        # A step that makes gradients anew does so whether or not there are some.
+        makes_anew = self._adds is False or gradients.adds is False
+        entry.from_none = [] if makes_anew else gradients.from_none
+        if self._adds and entry.from_none:
+            raise CaptureError(_NOT_NOW)
         if (drawn := facts.draws()) is not None:
             raise CaptureError(
                 f"the step draws from {drawn}, and each replay would repeat what was drawn once; "
@@ -280,9 +297,6 @@ class GraphEngine:
                 if changed is NEW_STATE
                 else f"the step changes what no replay changes: {changed}"
             )
-        if before.added_to_none:
-            # A graph would add to what was none, each time from the beginning.
-            raise CaptureError(_LATER)
         if (moved := self._watch.moved()) is not None:
             raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
         if static.versions() != written or static.has_gradients():
@@ -342,8 +356,6 @@ class GraphEngine:
         watch, store = self._watch, self._store
         reason = watch.moved()
         if reason is not None and store.graphs:
-            # A forward outside the step may have replaced a buffer, or a state was loaded.
-            self._state.settle_buffers()
             self._state.settle_loaded()
             reason = watch.moved()
         if not store.graphs:
@@ -352,7 +364,7 @@ class GraphEngine:
             return
         if reason is None and not store.has_its_gradients():
             reason = "gradients that the step adds to were replaced"
-        frozen = reason is None and watch.frozen() != self._frozen
+        frozen = reason is None and not watch.is_frozen_as(self._frozen)
         if frozen:
             reason = "a hyperparameter, a number of a module or a hook changed"
         if reason is None:

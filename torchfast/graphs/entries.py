@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
@@ -25,6 +25,8 @@ class Entry:
         gradients: Each parameter with the gradient that a replay writes anew.
         added_to: Each parameter with the gradient that the step adds to: it was there before, and
             is state.
+        from_none: Parameters that had no gradient at capture, where it is not known whether the
+            step would have added to one: they must have none again.
         kept: Tensors that the graph reads and nobody else may hold.
         constants: What it copies from the host, once a capture has failed for that.
         why_eager: Why it is not captured, in words.
@@ -37,8 +39,9 @@ class Entry:
     graph: Graph | None = None
     inputs: StaticInputs | None = None
     outputs: StaticOutputs | None = None
-    gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
-    added_to: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    gradients: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    added_to: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    from_none: list[Tensor] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     constants: HostConstants | None = None
     why_eager: str | None = None
@@ -49,7 +52,7 @@ class Entry:
         if self.graph is not None:
             self.graph.reset()
         self.graph = self.inputs = self.outputs = None
-        self.gradients, self.added_to, self.kept = [], [], []
+        self.gradients, self.added_to, self.from_none, self.kept = [], [], [], []
 
 
 @final
@@ -121,15 +124,13 @@ class GraphStore:
     def release_gradients(self) -> None:
         """Let parameters no longer hold gradients that another graph may write over."""
         if self.owner is not None:
+            state = {id(parameter) for parameter in self.owner.from_none}
             for parameter, gradient in self.owner.gradients:
-                if parameter.grad is gradient:
-                    parameter.grad = None
+                if parameter.grad is gradient and gradient is not None:
+                    parameter.grad = gradient.clone() if id(parameter) in state else None
         self.owner = None
 
     def has_its_gradients(self) -> bool:
-        """Whether gradients that are state are still those that the graphs add to."""
-        return all(
-            parameter.grad is gradient
-            for entry in self.graphs
-            for parameter, gradient in entry.added_to
-        )
+        """Whether gradients that the graphs add to are still there, and others still are not."""
+        added_to = all(p.grad is g for entry in self.graphs for p, g in entry.added_to)
+        return added_to and all(p.grad is None for entry in self.graphs for p in entry.from_none)

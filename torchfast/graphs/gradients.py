@@ -3,51 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, final
 
-import torch
-from torch import Tensor, nn
-
-Gradients = list[tuple[nn.Parameter, Tensor | None]]
-AddedTo = list[tuple[nn.Parameter, Tensor]]
+from torch import Tensor
 
 
+class Gradients(NamedTuple):
+    """What a step has done with gradients, parameter by parameter.
+
+    Attributes:
+        made: With the gradient that it made anew, or None.
+        added_to: With the gradient that was there before and that it changed: it is state.
+        from_none: Those without a gradient before, which have one now.
+    """
+
+    made: list[tuple[Tensor, Tensor | None]]
+    added_to: list[tuple[Tensor, Tensor]]
+    from_none: list[Tensor]
+
+    @property
+    def adds(self) -> bool | None:
+        """Whether the step adds to gradients that are there; None if that did not show."""
+        if self.added_to:
+            return True
+        return False if len(self.made) > len(self.from_none) else None
+
+
+@final
 class GradientsBefore:
-    """The gradients before a step, none of them None.
-
-    A step that adds to gradients writes them where there are none. So where there is none, zeros
-    stand in, and a step that adds to these cannot be captured at this call.
+    """The gradients before a step.
 
     Args:
         parameters: Theirs.
-
-    Attributes:
-        added_to_none: Whether the step added to zeros that stand in; known after `compared`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.added_to_none = False
-        self._before: list[tuple[nn.Parameter, Tensor, int, bool]] = []
-        for parameter in parameters:
-            stands_in = parameter.grad is None
-            if stands_in:
-                if not parameter.requires_grad or not parameter.is_leaf:
-                    continue
-                parameter.grad = torch.zeros_like(parameter)
-            assert parameter.grad is not None
-            self._before.append((parameter, parameter.grad, parameter.grad._version, stands_in))
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._before = [
+            (p, p.grad, -1 if p.grad is None else p.grad._version)
+            for p in parameters
+            if p.requires_grad
+        ]
 
-    def compared(self) -> tuple[Gradients, AddedTo]:
-        """Return each parameter with the gradient that the step made, and that it added to."""
-        made: Gradients = []
-        added_to: AddedTo = []
-        for parameter, old, version, stands_in in self._before:
+    def compared(self) -> Gradients:
+        """Return what has become of them."""
+        found = Gradients([], [], [])
+        for parameter, old, version in self._before:
             new = parameter.grad
+            if old is None and new is None:
+                continue
             if new is not old:
-                made.append((parameter, new))
-            elif not stands_in:
-                added_to.append((parameter, old))
-            else:
-                self.added_to_none |= old._version != version
-                parameter.grad = None
-                made.append((parameter, None))
-        return made, added_to
+                found.made.append((parameter, new))
+                if old is None:
+                    found.from_none.append(parameter)
+            elif old is not None and old._version != version:
+                found.added_to.append((parameter, old))
+        return found

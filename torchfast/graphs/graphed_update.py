@@ -33,7 +33,8 @@ class GraphedUpdate:
         until_update: The same without the optimizer's ``step()``; None where it cannot be parted.
         model: Trained by it.
         optimizer: Of the update.
-        others: What else of state there is: scalers, generators, modules that the loss uses.
+        named: What else of state there is, such as a scaler.
+        found: Modules, tensors and generators that the loss refers to.
         options: How to capture.
         rate_dtype: Of learning rates on the device, where the optimizer is in a form whose update
             can be in the graph; None where it is not.
@@ -51,7 +52,8 @@ class GraphedUpdate:
         *,
         model: nn.Module,
         optimizer: Optimizer,
-        others: Sequence[object],
+        named: Sequence[object],
+        found: Sequence[object],
         options: CUDAGraphOptions,
         rate_dtype: torch.dtype | None,
         device: torch.device,
@@ -59,7 +61,8 @@ class GraphedUpdate:
     ) -> None:
         self._until_update = until_update
         self._after_failure = after_failure
-        self._model, self._optimizer, self._others = model, optimizer, others
+        self._model, self._optimizer = model, optimizer
+        self._named, self._found = named, found
         self._options, self._device = options, device
         self._decisions: list[Decision] = []
         self._before: Counter[str] = Counter()  # of the graph that had the update in it
@@ -111,7 +114,9 @@ class GraphedUpdate:
         after = () if optimizers else (self._optimizer,)
         return GraphEngine(
             fn,
-            NamedState([self._model, *optimizers, *self._others], updated_after=after),
+            NamedState(
+                [self._model, *optimizers, *self._named], found=self._found, updated_after=after
+            ),
             self._options,
             self._device,
             rates=rates,

@@ -51,6 +51,7 @@ class HostFacts:
             )
         ]
         self._sizes = [(o.state, [*map(len, o.state.values())]) for o in state.optimizers]
+        self._schedulers = [(s, dict(vars(s))) for s in state.schedulers]
         self._gradients = [(p, p.grad) for p in state.parameters]
         self._on_host = [
             (tensor, tensor.clone())
@@ -69,6 +70,8 @@ class HostFacts:
             for name in held.keys() - attributes.keys() - {*_TABLES}:
                 del held[name]
             held.update(attributes)
+        for scheduler, held in self._schedulers:
+            vars(scheduler).update(held)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         with torch.no_grad():
@@ -89,6 +92,12 @@ class HostFacts:
             drawn.append("numpy.random")
         if self._device.type != "cpu" and not torch.equal(now["torch"], self._rng["torch"]):
             drawn.append("torch's CPU generator")
+        if self._device.type != "cpu":
+            for generator, before in self._generators:
+                if generator.device.type == "cpu" and not torch.equal(
+                    generator.get_state(), before
+                ):
+                    drawn.append("a generator of its own on the host")
         return " and ".join(drawn) or None
 
     def changes(self) -> str | None:
@@ -98,14 +107,17 @@ class HostFacts:
                 return "a tensor of the optimizer's or the model's state on the CPU"
         for table, content in self._of_optimizers:
             for key, value in content.items():
-                if isinstance(value, _NUMBERS) and table.get(key) != value:
+                if isinstance(value, _NUMBERS) and _differs(table.get(key), value):
                     return f"{key!r}, a number on the host, in the optimizer's state or groups"
         for module, attributes in self._attributes:
             held = vars(module)
             for name, value in attributes.items():
-                if type(value) in _NUMBERS and held.get(name) != value:
+                if type(value) in _NUMBERS and _differs(held.get(name), value):
                     kind = type(module).__name__
                     return f"{name!r} of {kind}, a number on the host; make it a buffer"
+        for scheduler, known in self._schedulers:
+            if scheduler.last_epoch != known["last_epoch"]:
+                return f"the count of {type(scheduler).__name__}; step it outside, after the step"
         for of_optimizer, sizes in self._sizes:
             if [*map(len, of_optimizer.values())] != sizes:
                 return NEW_STATE
@@ -119,3 +131,7 @@ class HostFacts:
             for name, value in attributes.items()
             if isinstance(value, Tensor) and vars(module).get(name) is not value
         ]
+
+
+def _differs(new: Any, old: Any) -> bool:
+    return new is not old and bool(new != old)  # a NaN is no other than itself

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.batches import tensors
 from torchfast.graphs.learning_rates import LearningRates
@@ -22,6 +23,9 @@ class NamedState:
 
     Args:
         holders: They, in any order.
+        found: Modules, tensors, generators and schedulers that nobody named. A tensor among them
+            is watched, but it is saved and compared only once the step has written to it: it may
+            be data.
         updated_after: Optimizers that update behind the step: their parameters are part of the
             state, what else they hold is not.
 
@@ -30,7 +34,11 @@ class NamedState:
     """
 
     def __init__(
-        self, holders: Iterable[object], *, updated_after: Sequence[Optimizer] = ()
+        self,
+        holders: Iterable[object],
+        *,
+        found: Iterable[object] = (),
+        updated_after: Sequence[Optimizer] = (),
     ) -> None:
         if not isinstance(holders, Iterable) or isinstance(holders, nn.Module | Tensor):
             raise TypeError(
@@ -41,10 +49,10 @@ class NamedState:
         self.optimizers: list[Optimizer] = []
         self.scalers: list[torch.amp.GradScaler] = []
         self.generators: list[torch.Generator] = []
+        self.schedulers: list[LRScheduler] = []  # which a step must leave alone
         self.loose: list[Tensor] = []
         self.updated_after = list(updated_after)
-        self.holders = list(holders)
-        for position, holder in enumerate(self.holders):
+        for position, holder in enumerate(holders):
             if isinstance(holder, nn.Module):
                 self.modules.append(holder)
             elif isinstance(holder, Optimizer):
@@ -61,12 +69,28 @@ class NamedState:
                     f"state[{position}] must be a module, an optimizer, a torch.amp.GradScaler, a "
                     f"torch.Generator or a tensor, got {type(holder).__name__}"
                 )
+        self.found: list[tuple[Tensor, int]] = []
+        for value in found:
+            if isinstance(value, nn.Module):
+                self.modules.append(value)
+            elif isinstance(value, torch.Generator):
+                self.generators.append(value)
+            elif isinstance(value, LRScheduler):
+                self.schedulers.append(value)
+            elif isinstance(value, Tensor) and not value.is_inference():
+                self.found.append((value, value._version))
         self.rates: list[LearningRates] = []  # of the optimizers that can read them on the device
         self.refresh()
 
     def refresh(self) -> None:
         """Take modules, parameters and buffers as they are now."""
-        every = dict.fromkeys(m for root in self.modules for m in root.modules())
+        # Scripted modules keep no tables in Python: only their tensors are known.
+        every = dict.fromkeys(
+            m
+            for root in self.modules
+            for m in root.modules()
+            if not isinstance(m, torch.jit.ScriptModule)
+        )
         self.every_module = list(every)
         self._buffers = [
             (module._buffers, name, buffer)
@@ -78,11 +102,18 @@ class NamedState:
         for module in every:
             for table in (module._parameters, module._buffers):
                 found.update((id(t), t) for t in table.values() if t is not None)
+        for root in self.modules:
+            found.update((id(t), t) for t in (*root.parameters(), *root.buffers()))
         for group in self.groups():
             found.update((id(p), p) for p in group["params"])
         found.update((id(t), t) for t in self.loose)
+        found.update((id(t), t) for t, _ in self.found)
         self.tensors = list(found.values())
-        self.parameters = [t for t in self.tensors if t.is_leaf and isinstance(t, nn.Parameter)]
+        self.parameters = [
+            t
+            for t in self.tensors
+            if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))
+        ]
         self._state_of: list[dict[Tensor, Table]] = [dict(o.state) for o in self.optimizers]
 
     def groups(self) -> list[Table]:
@@ -100,14 +131,21 @@ class NamedState:
     def everything(self) -> list[Tensor]:
         """Return every tensor of the state that a step can write to, each once."""
         found = {id(t): t for t in self.tensors}
+        for tensor, version in self.found:
+            if tensor._version == version and not tensor.requires_grad:
+                del found[id(tensor)]
+        for module in self.every_module:  # what it keeps without calling it a buffer
+            for value in vars(module).values():
+                if isinstance(value, Tensor):
+                    found[id(value)] = value
         for holder in (*self.optimizer_states(), *self.own_groups()):
             for key, value in holder.items():
                 if key != "params":
                     found.update((id(t), t) for t in tensors(value))
         for scaler in self.scalers:
-            for tensor in (scaler._scale, scaler._growth_tracker):
-                if tensor is not None:
-                    found[id(tensor)] = tensor
+            for scalar in (scaler._scale, scaler._growth_tracker):
+                if scalar is not None:
+                    found[id(scalar)] = scalar
         return [tensor for tensor in found.values() if _is_writable(tensor)]
 
     # -- What is brought back to its place ---------------------------------------------------------
@@ -117,17 +155,23 @@ class NamedState:
 
         Captured, the write is part of the graph, so the next replay reads what this one made.
         """
-        for table, name, old in self._buffers:
-            new = table.get(name)
-            if (
-                new is not old
-                and isinstance(new, Tensor)
-                and _alike(old, new)
-                and _is_writable(old)
-            ):
-                with torch.no_grad():
-                    old.copy_(new)
-                table[name] = old
+        replaced = [
+            (table, name, old, new)
+            for table, name, old in self._buffers
+            if (new := table.get(name)) is not old
+            and isinstance(new, Tensor)
+            and _alike(old, new)
+            and _is_writable(old)
+        ]
+        with torch.no_grad():
+            # One may have become what another was, or a view of it: all are read before any write.
+            places = {old.untyped_storage().data_ptr() for _, _, old, _ in replaced}
+            values = [
+                made.clone() if made.untyped_storage().data_ptr() in places else made
+                for _, _, _, made in replaced
+            ]
+            for (table, name, place, _), value in zip(replaced, values, strict=True):
+                table[name] = place.copy_(value)
 
     def settle_loaded(self) -> None:
         """Write optimizer state that was loaded to where the old state lies, if it has its form.

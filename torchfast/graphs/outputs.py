@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchfast._core.batches import map_batch, tensors
 
@@ -48,19 +47,3 @@ class StaticOutputs:
         for group, gathered in self._gathered:
             copies.update(zip(map(id, group), gathered.clone().unbind(), strict=True))
         return map_batch(self._outputs, lambda tensor: copies[id(tensor)])
-
-
-def kept(outputs: Any, state: Sequence[Tensor]) -> Any:
-    """Return what an eager step returned, detached; what shares memory with the state is cloned."""
-    own = {place for t in state if (place := _storage(t)) is not None}
-
-    def keep(tensor: Tensor) -> Tensor:
-        return tensor.detach().clone() if _storage(tensor) in own else tensor.detach()
-
-    return map_batch(outputs, keep)
-
-
-def _storage(tensor: Tensor) -> int | None:
-    if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
-        return None
-    return tensor.untyped_storage().data_ptr()

@@ -106,8 +106,7 @@ class CUDAGraphStep:
             check=check,
             host_constants=host_constants,
         )
-        named = NamedState(state)
-        named = NamedState([*named.holders, *held_by(fn)])
+        named = NamedState(state, found=held_by(fn))
         self.device = _device_of(named, device)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._forms: list[OptimizerForm] = []

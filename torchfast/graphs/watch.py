@@ -68,6 +68,7 @@ class StateWatch:
             for module in modules
             if (names := _names_of_numbers(module))
         ]
+        self._attributes = [vars(module) for module in modules]
         self._hooks = [getattr(m, name) for m in modules for name in _MODULE_HOOKS]
         self._hooks += [getattr(o, name) for o in state.optimizers for name in _OPTIMIZER_HOOKS]
 
@@ -98,13 +99,24 @@ class StateWatch:
             if (rate := group.get("lr")) is not None
         ]
         values += map(_SCALER_SETTINGS, self._state.scalers)
-        values += [numbers(attributes) for numbers, attributes in self._numbers]
-        values += map(len, self._hooks)
+        values += map(len, self._attributes)  # an attribute can hide that of the class
+        try:
+            values += [numbers(attributes) for numbers, attributes in self._numbers]
+        except KeyError:
+            values.append(None)  # one was taken away
+        values += map(tuple, self._hooks)  # their numbers, which are given once
         values += [
-            tuple(len(hooks) for hooks in held if hooks)
+            tuple(tuple(hooks) for hooks in held if hooks)
             for held in map(_PARAMETER_HOOKS, self._state.parameters)
         ]
         return values
+
+    def is_frozen_as(self, before: list[Any]) -> bool:
+        """Whether what is read on the host is as it was."""
+        try:
+            return self.frozen() == before
+        except (RuntimeError, ValueError):  # a number has become a tensor or an array
+            return False
 
     def num_hooks(self) -> int:
         """Return how many hooks there are on modules, optimizers and parameters."""
@@ -149,4 +161,4 @@ def _frozen(value: Any) -> Any:
     """Return a hyperparameter as something whose comparison reads no tensor."""
     if isinstance(value, Tensor):
         return id(value)
-    return tuple(map(_frozen, value)) if isinstance(value, tuple) else value
+    return tuple(map(_frozen, value)) if isinstance(value, tuple | list) else value
