@@ -1,0 +1,256 @@
+"""Steps that people write and a graph could get wrong: each beside the plain loop, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tape import counts, reasons
+from torchfast import CUDAGraphStep
+from torchfast._core.compare import differences
+from torchfast._core.reachable import held_by, weak_method
+
+pytestmark = pytest.mark.usefixtures("tape")
+
+
+def sgd(parameters):
+    return optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True)
+
+
+def plain_order(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def zero_at_the_end(model, optimizer):
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(4, 2)
+        self.unused = nn.Linear(4, 2)
+        self.register_buffer("current", torch.zeros(2))
+        self.register_buffer("previous", torch.ones(2))
+
+    def forward(self, x):
+        return self.used(x) * self.previous + self.current
+
+
+class Shifts(Net):
+    """One buffer becomes what another was."""
+
+    def forward(self, x):
+        y = self.used(x)
+        self.previous = self.current
+        self.current = y.detach().mean(0)
+        return y + self.current - self.previous
+
+
+class Counts(Net):
+    """In place, in a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(())
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x) / self.seen.sqrt()
+
+
+class Classwide(Net):
+    scale = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def side_by_side(net, make_step, *, event=None, check=True, steps=14, optimizer=sgd):
+    """Run both for some steps; return the captured one. ``event(number, model, optimizer)``."""
+    torch.manual_seed(0)
+    models = [net()]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [optimizer(m.parameters()) for m in models]
+    plain, own = (make_step(*pair) for pair in zip(models, optimizers, strict=True))
+    captured = CUDAGraphStep(own, state=[models[1], optimizers[1]], check=check)
+    for number, x in enumerate(torch.randn(steps, 8, 4)):
+        if event is not None:
+            for pair in zip(models, optimizers, strict=True):
+                event(number, *pair)
+        assert torch.equal(plain(x), captured(x)), number
+        assert not differences(*(model.state_dict() for model in models)), number
+        held = [{k: v for k, v in vars(m).items() if isinstance(v, torch.Tensor)} for m in models]
+        assert not differences(*held), number
+    return captured
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("make_step", [plain_order, zero_at_the_end])
+@pytest.mark.parametrize("net", [Net, Shifts, Counts])
+def test_it_is_captured_and_right(net, make_step, check):
+    assert counts(side_by_side(net, make_step, check=check)) == (1, 11, 3, 1)
+
+
+def swap(number, model, _):
+    if number == 8:
+        model.current, model.previous = model.previous, model.current
+
+
+def mask(number, model, _):
+    if number == 6:
+        model.mask = model.previous = torch.full((2,), 0.5)
+    if number == 9:
+        model.mask.zero_()  # the same tensor as the buffer
+
+
+def other_hook(number, model, _):
+    if number == 5:
+        model.handle = model.used.register_forward_hook(lambda *args: args[-1] * 2)
+    if number == 8:
+        model.handle.remove()
+        model.handle = model.used.register_forward_hook(lambda *args: args[-1] * 3)
+
+
+def attribute(number, model, _):
+    if number == 8:
+        model.scale = 3.0
+
+
+def attribute_goes(number, model, _):
+    if number == 5:
+        model.scale = 3.0
+    if number == 9:
+        del model.scale
+
+
+def number_becomes_tensor(number, model, _):
+    if number == 8:
+        model.scale = torch.tensor([2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "event", [swap, mask, other_hook, attribute, attribute_goes, number_becomes_tensor]
+)
+def test_what_happens_between_two_steps_is_seen(event):
+    captured = side_by_side(Classwide, plain_order, event=event)
+    assert counts(captured)[3] > 1
+
+
+def test_a_scheduler_inside_a_step_is_refused_though_it_changes_nothing_yet():
+    def make_step(model, optimizer):
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 6)
+        step = plain_order(model, optimizer)
+
+        def with_scheduler(x):
+            loss = step(x)
+            scheduler.step()
+            return loss
+
+        return with_scheduler
+
+    def plain_sgd(parameters):  # no form of which keeps its bits in a graph on the CPU
+        return optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    captured = side_by_side(Net, make_step, optimizer=plain_sgd)
+    assert any("the count of StepLR" in reason for reason in reasons(captured))
+
+
+def test_a_leaf_that_is_no_parameter_trains():
+    leaves = [torch.ones(4, requires_grad=True) for _ in range(2)]
+    optimizers = [sgd([leaf]) for leaf in leaves]
+
+    def make(leaf, optimizer):
+        def step(x):
+            loss = (x * leaf).square().mean()
+            loss.backward()  # added to what is there
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    plain, own = (make(*pair) for pair in zip(leaves, optimizers, strict=True))
+    captured = CUDAGraphStep(own, state=[optimizers[1]])
+    for x in torch.randn(14, 8, 4):
+        assert torch.equal(plain(x), captured(x))
+        assert torch.equal(leaves[0].grad, leaves[1].grad)
+    assert torch.equal(*leaves)
+    assert counts(captured) == (1, 11, 3, 1)
+
+
+def test_data_in_a_closure_is_neither_copied_nor_written_to():
+    data = torch.randn(64, 4)
+    data.requires_grad_(False)
+    model = Net()
+    optimizer = sgd(model.parameters())
+
+    def step(index):
+        optimizer.zero_grad()
+        loss = model(data[index]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    captured = CUDAGraphStep(step, state=[model, optimizer])
+    for number in range(10):
+        captured(torch.arange(8) + number)
+    assert data._version == 0
+    assert counts(captured)[1] == 7
+
+
+# --- what a function holds ------------------------------------------------------------------------
+
+
+class Task:
+    def __init__(self):
+        self.teacher = nn.Linear(2, 2)
+
+    def loss(self, model, batch):
+        return (model(batch) - self.teacher(batch)).square().mean()
+
+    def __call__(self, model, batch):
+        return self.loss(model, batch)
+
+
+def test_what_a_function_holds_is_found():
+    task, tensor, generator = Task(), torch.ones(2), torch.Generator()
+    scheduler = optim.lr_scheduler.StepLR(optim.SGD([nn.Parameter(torch.ones(1))], 0.1), 1)
+
+    def closure():
+        return tensor, [generator], {"s": scheduler}
+
+    def defaults(x, teacher=task.teacher, *, scale=tensor):
+        return x, teacher, scale
+
+    assert held_by(task.loss) == held_by(task) == [task.teacher]
+    assert {id(v) for v in held_by(closure)} == {id(v) for v in (tensor, generator, scheduler)}
+    assert {id(v) for v in held_by(defaults)} == {id(v) for v in (task.teacher, tensor)}
+    samples = [torch.ones(1) for _ in range(1000)]
+    assert held_by(lambda: samples) == []  # data
+    assert held_by(len) == []
+
+
+def test_a_weak_method_keeps_nothing_alive():
+    task = Task()
+    method = weak_method(task.loss)
+    assert method(task.teacher, torch.ones(1, 2)) == 0
+    del task
+    with pytest.raises(TypeError):
+        method(None, None)
