@@ -37,6 +37,7 @@ from torchfast.data.stager import (
     Fetching,
     Stager,
     end_thread,
+    join,
     stage,
 )
 from torchfast.data.statistics import Counters
@@ -218,7 +219,7 @@ class RingFeed(Feed):
             self._ring.is_broken = True  # unless the thread is seen to end
             if self._thread is threading.current_thread():
                 return  # the garbage collector runs anywhere
-            self._thread.join()
+            join(self._thread)
             self._ring.is_broken = False
             self._thread = None
             self._ring.forget_wakes()
@@ -309,11 +310,12 @@ class RingFeed(Feed):
         """Start the staging thread, unless fetches are to be watched in the caller's."""
         if self._fetching.is_suspect:
             return
-        self._thread = self._stager.start()
+        self._thread = self._stager.thread()
         if self._finalizer is not None:
             self._finalizer.detach()
         # Python's exit waits for the finalizer, which does not wait for ever.
         self._finalizer = weakref.finalize(self, end_thread, self._stager, self._thread)
+        self._thread.start()  # last: an interrupt can come while it starts
 
     def _drop_staged(self) -> None:
         """Free the slots of batches that nobody has read."""

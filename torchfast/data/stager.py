@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, final
@@ -30,6 +30,7 @@ MANY, LOOKS_EVERY_OF_MANY = 256, 64
 # that draw rarely. Behind the last of these nobody looks any more.
 WATCHED = (32, 128, 512)
 WATCHED_IF_TRAINING_DRAWS = 4  # enough if the training was seen to draw as often
+STARTS_IN_S = 1.0
 EXIT_S = 5.0  # how long the exit of Python waits for a fetch in progress
 
 Batches = Iterator[tuple[Any, Position]]
@@ -230,8 +231,8 @@ class Stager:
         self.counters.stager_wait_s += time.perf_counter() - start
         return slot
 
-    def start(self) -> threading.Thread:
-        """Run in a thread that sees torch's thread-local settings as the caller does."""
+    def thread(self) -> threading.Thread:
+        """Return a thread to run in; it sees torch's thread-local settings as the caller does."""
         context = contextvars.copy_context()
         settings = _Settings(self.ring.transport.device)
 
@@ -243,9 +244,7 @@ class Stager:
                 self.staged.put(Failure(error))
 
         # Not joined by Python's exit: a fetch may never return.
-        thread = threading.Thread(target=run, name="torchfast-stager", daemon=True)
-        thread.start()
-        return thread
+        return threading.Thread(target=run, name="torchfast-stager", daemon=True)
 
 
 def stage(ring: Ring, slot: Slot, batch: Any, position: Position) -> Staged:
@@ -257,13 +256,27 @@ def stage(ring: Ring, slot: Slot, batch: Any, position: Position) -> Staged:
         raise
 
 
+def join(thread: threading.Thread) -> None:
+    """Wait for a thread to end, also for one whose start an interrupt has cut short."""
+    deadline = time.monotonic() + STARTS_IN_S
+    while True:
+        try:
+            thread.join()
+            return
+        except RuntimeError:  # not started, as far as it knows
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
+
+
 def end_thread(stager: Stager, thread: threading.Thread) -> None:
     """End a thread whose feed is gone, or the exit of Python has come."""
     if stager.pid != os.getpid():
         return
     stager.stop()
     if thread is not threading.current_thread():
-        thread.join(timeout=EXIT_S)
+        with suppress(RuntimeError):  # an interrupt has cut its start short: it ends by itself
+            thread.join(timeout=EXIT_S)
 
 
 class _Settings:
