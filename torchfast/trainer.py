@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from torchfast._core.arguments import explain_keywords
+from torchfast._core.closing import Closing
 from torchfast._core.decisions import Report
 from torchfast._core.loss import Number
 from torchfast.data import PrefetchingLoader
@@ -29,7 +30,7 @@ from torchfast.step import LossFn, OptimizerSource, SchedulerSource, TrainStep
 
 
 @final
-class Trainer:
+class Trainer(Closing):
     """Trains a model as a plan says, in your loop (`step`) or in a plain one (`fit`).
 
     The model, the optimizer and the data stay yours: the same objects, the same keys, Python
@@ -294,6 +295,7 @@ class Trainer:
         """
         self._step.check_skips()
 
+    @override
     def close(self) -> None:
         """Put the optimizer and the model's layout back; a second call does nothing."""
         self._step.close()
@@ -337,17 +339,6 @@ class Trainer:
     def num_skipped(self) -> int:
         """Updates that fp16 or ``nonfinite="skip"`` skipped. Synchronizes: Yes."""
         return self._step.num_skipped
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return repr(self._step).replace("TrainStep", "Trainer", 1)

@@ -27,9 +27,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Protocol, TypeVar, final
 
+from typing_extensions import override
+
+from torchfast._core.closing import Closing
 from torchfast._core.errors import CheckpointCorruptError, CheckpointWriteError
 
 T = TypeVar("T")
@@ -62,7 +64,7 @@ class FileEntry:
 
 
 @final
-class HashedFile:
+class HashedFile(Closing):
     """A new file: written from front to back, hashed meanwhile, on the disk after ``finish``."""
 
     def __init__(self, path: Path) -> None:
@@ -95,22 +97,12 @@ class HashedFile:
         self.close()
         return FileEntry(self.num_bytes, self._hash.hexdigest())
 
+    @override
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _make_owner_readable(self) -> None:
         # A umask that takes the owner's own rights would leave what nobody can load.

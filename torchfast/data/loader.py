@@ -20,11 +20,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, final
 
 import torch
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from torchfast._core.arguments import (
     check_callable,
@@ -35,6 +35,7 @@ from torchfast._core.arguments import (
     explain_keywords,
 )
 from torchfast._core.batches import MicroBatches
+from torchfast._core.closing import Closing
 from torchfast._core.decisions import Report
 from torchfast._core.device import check_device
 from torchfast._core.errors import ClosedError, IterationError
@@ -56,7 +57,7 @@ ENDED = (
 
 
 @final
-class PrefetchingLoader:
+class PrefetchingLoader(Closing):
     """Iterates over a loader's batches on the device, fetched and copied ahead.
 
     Args:
@@ -417,6 +418,7 @@ class PrefetchingLoader:
             transform_draws=self._ring is not None and self._ring.finishes_late,
         )
 
+    @override
     def close(self) -> None:
         """End the thread and let the memory go; a second call does nothing."""
         self._closed = True
@@ -430,17 +432,6 @@ class PrefetchingLoader:
         if feed is not None:
             self._abandon(feed)
         self._drop_ahead()
-
-    def __enter__(self) -> PrefetchingLoader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return (

@@ -27,15 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Literal, final
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from torchfast._core.arguments import check_callable, check_choice, explain_keywords
 from torchfast._core.building import claim, release
+from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import check_device
 from torchfast._core.reachable import held_by
@@ -48,7 +49,7 @@ from torchfast.graphs.options import CUDAGraphOptions
 
 
 @final
-class CUDAGraphStep:
+class CUDAGraphStep(Closing):
     """A step that is captured once per shape and replayed.
 
     Args:
@@ -140,6 +141,7 @@ class CUDAGraphStep:
             counters=self._engine.counters(),
         )
 
+    @override
     def close(self) -> None:
         """Let go of the graphs and put the optimizers back; a second call does nothing."""
         with ExitStack() as stack:
@@ -149,17 +151,6 @@ class CUDAGraphStep:
                 stack.callback(hook.remove)
             stack.callback(self._engine.close)
         self._forms, self._hooks = [], []
-
-    def __enter__(self) -> CUDAGraphStep:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"CUDAGraphStep({self._name}, device={str(self.device)!r})"

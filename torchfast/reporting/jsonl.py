@@ -22,8 +22,11 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, final
+from typing import Any, Final, final
+
+from typing_extensions import override
+
+from torchfast._core.closing import Closing
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ _BLOCK_BYTES: Final = 1 << 16
 
 
 @final
-class JSONLWriter:
+class JSONLWriter(Closing):
     """Append records to a file, one JSON object per line.
 
     Parent folders are created, and the file is opened at once, so a wrong path fails before
@@ -109,20 +112,10 @@ class JSONLWriter:
         """The file."""
         return self._path
 
+    @override
     def close(self) -> None:
         """Close the file; may be called again."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"JSONLWriter({str(self._path)!r}{', closed' * self._file.closed})"

@@ -19,9 +19,11 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
-from types import TracebackType
-from typing import Final, Self, TextIO, final
+from typing import Final, TextIO, final
 
+from typing_extensions import override
+
+from torchfast._core.closing import Closing
 from torchfast.reporting._fields import fields_of, joined
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ _CLEAR_TO_END: Final = "\x1b[K"
 
 
 @final
-class ProgressLine:
+class ProgressLine(Closing):
     """Show the newest record of a run on one line.
 
     Args:
@@ -138,6 +140,7 @@ class ProgressLine:
         else:
             self._write(stream, text)
 
+    @override
     def close(self) -> None:
         """Show what the throttle held back and end the line; the stream stays open."""
         stream, style = self._target()
@@ -147,17 +150,6 @@ class ProgressLine:
         if self._open_on is not None:
             stream, self._open_on = self._open_on, None
             self._write(stream, "\n")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = f", off: {self._failure}" if self._failure else ", closed" * self._closed
