@@ -15,11 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
+from torchfast._core.reachable import held_by
 from torchfast.graphs import (
     CUDAGraphOptions,
     GraphedUpdate,
     GraphForm,
     OptimizerForm,
+    graph_decision,
     graph_form,
 )
 from torchfast.graphs.graphed_update import Half
@@ -48,7 +50,7 @@ class Levers(NamedTuple):
         model: nn.Module,
         optimizer: Optimizer,
         named: Sequence[object],
-        found: Sequence[object],
+        loss_fn: Callable[..., Any],
         after_failure: Callable[[], None],
     ) -> GraphedUpdate | None:
         """Return what runs a step through a graph, or None if nothing is captured."""
@@ -60,7 +62,7 @@ class Levers(NamedTuple):
             model=model,
             optimizer=optimizer,
             named=named,
-            found=found,
+            found=held_by(loss_fn),
             options=self.options,
             rate_dtype=None if self.in_graph is None else self.in_graph.rate_dtype,
             device=next(model.parameters()).device,
@@ -84,10 +86,10 @@ def apply_levers(
     """
     form = _form(optimizer, plan, model, device, can_skip=can_skip)
     if plan.graph_options is None:
-        return Levers(form, [_decision("left alone", "every step runs as it is")])
+        return Levers(form, [graph_decision("left alone", "every step runs as it is")])
     if not has_graphs(device):
         detail = f"there are no graphs on {device.type}, only on CUDA"
-        return Levers(form, [_decision("left alone", detail)])
+        return Levers(form, [graph_decision("left alone", detail)])
     found, decision = graph_form(optimizer, "exact" if plan.optimizer == "as_given" else "close")
     if found is not None and found.form != form.form:
         before = form.form
@@ -98,7 +100,7 @@ def apply_levers(
             form = OptimizerForm(optimizer, before, model)
     if found is None and can_skip:
         why = "nothing is captured, since whether to update is decided behind the gradients"
-        return Levers(form, [_decision("stepped aside", f"{why}; {decision.detail}")])
+        return Levers(form, [graph_decision("stepped aside", f"{why}; {decision.detail}")])
     return Levers(form, [decision], plan.graph_options, found)
 
 
@@ -120,7 +122,3 @@ def _form(
     # which needs one whose state lives there.
     fused = OptimizerForm(optimizer, "fused", model)
     return fused if fused.form == "fused" else OptimizerForm(optimizer, "capturable", model)
-
-
-def _decision(outcome: Any, detail: str) -> Decision:
-    return Decision(lever="cuda_graph", outcome=outcome, detail=detail)

@@ -54,7 +54,7 @@ from torchfast._core.loss import (
     total,
     unpack_loss,
 )
-from torchfast._core.reachable import held_by, weak_method
+from torchfast._core.reachable import weak_method
 from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast._core.state import FORMAT, check_training_state
 from torchfast._core.weights import divide_gradients, weigh
@@ -180,7 +180,7 @@ class TrainStep:
             model,
             self.optimizer,
             [] if scaler is None else [scaler.held],
-            held_by(loss_fn),
+            loss_fn,
             self._guard.forget,
         )
         self._closed = False

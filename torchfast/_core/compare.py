@@ -86,9 +86,9 @@ def _tensor_difference(key: str, old: Tensor, new: Tensor) -> Difference | None:
         return Difference(key=key, detail=detail, distance=float("inf"))
     old, new = (t.detach().to_dense() if t.is_sparse else t.detach() for t in (old, new))
     new = new.to(old.device)
-    if torch.equal(_bits(old), _bits(new)):
+    if same_bits(old, new):
         return None
-    before, after = _parts(old), _parts(new)
+    before, after = parts(old), parts(new)
     # Zeros of both signs are equal. Not asked of integers, since large ones are rounded here.
     is_exact = old.is_floating_point() or old.is_complex()
     if is_exact and torch.equal(before, after):
@@ -108,15 +108,20 @@ def _tensor_difference(key: str, old: Tensor, new: Tensor) -> Difference | None:
     return Difference(key=key, detail=detail, distance=float(gap.max()))
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two dense tensors of one dtype and shape agree in every bit; so equal NaNs do."""
+    return torch.equal(_bits(a), _bits(b))
+
+
+def parts(tensor: Tensor) -> Tensor:
+    """Return the tensor's values in float64, the two of a complex one along a last dimension."""
+    return _real(tensor).to(torch.float64)
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the tensor's bits as integers, so that equal NaNs are equal."""
+    """Return the tensor's bits as integers."""
     tensor = _real(tensor)
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
-
-
-def _parts(tensor: Tensor) -> Tensor:
-    """Return the tensor's values in float64."""
-    return _real(tensor).to(torch.float64)
 
 
 def _real(tensor: Tensor) -> Tensor:

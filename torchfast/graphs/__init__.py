@@ -3,7 +3,7 @@
 from torchfast.graphs.graph_form import GraphForm, graph_form
 from torchfast.graphs.graphed_update import GraphedUpdate
 from torchfast.graphs.optimizer_form import OptimizerForm
-from torchfast.graphs.options import CUDAGraphOptions
+from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.step import CUDAGraphStep
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "GraphForm",
     "GraphedUpdate",
     "OptimizerForm",
+    "graph_decision",
     "graph_form",
 ]

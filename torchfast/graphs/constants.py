@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from torchfast._core.compare import same_bits
 from torchfast._core.errors import CaptureError
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor, Tensor.new_tensor)
@@ -59,7 +60,7 @@ class HostConstants:
 
         def stand_in(value: Tensor) -> Tensor:
             known = next(values, None)
-            # By their bytes: a NaN is the same NaN.
+            # By their bits: a NaN is the same NaN.
             if known is None or not _same(known[0], value):
                 raise CaptureError(
                     "a tensor that the step copies from the host has another value each time; "
@@ -125,7 +126,4 @@ def _target(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    first, second = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(first, second)
+    return a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)

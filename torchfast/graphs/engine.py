@@ -31,7 +31,7 @@ from torchfast.graphs.gradients import GradientsBefore
 from torchfast.graphs.host_facts import NEW_STATE, HostFacts
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.options import CUDAGraphOptions
+from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.replay_check import find_mismatch
 from torchfast.graphs.signature import Call, describe, only_tensors, shapes
@@ -138,11 +138,7 @@ class GraphEngine:
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
         found = [
-            Decision(
-                lever="cuda_graph",
-                outcome="applied",
-                detail=f"{entry.shapes}: {entry.num_replays} replays",
-            )
+            graph_decision("applied", f"{entry.shapes}: {entry.num_replays} replays")
             for entry in self._store.graphs
         ]
         entries = self._store.entries.values()
@@ -150,11 +146,8 @@ class GraphEngine:
         reasons += [f"{e.shapes}: {e.why_eager}" for e in entries if e.why_eager]
         if self._store.graphs and (num_hooks := self._watch.num_hooks()):
             detail = f"{num_hooks} hooks: what they launch is replayed, their Python is not run"
-            found.append(Decision(lever="cuda_graph", outcome="applied", detail=detail))
-        return found + [
-            Decision(lever="cuda_graph", outcome="stepped aside", detail=reason)
-            for reason in reasons
-        ]
+            found.append(graph_decision("applied", detail))
+        return found + [graph_decision("stepped aside", reason) for reason in reasons]
 
     def settle(self) -> None:
         """Bring buffers that were replaced outside the step back to their places."""

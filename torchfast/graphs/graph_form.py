@@ -21,6 +21,7 @@ from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.optimizer_form import FORMS, Form
+from torchfast.graphs.options import graph_decision
 
 Numerics = Literal["exact", "close"]
 
@@ -64,18 +65,14 @@ def graph_form(optimizer: Optimizer, numerics: Numerics) -> tuple[GraphForm | No
                 continue
             if numerics == "close" or not difference:
                 detail = f"the update of {name} can be in the graph, as {form.replace('_', ' ')}"
-                return GraphForm(form, dtype), _decision("applied", detail)
+                return GraphForm(form, dtype), graph_decision("applied", detail)
             rounds = True
             refusal = f"{name} as given and {form.replace('_', ' ')} differ by rounding"
     remedy = "AdamW with fused=True and SGD can be in a graph"
     if rounds:
         remedy = "plan='fast' (numerics='close') allows that; so do AdamW with fused=True and SGD"
     detail = f"the update of {name} is not in the graph: {refusal}; {remedy}"
-    return None, _decision("stepped aside", detail)
-
-
-def _decision(outcome: Any, detail: str) -> Decision:
-    return Decision(lever="cuda_graph", outcome=outcome, detail=detail)
+    return None, graph_decision("stepped aside", detail)
 
 
 def _candidates(optimizer: Optimizer, numerics: Numerics) -> list[Form]:

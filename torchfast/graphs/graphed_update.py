@@ -19,7 +19,7 @@ from torchfast._core.decisions import Decision
 from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.options import CUDAGraphOptions
+from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 
 Half = Callable[[tuple[Any, ...]], Any]
 
@@ -80,7 +80,7 @@ class GraphedUpdate:
         if self.is_whole and self._graph.varies and self._until_update is not None:
             # Hyperparameters change again and again: from the next step on the update is outside.
             detail = f"the update runs after the graph from now on: {self._graph.why_eager}"
-            self._decisions = [Decision(lever="cuda_graph", outcome="stepped aside", detail=detail)]
+            self._decisions = [graph_decision("stepped aside", detail)]
             self._before = Counter(self._graph.counters())
             self._graph.close()
             self._graph = self._engine(self._until_update)

@@ -12,12 +12,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from torchfast._core.rng import get_rng_state, set_rng_state
+from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
 from torchfast.graphs.named_state import NamedState
 
 NEW_STATE = "the optimizer made new state, which takes a step outside a graph"
 _NUMBERS = (bool, int, float)
 _TABLES = ("_parameters", "_buffers", "_modules")
+_ON_HOST = {"python": "random", "numpy": "numpy.random"}  # wherever the step runs
 CPU = torch.device("cpu")
 
 
@@ -84,15 +85,10 @@ class HostFacts:
     def draws(self) -> str | None:
         """Return which generators of the host were drawn from since; None if none was."""
         now = get_rng_state(CPU)
-        drawn = []
-        if now["python"] != self._rng["python"]:
-            drawn.append("random")
-        old = self._rng["numpy"]
-        if now["numpy"][2:] != old[2:] or not torch.equal(now["numpy"][1], old[1]):
-            drawn.append("numpy.random")
-        if self._device.type != "cpu" and not torch.equal(now["torch"], self._rng["torch"]):
-            drawn.append("torch's CPU generator")
+        drawn = [n for key, n in _ON_HOST.items() if not same_generator(now, self._rng, key)]
         if self._device.type != "cpu":
+            if not same_generator(now, self._rng, "torch"):
+                drawn.append("torch's CPU generator")
             for generator, before in self._generators:
                 if generator.device.type == "cpu" and not torch.equal(
                     generator.get_state(), before

@@ -11,7 +11,13 @@ from torchfast._core.arguments import (
     check_int,
     explain_init_keywords,
 )
+from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.errors import PlanError
+
+
+def graph_decision(outcome: Outcome, detail: str) -> Decision:
+    """Return what became of the lever, as a value."""
+    return Decision(lever="cuda_graph", outcome=outcome, detail=detail)
 
 
 @explain_init_keywords

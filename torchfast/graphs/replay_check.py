@@ -22,7 +22,7 @@ from torch import Tensor
 from torchfast._core.batches import tensors
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.saved_state import SavedState, distance
-from torchfast.graphs.signature import describe
+from torchfast.graphs.signature import describe, without_tensors
 
 # How often eager runs are repeated to learn how far apart they are, and how much farther than
 # that a replay may be: the largest of a few distances is a low guess.
@@ -35,7 +35,7 @@ class _Run(NamedTuple):
     """What some steps have left: every output, then the state; and outputs that are no tensors."""
 
     tensors: list[Tensor]
-    others: list[Any]
+    others: tuple[Any, ...]
 
 
 def find_mismatch(
@@ -68,8 +68,7 @@ def find_mismatch(
         try:
             outputs = [step() for _ in range(_STEPS)]
             found = list(tensors(outputs))
-            key = describe(outputs).key
-            others = [p for p in key if not (isinstance(p, tuple) and p[:1] == (Tensor,))]
+            others = without_tensors(describe(outputs).key)
             if with_gradients:
                 found += [p.grad.clone() for p in state.parameters if p.grad is not None]
             return _Run([*found, *SavedState(state, device, gradients).tensors()], others)

@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from torchfast._core.compare import parts, same_bits
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.named_state import NamedState
 
@@ -57,13 +58,11 @@ def distance(first: Tensor, second: Tensor) -> float:
     near, far = first.detach(), second.detach().to(first.device)
     if near.shape != far.shape or near.dtype != far.dtype:
         return math.inf
-    if torch.equal(near, far):
+    if same_bits(near, far):
         return 0.0
-    if not near.is_floating_point():
-        if not near.is_complex():
-            return math.inf
-        near, far = torch.view_as_real(near), torch.view_as_real(far)
-    near, far = near.to(torch.float64).flatten(), far.to(torch.float64).flatten()
+    if not (near.is_floating_point() or near.is_complex()):
+        return math.inf
+    near, far = parts(near), parts(far)
     both_nan = near.isnan() & far.isnan()
     gap = torch.where(both_nan | (near == far), 0.0, (near - far).abs()).amax()
     size = near.abs().nan_to_num(0.0, 0.0, 0.0).amax()

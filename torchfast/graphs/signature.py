@@ -47,17 +47,25 @@ def describe(inputs: Any) -> Call:
 
 def shapes(key: tuple[Any, ...]) -> str:
     """Return a key's tensor shapes in words, such as ``"16x256 int64, 16x256 int64"``."""
-    parts = [part for part in key if isinstance(part, tuple) and part and part[0] is Tensor]
     names = [
         f"{'x'.join(map(str, part[1])) or 'scalar'} {str(part[2]).removeprefix('torch.')}"
-        for part in parts
+        for part in only_tensors(key)
     ]
     return ", ".join(names) or "no tensors"
 
 
 def only_tensors(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the part of a key that tensors make: equal keys differ in other values at most."""
-    return tuple(p for p in key if isinstance(p, tuple) and p and p[0] is Tensor)
+    return tuple(part for part in key if _is_of_tensor(part))
+
+
+def without_tensors(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the other part."""
+    return tuple(part for part in key if not _is_of_tensor(part))
+
+
+def _is_of_tensor(part: Any) -> bool:
+    return isinstance(part, tuple) and bool(part) and part[0] is Tensor
 
 
 @final
