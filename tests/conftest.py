@@ -1,5 +1,6 @@
 """What all tests share: one thread a process, and the profiles of hypothesis."""
 
+import math
 import os
 
 # Steps of a few microseconds are not made faster by threads, and workers of xdist share the cores.
@@ -29,13 +30,14 @@ def device(monkeypatch):
         yield device
 
 
-@pytest.fixture(params=["one by one", "through the ring"])
-def both_ways(request, monkeypatch):
-    """Both ways that a batch can take to its step."""
+@pytest.fixture(params=["one by one", "through the ring", "through the ring without a thread"])
+def every_way(request, monkeypatch):
+    """Each way that a batch can take to its step."""
     if request.param == "one by one":
         yield
         return
-    with simulated(monkeypatch) as device:
+    too_slow_s = math.inf if request.param.endswith("without a thread") else 0.0
+    with simulated(monkeypatch, too_slow_s) as device:
         device.kind = Prompt
         yield
 

@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from torchfast._core.batches import tensors
-from torchfast.data import loader
+from torchfast.data import loader, stager
 from torchfast.data.transport import Slot, Transport
 
 
@@ -276,8 +276,11 @@ def wait_until(true, seconds=20):
 
 
 @contextlib.contextmanager
-def simulated(monkeypatch):
-    """Let every loader run on one simulated device, whose kind and delays a test may set."""
+def simulated(monkeypatch, too_slow_s=0.0):
+    """Let every loader run on one simulated device, whose kind and delays a test may set.
+
+    Any fetch takes long enough for a thread, unless ``too_slow_s`` says otherwise.
+    """
     made = []
 
     class Device:
@@ -291,6 +294,7 @@ def simulated(monkeypatch):
         return made[0]
 
     monkeypatch.setattr(loader, "transport_for", transport_for)
+    monkeypatch.setattr(stager, "TOO_SLOW_S", too_slow_s)
     yield Device
     gc.collect()
     wait_until(lambda: not stagers())

@@ -123,6 +123,7 @@ class TapeBackend:
         self.device = torch.device(device)
         self.num_captures = 0
         self.on_side_stream = 0
+        self.num_released = 0
 
     @contextmanager
     def side_stream(self):
@@ -150,6 +151,9 @@ class TapeBackend:
 
     def pool_bytes(self):
         return 0
+
+    def release_scratch(self):
+        self.num_released += 1
 
 
 def tensors_of(value):

@@ -219,7 +219,7 @@ def test_with_worker_processes(tmp_path):
     check_same(expected, trainer, losses, early | late)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_with_batches_in_flight(tmp_path):
     def prefetched(trainer):
         return trainer.prefetch(shuffled(), depth=3, reuse=True)

@@ -175,7 +175,10 @@ def test_a_process_that_was_forked_can_be_terminated():
         if event.kind == "step" and not codes:
             context = multiprocessing.get_context("fork")
             runs = context.Event()
-            child = context.Process(target=lambda: (runs.set(), time.sleep(60)))
+            # In short sleeps: Python runs no handler for a signal that came just before a long one.
+            child = context.Process(
+                target=lambda: (runs.set(), [time.sleep(0.05) for _ in range(1200)])
+            )
             child.start()
             assert runs.wait(20)
             child.terminate()

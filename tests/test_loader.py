@@ -46,7 +46,7 @@ def test_batches_come_in_order_on_the_device():
     assert all(a is b for a, b in zip(same, batches, strict=True))
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize(
     ("count", "accumulate", "sizes"), [(6, 3, [3, 3]), (7, 3, [3, 3, 1]), (2, 4, [2]), (0, 2, [])]
 )
@@ -62,7 +62,7 @@ def test_groups_are_full_but_the_last(count, accumulate, sizes):
     assert len(loader) == len(sizes)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_a_group_does_not_cross_an_epoch():
     loader = PrefetchingLoader(make_batches(3), CPU, accumulate=2)
     assert [len(group) for _ in range(2) for group in loader] == [2, 1, 2, 1]
@@ -73,7 +73,7 @@ def test_without_accumulation_a_list_is_a_batch():
     assert list(PrefetchingLoader([batch], CPU)) == [batch]
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_the_layout_reaches_every_batch():
     loader = PrefetchingLoader([torch.randn(2, 3, 4, 4)] * 3, CPU, accumulate=2, channels_last=True)
     for group in loader:
@@ -85,7 +85,7 @@ class Unsized(IterableDataset):
         return iter(torch.arange(4.0))
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize(
     ("loader", "name"),
     [((b for b in ()), "generator"), (DataLoader(Unsized()), "DataLoader")],
@@ -101,7 +101,7 @@ def test_what_is_not_iterable_is_refused(loader):
         PrefetchingLoader(loader, CPU)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_the_old_sequence_protocol_is_iterable():
     class Old:
         def __getitem__(self, index):
@@ -130,7 +130,7 @@ class Watched:
         return len(self.batches)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_construction_starts_nothing():
     watched = Watched(make_batches(2))
     loader = PrefetchingLoader(watched, CPU)
@@ -141,14 +141,14 @@ def test_construction_starts_nothing():
     assert watched.calls == ["iter", "next"]
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_construction_draws_no_random_number():
     before = torch.get_rng_state()
     PrefetchingLoader(DataLoader(TensorDataset(ones()), shuffle=True), CPU)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_random_numbers_and_order_are_those_of_the_loader():
     data = TensorDataset(torch.arange(10.0))
     torch.manual_seed(3)
@@ -161,14 +161,14 @@ def test_random_numbers_and_order_are_those_of_the_loader():
     assert torch.equal(torch.get_rng_state(), after)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_an_iterator_serves_once():
     loader = PrefetchingLoader((b for b in make_batches(2)), CPU)
     assert loader.is_one_shot
     assert [len(list(loader)) for _ in range(2)] == [2, 0]
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_an_error_of_the_loader_comes_through_after_the_batches_before_it():
     def failing():
         yield from make_batches(2)

@@ -15,7 +15,7 @@ from torchfast import MicroBatches, PrefetchingLoader, Trainer
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.rng import get_rng_state, seed_everything, set_rng_state
 
-pytestmark = pytest.mark.usefixtures("both_ways")
+pytestmark = pytest.mark.usefixtures("every_way")
 
 CPU = torch.device("cpu")
 NUM_SAMPLES, BATCH_SIZE = 11, 2

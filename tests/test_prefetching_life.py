@@ -37,7 +37,7 @@ def numbers(batches):
 # --- the end of an epoch, and its middle --------------------------------------------------------
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize("depth", [1, 3])
 def test_epochs_follow_each_other(depth):
     loader = PrefetchingLoader(numbered(7), "cpu", depth=depth)
@@ -46,7 +46,7 @@ def test_epochs_follow_each_other(depth):
     assert stagers() == []
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize("count", range(1, 8))
 def test_a_break_leaves_no_thread_and_the_next_epoch_whole(count):
     loader = PrefetchingLoader(numbered(7), "cpu", depth=2)
@@ -70,7 +70,7 @@ def test_memory_does_not_grow_over_epochs(device):
     assert loader._ring.free.qsize() == 3
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_what_was_fetched_from_an_iterator_is_not_lost_by_a_break():
     loader = PrefetchingLoader(iter(numbered(30)), "cpu", depth=4)
     seen = []
@@ -82,7 +82,7 @@ def test_what_was_fetched_from_an_iterator_is_not_lost_by_a_break():
     assert seen == list(range(30))
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_no_more_is_fetched_than_was_asked_for():
     upstream = iter(numbered(30))
     loader = PrefetchingLoader(upstream, "cpu", depth=4)
@@ -92,7 +92,7 @@ def test_no_more_is_fetched_than_was_asked_for():
     assert numbers(loader) == list(range(11, 30))
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_fit_leaves_in_a_generator_what_it_did_not_train_on():
     model = torch.nn.Linear(3, 1)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, accumulate=2)
@@ -234,7 +234,7 @@ def test_memory_is_let_go_behind_the_copies_that_are_under_way(device, end):
 # --- closing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_a_closed_loader_says_so():
     loader = PrefetchingLoader(numbered(9), "cpu")
     with loader:
@@ -249,7 +249,7 @@ def test_a_closed_loader_says_so():
         next(batches)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_of_two_iterations_the_second_wins_and_the_first_says_so():
     loader = PrefetchingLoader(numbered(9), "cpu")
     first, second = iter(loader), iter(loader)
@@ -295,7 +295,8 @@ SCRIPT = """
     from torchfast.data import loader as loader_module
     transport = Prompt()
     loader_module.transport_for = lambda device: transport
-    loader = PrefetchingLoader((b for _ in range(10**6) for b in numbered(1)), "cpu")
+    endless = (b for _ in range(10**6) for b in numbered(1))
+    loader = PrefetchingLoader(endless, "cpu", background=True)
     batches = iter(loader)
     for _ in range(5):
         next(batches)
@@ -338,7 +339,7 @@ def failing(count, error):
     raise error
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("error", [DataError("disk"), StopAsyncIteration("odd"), SystemExit(4)])
 def test_an_error_comes_once_behind_the_batches_before_it(count, error):
@@ -363,7 +364,7 @@ class Breaks(Dataset):
         return torch.full((2,), float(index))
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_data_set_that_fails_can_be_iterated_again(num_workers):
     loader = PrefetchingLoader(build_dataloader(Breaks(), 1, num_workers=num_workers), "cpu")
@@ -375,7 +376,7 @@ def test_a_data_set_that_fails_can_be_iterated_again(num_workers):
         assert stagers() == []
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_an_error_of_the_transform_comes_where_it_belongs():
     def transform(batch):
         if int(batch[1][0]) == 5:
@@ -422,7 +423,7 @@ def test_an_interrupt_while_waiting_leaves_no_thread(device):
 # --- strict -------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_strict_names_the_leaf_that_cannot_be_moved():
     batches = [{"x": torch.ones(2), "meta": [1, {"y": object()}]}]
     with pytest.raises(TypeError, match=r"batch\['meta'\]\[1\]\['y'\] is of type object"):
@@ -430,7 +431,7 @@ def test_strict_names_the_leaf_that_cannot_be_moved():
     assert len(list(PrefetchingLoader(batches, "cpu"))) == 1
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize(
     ("second", "said"),
     [
@@ -482,7 +483,7 @@ def test_fit_through_the_ring_trains_what_a_plain_loop_trains(device, accumulate
             assert torch.equal(a, b)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_an_evaluation_applies_the_transform_and_takes_single_batches():
     t = trainer(accumulate=2)
     batches = samples(5)
@@ -524,7 +525,7 @@ def test_a_fork_reads_on(device):
         ({"reuse": 1}, TypeError, r"reuse must be True or False, got 1 \(int\)"),
         ({"strict": None}, TypeError, r"strict must be True or False, got None"),
         ({"across_epochs": "yes"}, TypeError, r"across_epochs must be True or False, got 'yes'"),
-        ({"background": 0}, TypeError, r"background must be True or False, got 0"),
+        ({"background": 0}, TypeError, r"background must be True, False or .auto., got 0"),
         ({"channels_last": 0}, TypeError, r"channels_last must be True or False, got 0"),
         ({"transform": 3}, TypeError, r"transform must be callable as transform\(batch\), got 3"),
         (

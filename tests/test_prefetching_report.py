@@ -122,7 +122,7 @@ def test_on_a_cpu_all_loading_is_waiting():
     assert "try worker processes" in report
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_what_a_first_batch_takes_is_not_counted():
     def slow_start():
         time.sleep(0.3)
@@ -136,7 +136,7 @@ def test_what_a_first_batch_takes_is_not_counted():
     assert statistics.starved_s < 0.3
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("every_way")
 def test_before_anything_is_known():
     loader = PrefetchingLoader([], "cpu")
     assert loader.statistics().verdict == "unknown"

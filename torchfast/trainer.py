@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ class Trainer(Closing):
         transform: Callable[[Any], Any] | None = None,
         transfer_dtype: torch.dtype | None = None,
         across_epochs: bool = False,
-        background: bool = True,
+        background: bool | Literal["auto"] = "auto",
         strict: bool = False,
     ) -> PrefetchingLoader:
         """Return a `PrefetchingLoader` over ``loader`` that yields what `step` takes.

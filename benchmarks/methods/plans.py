@@ -19,5 +19,6 @@ def train(job: Job, plan: str) -> None:
         plan,
         max_grad_norm=MAX_GRAD_NORM,
     )
-    for batch in trainer.prefetch(job.loader(pinned=True)):
+    # As Trainer.fit does it: each batch is done with when the next one is asked for.
+    for batch in trainer.prefetch(job.loader(pinned=True), reuse=True):
         job.tick(trainer.step(batch))

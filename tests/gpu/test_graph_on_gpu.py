@@ -17,6 +17,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 from torch.utils._pytree import tree_map_only
 
+from gpu.test_syncs import no_syncs
 from models import make_batches
 from test_parity import OPTIMIZERS
 from torchfast import (
@@ -31,7 +32,7 @@ from torchfast._core.compare import differences
 
 GRAPH = Plan(cuda_graph=True)
 # Those that keep every bit in a form that a graph can hold.
-IN_GRAPH = {"ASGD", "Adadelta", "AdamW fused", "Rprop", "SGD", "SGD momentum", "SGD nesterov fused"}
+IN_GRAPH = {"ASGD", "AdamW fused", "Rprop", "SGD", "SGD momentum", "SGD nesterov fused"}
 
 
 @pytest.fixture(autouse=True)
@@ -279,7 +280,6 @@ HOWS = [
     "nonzero",
     "generator",
     "host randomness",
-    "counter",
     "raises",
     "synchronizes",
     "out of memory",
@@ -291,7 +291,6 @@ CAUSES = {
     "nonzero": "the host waits for the device",
     "generator": "a generator that was not named",
     "host randomness": "torch's CPU generator",
-    "counter": "replays do not differ",
     "raises": "ValueError: only here",
     "synchronizes": "the host waits for the device",
     "out of memory": "memory ran out",
@@ -317,6 +316,16 @@ def test_what_cannot_be_captured_trains_on_as_it_is_and_the_next_is_captured(how
     assert_same_training(build("AdamW fused", Plan()), fine, batches)
     assert counters(fine)["graphs"] == 2
     assert torch.cuda.memory_allocated() < allocated + 2**24
+
+
+def test_a_step_that_counts_in_python_is_found_out():
+    """Though not what each capture and check has counted too: the list is nobody's to put back."""
+    net = type("Breaks", (Breaks,), {"how": "counter"})
+    captured = build("AdamW fused", GRAPH, net=net)
+    run(captured, on_gpu(make_batches(6, size=12)) * 3)
+    (why,) = [d.detail for d in captured.report().stepped_aside if d.lever == "cuda_graph"]
+    assert "replays do not differ" in why
+    assert counters(captured)["replays"] == 0
 
 
 class CopiesConstants(Net):
@@ -408,7 +417,9 @@ def wide(plan):
 
 def peak(plan, batches):
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # each has to make its own
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     trainer = wide(plan)
     for batch in batches:
@@ -422,7 +433,6 @@ def peak(plan, batches):
 
 def test_a_graph_takes_the_memory_of_the_step_and_shapes_share_it():
     batches = [torch.randn(8192, 1024, device="cuda")] * 6
-    torch.cuda.reset_peak_memory_stats()
     eager, trainer = peak(Plan(), batches)
     del trainer
     one, trainer = peak(GRAPH, batches)
@@ -493,13 +503,9 @@ def test_no_sync_in_a_steady_step():
     captured = build("AdamW fused", GRAPH, max_grad_norm=1.0, scheduler=lambdas)
     for batch in batches * 2:
         captured.step(batch)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_syncs():
         for batch in batches * 10:
             captured.step(batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert counters(captured)["replays"] == 45
 
 
@@ -519,12 +525,18 @@ trainer = build("AdamW fused", GRAPH)
 batches = on_gpu(make_batches(4, size=12))
 run(trainer, batches * 3)
 assert counters(trainer)["graphs"] == 1
+# Of this process only, since others use the device too.
+total = torch.cuda.get_device_properties(0).total_memory
+limit = torch.cuda.memory_reserved() + (1 << 28)
+torch.cuda.set_per_process_memory_fraction(limit / total)
 ballast = []
 try:
     while True:
-        ballast.append(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
+        ballast.append(torch.empty(1 << 24, dtype=torch.uint8, device="cuda"))
 except torch.OutOfMemoryError:
     pass
+assert ballast
+del ballast[:5]  # what cuBLAS needs in an eager step, and little more
 small = on_gpu(make_batches(3, size=9))
 run(trainer, small * 3)
 ballast.clear()

@@ -18,6 +18,7 @@ from torchfast import PrefetchingLoader, Trainer
 from torchfast._core.batches import tensors
 from torchfast._core.rng import same_rng_state
 from torchfast.data import loader as loader_module
+from torchfast.data import stager
 from torchfast.data.transport import CUDATransport
 
 SIZE, LARGE = 4096, 2**15  # elements: packed with others, and in a block of its own
@@ -26,7 +27,9 @@ LONG = 20_000_000  # cycles, about 10 ms: Python is many steps ahead by then
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left():
+def with_a_thread(monkeypatch):
+    """Batches that lie ready would be fetched without one."""
+    monkeypatch.setattr(stager, "TOO_SLOW_S", 0.0)
     yield
     gc.collect()
     wait_until(lambda: not stagers())
@@ -101,10 +104,12 @@ def num_wrong(
     return int(wrong)
 
 
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 8])
-def test_ten_thousand_batches_arrive_whole_whatever_is_late(monkeypatch, depth, reuse):
-    assert num_wrong(monkeypatch, Late, depth, steps=STEPS, reuse=reuse) == 0
+def test_ten_thousand_batches_arrive_whole_whatever_is_late(monkeypatch, depth, reuse, background):
+    options = {"steps": STEPS, "reuse": reuse, "background": background}
+    assert num_wrong(monkeypatch, Late, depth, **options) == 0
 
 
 def test_so_they_do_behind_a_transform(monkeypatch):
@@ -114,22 +119,26 @@ def test_so_they_do_behind_a_transform(monkeypatch):
     assert num_wrong(monkeypatch, Late, 2, steps=2000, **options) == 0
 
 
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("size", [SIZE, LARGE])
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize(
     ("kind", "read_after"), [(LateCopies, 0), (CUDATransport, LONG), (LateCopies, LONG)]
 )
-def test_so_they_do_when_the_device_is_far_behind(monkeypatch, kind, read_after, reuse, size):
-    options = {"steps": FEW, "read_after": read_after, "reuse": reuse, "size": size}
-    assert num_wrong(monkeypatch, kind, 1, **options) == 0
+def test_so_they_do_when_the_device_is_far_behind(
+    monkeypatch, kind, read_after, reuse, size, background
+):
+    options = {"read_after": read_after, "reuse": reuse, "size": size, "background": background}
+    assert num_wrong(monkeypatch, kind, 1, steps=FEW, **options) == 0
 
 
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("size", [SIZE, LARGE])
 @pytest.mark.parametrize(
     ("kind", "read_after"), [(WithoutReady, 0), (WithoutSettling, 0), (WithoutFree, LONG)]
 )
-def test_without_any_of_the_events_they_do_not(monkeypatch, kind, read_after, size):
-    options = {"steps": FEW, "read_after": read_after, "size": size}
+def test_without_any_of_the_events_they_do_not(monkeypatch, kind, read_after, size, background):
+    options = {"steps": FEW, "read_after": read_after, "size": size, "background": background}
     assert num_wrong(monkeypatch, kind, 1, **options) > 0
 
 

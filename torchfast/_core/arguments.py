@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -41,6 +41,13 @@ def check_flag(name: str, value: object) -> bool:
     """Return ``value`` if it is a bool; 0 and 1 are not."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {_describe(value)}")
+    return value
+
+
+def check_background(value: object) -> bool | Literal["auto"]:
+    """Return ``value`` if it is a bool or ``"auto"``."""
+    if value != "auto" and not isinstance(value, bool):
+        raise TypeError(f"background must be True, False or 'auto', got {_describe(value)}")
     return value
 
 

@@ -5,7 +5,9 @@ and the first batch, which is where samplers draw. The second batch of a loader'
 there too, and watched: if that moved a generator of the host, samples are augmented in this very
 process, and fetching ahead would let training and augmentation draw in another order. Then all
 fetching stays in the caller's thread, one batch at a time, as a plain loop does it; only the copies
-overlap. Otherwise a staging thread takes over. It looks on now and then, and if a generator moved
+overlap. Otherwise a staging thread takes over, as soon as fetching
+is seen to take time: batches that lie ready are fetched in less than two threads need to take turns
+at the interpreter. The thread looks on now and then, and if a generator moved
 while it fetched, hands back to the caller's thread. Some fetches are watched there, where nobody
 else draws: if one moves a generator, fetching stays there; if none does, the thread goes on.
 """
@@ -42,6 +44,9 @@ from torchfast.data.stager import (
 )
 from torchfast.data.statistics import Counters
 from torchfast.data.transport import Slot
+
+# These start what upstream needs, and lay out the ring's memory: no sign of how long others take.
+NUM_FIRST = 2
 
 
 class Feed(Protocol):
@@ -287,16 +292,20 @@ class RingFeed(Feed):
         except BaseException:
             self.finished = True
             raise
-        self._count_wait(time.perf_counter() - start)
+        fetched_s = time.perf_counter() - start
+        self._count_wait(fetched_s)
         if pair is None:
             self.finished = True
             return None
         if before is not None:
             fetching.note_fetch(draws=not same_rng_state(before, get_rng_state(CPU)))
-        slot = stager.free_slot()
+        slot = stager.free_slot()  # a loop ahead of the device waits here: no time of the loader's
         assert slot is not None
+        start = time.perf_counter()
         staged = stage(self._ring, slot, *pair)
-        if fetching.where == "thread":
+        if stager.num_fetched > NUM_FIRST:
+            fetching.note_time(fetched_s + time.perf_counter() - start)
+        if fetching.where == "thread" and not fetching.is_swift:
             self.start()
         return staged
 

@@ -20,13 +20,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from torchfast._core.arguments import (
+    check_background,
     check_callable,
     check_flag,
     check_float_dtype,
@@ -77,8 +78,9 @@ class PrefetchingLoader(Closing):
         channels_last: Lay 4-d tensors out as NHWC, on the device, behind ``transform``.
         across_epochs: Begin the next epoch while the last batches of this one are consumed.
             Its first draws are then made with the generators as they stand at that moment.
-        background: False fetches in the caller's thread always: for loaders that must stay in
-            the thread that made them. Copies overlap all the same.
+        background: ``"auto"`` fetches in a thread once that is seen to take time. True does
+            so from the second batch on. False never does: for loaders that must stay in the
+            thread that made them. Copies overlap all the same.
         strict: Raise where a batch has a leaf that cannot be moved, or another structure than
             the first one.
 
@@ -112,7 +114,7 @@ class PrefetchingLoader(Closing):
         transfer_dtype: torch.dtype | None = None,
         channels_last: bool = False,
         across_epochs: bool = False,
-        background: bool = True,
+        background: bool | Literal["auto"] = "auto",
         strict: bool = False,
     ) -> None:
         check_iterable("loader", loader, "batches")
@@ -127,7 +129,7 @@ class PrefetchingLoader(Closing):
         self.reuse = check_flag("reuse", reuse)
         self.channels_last = check_flag("channels_last", channels_last)
         self.across_epochs = check_flag("across_epochs", across_epochs)
-        self.background = check_flag("background", background)
+        self.background = check_background(background)
         self._check = StructureCheck() if check_flag("strict", strict) else None
         if transform is not None:
             check_callable("transform", transform, "transform(batch)")
@@ -143,6 +145,8 @@ class PrefetchingLoader(Closing):
         self._feed: Feed | None = None
         self._counters = Counters()
         self._fetching = Fetching() if self.background else Fetching("caller", "background=False")
+        # The last batch of an epoch is known ahead of time to a thread only.
+        self._fetching.is_lazy = self.background == "auto" and not self.across_epochs
         self._ahead = EpochAhead(self._upstream, self._fetching)
 
     # -- The loader's own --------------------------------------------------------------------------

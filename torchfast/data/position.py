@@ -157,8 +157,10 @@ class PositionedLoader:
         self._announced = None
 
     def _positions(self, iterator: Iterator[Any], at: Position) -> Iterator[tuple[Any, Position]]:
+        own = None  # which the beginning may make
         for number, batch in enumerate(iterator, start=at.num_batches + 1):
-            generators = tuple([g.get_state() for g in self._own_generators()])
+            own = self._own_generators() if own is None else own
+            generators = tuple([g.get_state() for g in own])
             yield batch, Position(number, at.epoch_start, self._loader_state(), generators)
 
     def _resumed(self, at: Position) -> Iterator[Any]:

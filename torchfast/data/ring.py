@@ -77,7 +77,7 @@ class Ring:
         lock: Held while anything is enqueued or allocated for a slot.
         is_broken: Whether a thread was left behind in it, so that it serves no other iteration.
 
-    Synchronizes: `stage` waits for the slot's previous copy.
+    Synchronizes: `settle` waits for a copy.
     """
 
     def __init__(
@@ -114,8 +114,13 @@ class Ring:
         """Whether the transform draws random numbers, and so runs in the consumer's thread."""
         return bool(self._finish_draws)
 
+    def settle(self, slot: Slot) -> None:
+        """Wait until the slot's previous copy is done, before anything is staged in it."""
+        with self.lock:
+            self.transport.settle(slot)
+
     def stage(self, slot: Slot, batch: Any, position: Position) -> Staged:
-        """Lay ``batch`` out in ``slot`` and enqueue its copies."""
+        """Lay ``batch`` out in a slot that is settled, and enqueue its copies."""
         cargo = Cargo(batch, self.transport.device, self.transfer_dtype, self.trust_pinned)
         finish = self._finish
         late = finish is not None and (
@@ -126,7 +131,6 @@ class Ring:
             or (cargo.has_objects and not self._reuse)
         )
         with self.lock:
-            self.transport.settle(slot)
             mold = self._mold(slot, cargo)
             mold.fill(cargo.plain)
             on_device, copies = mold.cut(slot.blocks, cargo.plain)

@@ -31,6 +31,11 @@ MANY, LOOKS_EVERY_OF_MANY = 256, 64
 WATCHED = (32, 128, 512)
 WATCHED_IF_TRAINING_DRAWS = 4  # enough if the training was seen to draw as often
 STARTS_IN_S = 1.0
+# Fetching and staging a batch in no more than this costs a loop less than another thread, which
+# takes turns with it at the interpreter. Time beyond it adds up, and time below it pays it off.
+SWIFT_S = 150e-6
+MOST_AT_ONCE_S = 1e-3  # of one batch: a hiccup is no sign
+TOO_SLOW_S = 2e-3
 EXIT_S = 5.0  # how long the exit of Python waits for a fetch in progress
 
 Batches = Iterator[tuple[Any, Position]]
@@ -51,6 +56,8 @@ class Fetching:
             the thread's; None while none is suspected.
         num_training_moves: How often the training moved a generator since then.
         num_cleared: Suspicions that no watched fetch has confirmed.
+        is_lazy: Whether the thread waits until fetching is seen to be slow.
+        behind_s: How much slower fetching was of late than what is not worth a thread.
     """
 
     where: Literal["thread", "caller"] | None = None
@@ -61,6 +68,18 @@ class Fetching:
     num_watched: int | None = None
     num_training_moves: int = 0
     num_cleared: int = 0
+    is_lazy: bool = False
+    behind_s: float = 0.0
+
+    @property
+    def is_swift(self) -> bool:
+        """Whether batches that could be fetched in the thread take no time worth it."""
+        return self.is_lazy and self.behind_s < TOO_SLOW_S
+
+    def note_time(self, seconds: float) -> None:
+        """Note what it took to fetch and stage a batch in the caller's thread."""
+        if self.is_swift:
+            self.behind_s = max(0.0, self.behind_s + min(seconds, MOST_AT_ONCE_S) - SWIFT_S)
 
     @property
     def is_suspect(self) -> bool:
@@ -104,13 +123,17 @@ class Fetching:
             )
         else:
             self.where = "thread"
-            self.reason = "fetching draws no random number, so it runs ahead in a thread"
+            self.reason = "fetching draws no random number"
 
     def decision(self, depth: int) -> Decision:
         """Return what became of fetching ahead."""
         detail = self.reason
         if self.where == "thread":
-            detail += f", up to {depth} steps"
+            detail += (
+                "; it takes too little time to be worth a thread, and the copies run ahead"
+                if self.is_swift
+                else f", so it runs ahead in a thread, up to {depth} steps"
+            )
         if self.is_suspect:
             detail = (
                 "a random generator of this process moved while a batch was fetched ahead, so "
@@ -223,11 +246,13 @@ class Stager:
         return get_rng_state(CPU) if due and not self._fetching.training_draws else None
 
     def free_slot(self) -> Slot | None:
-        """Wait for a slot; None once this was told to stop."""
+        """Wait for a slot whose last copy is done; None once this was told to stop."""
         start = time.perf_counter()
         slot = self.ring.free.get()
         while slot is None and not self.stopped:  # a wake that was meant for another
             slot = self.ring.free.get()
+        if slot is not None:
+            self.ring.settle(slot)
         self.counters.stager_wait_s += time.perf_counter() - start
         return slot
 

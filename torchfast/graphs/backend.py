@@ -59,6 +59,9 @@ class Backend(Protocol):
     def pool_bytes(self) -> int:
         """Return the memory that the graphs hold."""
 
+    def release_scratch(self) -> None:
+        """Let go of memory that libraries keep for eager steps."""
+
 
 @final
 class CUDABackend:
@@ -99,6 +102,9 @@ class CUDABackend:
             self._pool = torch.cuda.graph_pool_handle()
         graph = self._new_graph(generators)
         torch.cuda.synchronize(self.device)
+        # So that the capture makes those it needs in the graph's own pool: others would be freed
+        # under a live graph by whoever else lets go of them, as torch.compile's graphs do.
+        self.release_scratch()
         # What warm-up steps have left in the cache is what the graph's own pool will need.
         torch.cuda.empty_cache()
         result = None
@@ -114,6 +120,7 @@ class CUDABackend:
                 graph.capture_end()
             except Exception as error:
                 failure = failure or error
+        self.release_scratch()  # to the pool: what is not captured shall not write there
         if failure is not None:
             self._clean_up(graph, generators)
             try:
@@ -129,6 +136,10 @@ class CUDABackend:
             return 0
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if s["segment_pool_id"] in self._num_graphs)
+
+    def release_scratch(self) -> None:
+        """Let go of the workspaces of cuBLAS: 32 MiB on Hopper for each thread and stream."""
+        torch._C._cuda_clearCublasWorkspaces()
 
     def _let_go(self, pool: Any) -> None:
         """Note that a graph is gone; with the last one its pool is, and cannot be used again."""
@@ -154,9 +165,16 @@ class CUDABackend:
         if _REGISTERS_BY_ITSELF:
             return graph
         for generator in generators:
-            if generator.device == self.device:  # torch does not ask, and crashes
+            if self._is_here(generator):  # torch does not ask, and crashes
                 graph.register_generator_state(generator)
         return graph
+
+    def _is_here(self, generator: torch.Generator) -> bool:
+        device = generator.device
+        if device.type != self.device.type:
+            return False
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return index == self.device.index
 
     def _leave_capture_mode(self, generators: Sequence[torch.Generator]) -> None:
         """Capture next to nothing: generators believe that the failed capture is still going on."""

@@ -168,6 +168,7 @@ class GraphEngine:
         """Let go of the graphs and their memory; a second call does nothing."""
         if not self._closed:
             self._store.drop_all()
+            self._backend.release_scratch()
         self._closed = True
 
     # -- The three stations --------------------------------------------------------------------
@@ -222,6 +223,7 @@ class GraphEngine:
             self._store.add(entry)
             self._frozen = self._watch.frozen()
             mismatch = self._mismatch(entry, call) if self._options.check else None
+            self._backend.release_scratch()
             if mismatch is None:
                 return None
             failure = Failure(mismatch)

@@ -38,6 +38,7 @@ class StaticOutputs:
         gathered = {id(t) for group, _ in self._gathered for t in group}
         self._single = [t for t in every if id(t) not in gathered]
         self._is_one = len(every) == 1 and every[0] is outputs
+        self._rebuild = _rebuilt if _is_simple(outputs) else _rebuilt_in_any_form
 
     def cloned(self) -> Any:
         """Return the outputs in memory of their own, detached."""
@@ -46,4 +47,37 @@ class StaticOutputs:
         copies = {id(t): t.clone() for t in self._single}
         for group, gathered in self._gathered:
             copies.update(zip(map(id, group), gathered.clone().unbind(), strict=True))
-        return map_batch(self._outputs, lambda tensor: copies[id(tensor)])
+        return self._rebuild(self._outputs, copies)
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether `_rebuilt` knows all containers in it: those that steps return mostly."""
+    kind = type(value)
+    if kind is dict:
+        return all(map(_is_simple, value.values()))
+    if kind is tuple or kind is list or _is_named_tuple(value):
+        return all(map(_is_simple, value))
+    return kind is Tensor or value is None or kind in (bool, int, float, str)
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_make")
+
+
+def _rebuilt(value: Any, copies: dict[int, Tensor]) -> Any:
+    kind = type(value)
+    if kind is Tensor:
+        return copies[id(value)]
+    if kind is dict:
+        return {key: _rebuilt(item, copies) for key, item in value.items()}
+    if kind is list:
+        return [_rebuilt(item, copies) for item in value]
+    if kind is tuple:
+        return tuple([_rebuilt(item, copies) for item in value])
+    if isinstance(value, tuple):
+        return kind._make([_rebuilt(item, copies) for item in value])
+    return value
+
+
+def _rebuilt_in_any_form(value: Any, copies: dict[int, Tensor]) -> Any:
+    return map_batch(value, lambda tensor: copies[id(tensor)])

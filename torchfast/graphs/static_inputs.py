@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -29,16 +30,23 @@ class StaticInputs:
 
     def __init__(self, inputs: Any, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._tensors = [_like(tensor, device) for tensor in tensors]
+        self._needs_gradients = any(tensor.requires_grad for tensor in tensors)
         own = {id(tensor): copy for tensor, copy in zip(tensors, self._tensors, strict=True)}
         self.inputs = map_batch(inputs, lambda tensor: own[id(tensor)])
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
+    def fill(self, tensors: list[Tensor]) -> None:
         """Copy a call's tensors in; one that is our own memory already is left alone."""
-        pairs = [(a, b) for a, b in zip(self._tensors, tensors, strict=True) if a is not b]
-        if pairs:
-            own, given = zip(*pairs, strict=True)
+        own = self._tensors
+        if any(map(operator.is_, own, tensors)):
+            pairs = [(a, b) for a, b in zip(own, tensors, strict=True) if a is not b]
+            own, tensors = [a for a, _ in pairs], [b for _, b in pairs]
+        if not own:
+            return
+        if self._needs_gradients:
             with torch.no_grad():
-                torch._foreach_copy_(own, given, non_blocking=True)
+                torch._foreach_copy_(own, tensors, non_blocking=True)
+        else:
+            torch._foreach_copy_(own, tensors, non_blocking=True)
 
     def versions(self) -> list[int]:
         """Return how often each tensor was written to."""

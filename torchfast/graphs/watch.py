@@ -8,6 +8,7 @@ lists, read and compared by loops in C.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, final
 
@@ -63,6 +64,7 @@ class StateWatch:
             if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
         ]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
+        self._settings = [_Settings(group) for group in state.own_groups()]
         self._numbers = [
             (operator.itemgetter(*names), module.__dict__)
             for module in modules
@@ -85,30 +87,26 @@ class StateWatch:
 
     def frozen(self) -> list[Any]:
         """Return what is read on the host: hyperparameters, numbers of modules, hooks there are."""
+        groups = self._state.own_groups()
+        values: list[Any] = []
+        try:
+            pairs = zip(self._settings, groups, strict=False)
+            values += [setting.read(group) for setting, group in pairs]
+            values += [numbers(attributes) for numbers, attributes in self._numbers]
+        except KeyError:
+            values.append(None)  # one was taken away
         on_device = {id(group) for rates in self._state.rates for group in rates.groups}
-        values = [
-            _frozen(value)
-            for group in self._state.own_groups()
-            for key, value in group.items()
-            if key not in _NOT_FROZEN
-        ]
         # Of a rate on the device only whether it is a tensor of the user's.
         values += [
             _frozen(rate) if id(group) not in on_device or isinstance(rate, Tensor) else None
-            for group in self._state.own_groups()
+            for group in groups
             if (rate := group.get("lr")) is not None
         ]
         values += map(_SCALER_SETTINGS, self._state.scalers)
         values += map(len, self._attributes)  # an attribute can hide that of the class
-        try:
-            values += [numbers(attributes) for numbers, attributes in self._numbers]
-        except KeyError:
-            values.append(None)  # one was taken away
-        values += map(tuple, self._hooks)  # their numbers, which are given once
-        values += [
-            tuple(tuple(hooks) for hooks in held if hooks)
-            for held in map(_PARAMETER_HOOKS, self._state.parameters)
-        ]
+        # Of hooks their numbers, which are given once.
+        values += map(tuple, filter(None, self._hooks))
+        values += map(tuple, self._hooks_of_parameters())
         return values
 
     def is_frozen_as(self, before: list[Any]) -> bool:
@@ -120,10 +118,10 @@ class StateWatch:
 
     def num_hooks(self) -> int:
         """Return how many hooks there are on modules, optimizers and parameters."""
-        held = [*self._hooks]
-        for hooks in map(_PARAMETER_HOOKS, self._state.parameters):
-            held += [h for h in hooks if h]
-        return sum(map(len, held))
+        return sum(map(len, [*self._hooks, *self._hooks_of_parameters()]))
+
+    def _hooks_of_parameters(self) -> Iterator[Any]:
+        return filter(None, chain.from_iterable(map(_PARAMETER_HOOKS, self._state.parameters)))
 
     def moved(self) -> str | None:
         """Return what is no longer where it was at the last `refresh`; None if all is."""
@@ -145,6 +143,37 @@ class StateWatch:
             values += self._state.optimizer_states()
             values += chain.from_iterable(map(dict.values, self._states))
         return values
+
+
+@final
+class _Settings:
+    """What of a parameter group is frozen into a graph: read by one call where that tells all.
+
+    Args:
+        group: Whose names are taken; its values may change.
+    """
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self._names = [name for name in group if name not in _NOT_FROZEN]
+        self._num_entries = len(group)
+        is_plain = self._names and all(_is_of_one_piece(group[name]) for name in self._names)
+        self._get = operator.itemgetter(*self._names) if is_plain else None
+
+    def read(self, group: dict[str, Any]) -> Any:
+        """Return the values, and how many there are."""
+        names = self._names
+        if len(group) != self._num_entries:
+            names = [name for name in group if name not in _NOT_FROZEN]
+        if self._get is None:
+            return len(names), [_frozen(group[name]) for name in self._names]
+        return len(names), self._get(group)
+
+
+def _is_of_one_piece(value: Any) -> bool:
+    """Whether a value is another object if it has changed; a tensor's memory the graph reads."""
+    if isinstance(value, tuple):
+        return all(map(_is_of_one_piece, value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
 
 
 def _names_of_numbers(module: nn.Module) -> list[str]:
