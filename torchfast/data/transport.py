@@ -193,13 +193,13 @@ class CUDATransport(Transport):
     @override
     def receive(self, slot: Slot) -> None:
         self._num_receipts += 1
-        stream = torch.cuda.current_stream(self.device)
-        if stream == self._consumer:
-            stream = self._consumer  # the very object, by which threads know that it stayed
-        else:
+        # By its number: torch.cuda.current_stream() takes as long as a launch.
+        if torch._C._cuda_getCurrentStream(self.device.index)[0] != self._consumer.stream_id:
+            stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self._consumer)
             self._consumer = stream
-        slot.stream = stream
+        # The very object, by which threads know that it stayed.
+        slot.stream = stream = self._consumer
         if slot.home is not stream and slot.home != stream:
             for block in slot.blocks:  # they go back to the pool of another stream than reads them
                 block.record_stream(stream)

@@ -33,9 +33,9 @@ class StaticOutputs:
             if type(tensor) is Tensor and tensor.dim() == 0 and tensor.layout is torch.strided:
                 groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         self._gathered = [
-            (group, torch.stack(group)) for group in groups.values() if len(group) > 1
+            ([*map(id, group)], torch.stack(group)) for group in groups.values() if len(group) > 1
         ]
-        gathered = {id(t) for group, _ in self._gathered for t in group}
+        gathered = {number for numbers, _ in self._gathered for number in numbers}
         self._single = [t for t in every if id(t) not in gathered]
         self._is_one = len(every) == 1 and every[0] is outputs
         self._rebuild = _rebuilt if _is_simple(outputs) else _rebuilt_in_any_form
@@ -45,8 +45,8 @@ class StaticOutputs:
         if self._is_one:
             return self._outputs.clone()
         copies = {id(t): t.clone() for t in self._single}
-        for group, gathered in self._gathered:
-            copies.update(zip(map(id, group), gathered.clone().unbind(), strict=True))
+        for numbers, gathered in self._gathered:
+            copies.update(zip(numbers, gathered.clone().unbind(), strict=True))
         return self._rebuild(self._outputs, copies)
 
 
