@@ -137,8 +137,9 @@ def test_a_model_that_hangs_is_killed_after_the_limit():
 
 
 def test_what_was_found_before_a_failure_is_kept():
-    # Parity takes 14 calls: seven batches, twice.
-    record = swept(OutsideModel(build, batch, partial(loss_that_fails, 14)))
+    # What parity takes: a group of two batches a step, the last of one, in each of two loops.
+    calls = 2 * (2 * runner.PARITY_STEPS - 1)
+    record = swept(OutsideModel(build, batch, partial(loss_that_fails, calls)))
     assert record["status"] == "failed"
     assert record["parity"]["held"]
     assert "gain" not in record
@@ -156,7 +157,7 @@ def test_a_plan_that_computes_something_else_does_not_hold_parity(loss_fn, plan,
     assert "parity NOT held" in capsys.readouterr().out
     assert "parity held 0" in runner.summary({"toy": record})
     if size is None:
-        assert "step 1 of 4: loss" in record["parity"]["reason"]
+        assert f"step 1 of {runner.PARITY_STEPS}: loss" in record["parity"]["reason"]
     else:
         assert record["parity"]["loss_error"] == pytest.approx(size, rel=0.1)
 
@@ -168,18 +169,21 @@ def test_losses_that_are_not_finite_prove_nothing():
 
 
 @pytest.mark.parametrize(
-    ("applied", "expected"),
+    ("applied", "aside", "replays", "expected"),
     [
-        ([], "eager"),
-        (["precision", "optimizer"], "eager"),
-        (["compile"], "compiled"),
-        (["compile", "graph"], "captured"),
+        ([], "", 0, "eager"),
+        (["precision", "optimizer"], "", 0, "eager"),
+        (["cuda_graph"], "", 0, "eager"),  # it could have been, and was not
+        (["compile"], "", 0, "compiled"),
+        (["compile", "cuda_graph"], "", 7, "captured"),
+        (["cuda_graph"], "the update of A is not in the graph: b", 7, "captured, update after"),
+        (["cuda_graph"], "steps of 3x4 run eagerly: no", 7, "captured"),
     ],
 )
-def test_the_form_is_told_from_what_was_applied(applied, expected):
+def test_the_form_is_told_from_what_was_done(applied, aside, replays, expected):
     decisions = [Decision(lever=lever, outcome="applied", detail="") for lever in applied]
-    decisions.append(Decision(lever="graph", outcome="stepped aside", detail="no CUDA"))
-    report = Report(title="", decisions=tuple(decisions))
+    decisions.append(Decision(lever="cuda_graph", outcome="stepped aside", detail=aside))
+    report = Report(title="", decisions=tuple(decisions), counters={"replays": replays})
     assert runner.form(report) == expected
 
 

@@ -5,11 +5,11 @@ and the first batch, which is where samplers draw. The second batch of a loader'
 there too, and watched: if that moved a generator of the host, samples are augmented in this very
 process, and fetching ahead would let training and augmentation draw in another order. Then all
 fetching stays in the caller's thread, one batch at a time, as a plain loop does it; only the copies
-overlap. Otherwise a staging thread takes over, as soon as fetching
-is seen to take time: batches that lie ready are fetched in less than two threads need to take turns
-at the interpreter. The thread looks on now and then, and if a generator moved
-while it fetched, hands back to the caller's thread. Some fetches are watched there, where nobody
-else draws: if one moves a generator, fetching stays there; if none does, the thread goes on.
+overlap. So it does while batches lie ready, which takes less time than two threads lose by taking
+turns at the interpreter. Once fetching is seen to take longer, a staging thread takes over. It
+looks on now and then, and if a generator moved while it fetched, hands back to the caller's thread.
+Some fetches are watched there, where nobody else draws: if one moves a generator, fetching stays
+there; if none does, the thread goes on.
 """
 
 from __future__ import annotations

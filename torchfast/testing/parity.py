@@ -27,6 +27,7 @@ from torchfast._core.arguments import check_callable, check_int, explain_keyword
 from torchfast._core.batches import MicroBatches, map_batch, to_device
 from torchfast._core.building import build_scheduler
 from torchfast._core.compare import differences
+from torchfast._core.decisions import Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ParityError
 from torchfast._core.rng import get_rng_state, preserved_rng, seed_everything, set_rng_state
@@ -61,6 +62,8 @@ class ParityResult:
         losses: The plain loop's losses.
         loss_error: Largest relative difference of a loss; 0 when exact.
         update_error: Relative difference of the parameters' change; 0 when exact.
+        report: What the plan did: a step that ran eagerly proves nothing about its graph, which
+            needs a few steps more than it takes to be captured.
     """
 
     exact: bool
@@ -68,6 +71,7 @@ class ParityResult:
     losses: tuple[float, ...]
     loss_error: float
     update_error: float
+    report: Report
 
 
 @explain_keywords
@@ -259,6 +263,7 @@ class _Pair:
             losses=tuple(plain for plain, _ in losses),
             loss_error=float(np.max([_relative(a, b) for a, b in losses])),  # keeps NaN
             update_error=update_error,
+            report=self._step.report(),
         )
 
     def first_far_loss(self, tolerance: float) -> str:
