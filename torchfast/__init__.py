@@ -36,7 +36,7 @@ from torchfast.data import (
     sweep_workers,
 )
 from torchfast.fit_options import FitEvent, FitResult
-from torchfast.graphs import CUDAGraphOptions, CUDAGraphStep
+from torchfast.graphs import CUDAGraphOptions, CUDAGraphStep, ParallelBranches
 from torchfast.plan import Plan
 from torchfast.precision import NonfiniteOptions, PrecisionOptions
 from torchfast.step import TrainStep
@@ -63,6 +63,7 @@ __all__ = [
     "MonitoredDataLoader",
     "NonFiniteError",
     "NonfiniteOptions",
+    "ParallelBranches",
     "ParityError",
     "Plan",
     "PlanError",

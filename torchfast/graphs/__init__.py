@@ -1,9 +1,10 @@
-"""A whole training step as one CUDA graph, and the form of optimizer that it needs."""
+"""A whole training step as one CUDA graph, the form of optimizer it needs, branches on streams."""
 
 from torchfast.graphs.graph_form import GraphForm, graph_form
 from torchfast.graphs.graphed_update import GraphedUpdate
 from torchfast.graphs.optimizer_form import OptimizerForm
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
+from torchfast.graphs.parallel_branches import ParallelBranches
 from torchfast.graphs.step import CUDAGraphStep
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "GraphForm",
     "GraphedUpdate",
     "OptimizerForm",
+    "ParallelBranches",
     "graph_decision",
     "graph_form",
 ]
