@@ -254,3 +254,21 @@ def test_a_weak_method_keeps_nothing_alive():
     del task
     with pytest.raises(TypeError):
         method(None, None)
+
+
+def several(make_step):
+    """The same, a few updates a step."""
+
+    def make(model, optimizer):
+        update = make_step(model, optimizer)
+        return lambda x: torch.stack([update(part) for part in x.split(2)])
+
+    return make
+
+
+def test_several_updates_are_one_graph():
+    def rate_of_the_call(number, model, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
+
+    captured = side_by_side(Shifts, several(plain_order), event=rate_of_the_call)
+    assert counts(captured) == (1, 11, 3, 1)
