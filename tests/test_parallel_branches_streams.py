@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from functools import partial
 from typing import NamedTuple
 
@@ -57,10 +58,35 @@ def test_branches_wait_for_what_comes_before_and_what_follows_waits_for_them(dev
         assert torch.equal(run_late(device, branches), torch.full((4,), 20.0))
 
 
-@pytest.mark.parametrize("missing", ["fork", "join"])
-def test_without_a_fork_or_a_join_it_is_wrong(device, monkeypatch, missing):
-    monkeypatch.setattr(device, missing, lambda current, streams: None)
-    assert not torch.equal(run_late(device, ParallelBranches(3)), torch.full((4,), 20.0))
+def test_without_a_fork_it_is_wrong(device, monkeypatch):
+    monkeypatch.setattr(device, "fork", lambda current, streams: None)
+    held = threading.Event()
+    with device:
+        device.main.enqueue(held.wait)
+        x = torch.ones(4) * 2
+        outputs = ParallelBranches(3)([partial(torch.mul, other=k) for k in range(1, 4)], x)
+        for stream in device.streams[1:]:
+            stream.synchronize()  # with a fork it would wait for what is held
+        held.set()
+        total = outputs[0] + outputs[1] + outputs[2]
+    assert not torch.equal(read(device, total), torch.full((4,), 12.0))
+
+
+def test_without_a_join_it_is_wrong(device, monkeypatch):
+    monkeypatch.setattr(device, "join", lambda current, streams: None)
+    held = threading.Event()
+
+    def branch(x, factor):
+        device.current().enqueue(held.wait)
+        return x * factor
+
+    with device:
+        x = torch.ones(4) * 2
+        outputs = ParallelBranches(3)([partial(branch, factor=k) for k in range(1, 4)], x)
+        total = outputs[0] + outputs[1] + outputs[2]
+    wrong = read(device, total)  # with a join it would wait for what is held
+    held.set()
+    assert not torch.equal(wrong, torch.full((4,), 12.0))
 
 
 def test_branches_take_the_streams_in_turn_and_the_same_in_each_step(device):
