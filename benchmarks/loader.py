@@ -63,10 +63,13 @@ SECTIONS = {
     "eta": Section(loader_eta.rows, loader_eta.line, 110, "efficiency, target 0.99"),
     "overlap": Section(loader_overlap.rows, loader_overlap.line, 60, "overlap, target 0.95"),
     "next": Section(
-        loader_host.next_rows, loader_host.next_line, 45, "next() of two tensors, target 50 µs"
+        loader_host.next_rows,
+        loader_host.next_line,
+        45,
+        "next() of two tensors fetched ahead, target 50 µs",
     ),
     "launch": Section(
-        loader_host.launch_rows, loader_host.launch_line, 45, "a step of about 0.15 ms"
+        loader_host.launch_rows, loader_host.launch_line, 60, "a step of about 0.15 ms"
     ),
     "memory": Section(loader_memory.rows, loader_memory.line, 60, "memory over many epochs"),
     "timeline": Section(loader_timeline.rows, loader_timeline.line, 40, "timeline"),

@@ -44,9 +44,10 @@ def vectors(batch: int = 256) -> tuple[Tensor, Tensor]:
     return torch.rand(batch, 784, generator=draw), torch.randint(10, (batch,), generator=draw)
 
 
-def ready(count: int = 8) -> list[Any]:
-    """Return as many batches as anyone takes, of a few that are in memory, not pinned."""
-    return [mapped(vectors(), torch.clone) for _ in range(count)] * (MANY // count)
+def ready(count: int = 8, *, pinned: bool = False) -> list[Any]:
+    """Return as many batches as anyone takes, of a few that are in memory."""
+    made = Tensor.pin_memory if pinned else torch.clone
+    return [mapped(vectors(), made) for _ in range(count)] * (MANY // count)
 
 
 def num_workers(settings: Settings) -> int:
@@ -77,9 +78,9 @@ def next_rows(settings: Settings) -> Iterator[Row]:
 
 
 def ahead(settings: Settings, upstream: str, reuse: bool, pause: str) -> Row:
-    """Return what ``next()`` costs when the ring has had time to fill."""
+    """Return what ``next()`` costs when the thread has had time to fill the ring."""
     source = ready() if upstream == "list" else workers_of(settings)
-    with PrefetchingLoader(source, settings.device, depth=2, reuse=reuse) as loader:
+    with PrefetchingLoader(source, settings.device, reuse=reuse, background=True) as loader:
         batches = iter(loader)
         row = cost(batches, settings, pause)
         batches.close()  # type: ignore[attr-defined]
@@ -244,8 +245,8 @@ def length_ms(step: Callable[[Any], Any], batch: Any, repeats: int = 200) -> flo
 def launch_rows(settings: Settings) -> Iterator[Row]:
     """Yield how a short step fares with each upstream, handed out in each way."""
     step = short_training(settings)
-    for upstream in ("list", "workers"):
-        for how in ("reuse=True", "reuse=False", "by hand"):
+    for upstream in ("list", "pinned list", "workers"):
+        for how in ("reuse=True", "reuse=False", "in a thread", "by hand"):
             what = {"upstream": upstream, "how": how}
             yield attempt(settings, what, lambda w=what: launch_bound(settings, step, **w))
 
@@ -254,7 +255,8 @@ def launch_bound(settings: Settings, step: GraphedTraining, upstream: str, how: 
     """Return the time of a step beside that on resident data, block by block in turns."""
     device = settings.device
     workers = num_workers(settings) if upstream == "workers" else 0
-    source: Any = workers_of(settings) if workers else ready()
+    pinned = upstream == "pinned list" and settings.on_cuda
+    source: Any = workers_of(settings) if workers else ready(pinned=pinned)
     supply_ms = drained_ms(iter(source), settings, 2 * reserve(workers)) if workers else 0.0
     control = Arm(forever(resident(vectors(), device)), step, device, lead=_lead(settings))
     arm = _arm(settings, source, step, how, workers)
@@ -291,7 +293,12 @@ def _lead(settings: Settings, workers: int = 0) -> int:
 def _arm(settings: Settings, source: Any, step: GraphedTraining, how: str, workers: int) -> Arm:
     device, lead = settings.device, _lead(settings, workers)
     if how != "by hand":
-        loader = PrefetchingLoader(source, device, reuse=how == "reuse=True")
+        loader = PrefetchingLoader(
+            source,
+            device,
+            reuse=how != "reuse=False",
+            background=how == "in a thread" or "auto",
+        )
         return Arm(loader, step, device, lead=lead, close=loader.close)
     if workers:
         source = workers_of(settings, pinned=settings.on_cuda)
@@ -304,7 +311,7 @@ def launch_line(row: Row) -> str:
     supply = row["supply_over_demand"]
     known = "supply ready" if supply is None else f"supply x{supply:.2f}"
     return (
-        f"{row['upstream']:8} {row['how']:11} step {row['resident_ms']:.4f} -> "
+        f"{row['upstream']:11} {row['how']:11} step {row['resident_ms']:.4f} -> "
         f"{row['loader_ms']:.4f} ms ({row['more_us']:+.1f} µs), eta {row['eta']:.3f} "
         f"[{low:.3f} {high:.3f}], {known}"
     )
