@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpu.requirements import lacking, present_devices, required_by
+from gpu.syncs import forbid_syncs
 
 
 @pytest.hookimpl(tryfirst=True)  # before any fixture allocates on a device
@@ -22,3 +23,11 @@ def deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def no_sync_debug_mode_is_left():
+    """Or every test after one that fails in it would."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.get_sync_debug_mode():
+        forbid_syncs(False)

@@ -21,7 +21,7 @@ from gpu.graph_jobs import (
     run,
     state,
 )
-from gpu.test_syncs import no_syncs
+from gpu.syncs import no_syncs
 from models import make_batches
 from test_parity import OPTIMIZERS
 from torchfast import (

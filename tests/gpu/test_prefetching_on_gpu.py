@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
-import warnings
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from containers import CONTAINERS
+from gpu.syncs import no_syncs
 from models import mean_loss
 from simulated_device import stagers, wait_until
 from test_prefetching import LOADERS, SHAPES, ragged, trained
@@ -302,14 +302,8 @@ def test_the_consumers_thread_waits_for_nothing():
     batches = iter(loader)
     for _ in range(5):
         next(batches)
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_syncs():
         total = sum(x.sum() for x, _ in batches)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert int(total) == SIZE * sum(range(5, 60))
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import warnings
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -20,25 +18,10 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
+from gpu.syncs import forbid_syncs, no_syncs
 from torchfast import MicroBatches, Plan, Trainer
 
 STEPS = 50
-
-
-def forbid_syncs(on: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-
-@contextmanager
-def no_syncs():
-    torch.cuda.synchronize()
-    forbid_syncs(True)
-    try:
-        yield
-    finally:
-        forbid_syncs(False)
 
 
 class Net(nn.Module):

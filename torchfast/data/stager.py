@@ -33,9 +33,9 @@ WATCHED_IF_TRAINING_DRAWS = 4  # enough if the training was seen to draw as ofte
 STARTS_IN_S = 1.0
 # Fetching and staging a batch in no more than this costs a loop less than another thread, which
 # takes turns with it at the interpreter. Time beyond it adds up, and time below it pays it off.
-SWIFT_S = 150e-6
-MOST_AT_ONCE_S = 1e-3  # of one batch: a hiccup is no sign
-TOO_SLOW_S = 2e-3
+SWIFT_S = 300e-6
+MOST_AT_ONCE_S = 2e-3  # of one batch: a hiccup is no sign
+TOO_SLOW_S = 5e-3
 EXIT_S = 5.0  # how long the exit of Python waits for a fetch in progress
 
 Batches = Iterator[tuple[Any, Position]]
