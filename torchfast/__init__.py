@@ -35,6 +35,7 @@ from torchfast.data import (
     build_dataloader,
     sweep_workers,
 )
+from torchfast.ema import EMAOptions
 from torchfast.fit_options import FitEvent, FitResult
 from torchfast.graphs import CUDAGraphOptions, CUDAGraphStep, ParallelBranches
 from torchfast.plan import Plan
@@ -53,6 +54,7 @@ __all__ = [
     "CheckpointWriteError",
     "ClosedError",
     "Decision",
+    "EMAOptions",
     "EmptyEpochError",
     "FitEvent",
     "FitResult",

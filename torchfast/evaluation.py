@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from torchfast._core.arguments import check_flag
 from torchfast._core.errors import EmptyEpochError
 from torchfast._core.loss import LossParts, Number
 from torchfast._core.reading import Reading
@@ -21,10 +23,27 @@ class EvaluationCutError(Exception):
     """An evaluation was told to stop before its end."""
 
 
+def evaluated_model(step: TrainStep, *, ema: bool) -> nn.Module:
+    """Return the model whose weights are evaluated.
+
+    Raises:
+        ValueError: The average of the weights, and there is none.
+    """
+    if not ema:
+        return step.model
+    averaged = step.ema_model
+    if averaged is None:
+        raise ValueError(
+            "ema=True (in fit evaluate_ema=True) evaluates averaged weights, and this trainer "
+            "averages none; build it with Trainer(..., ema=0.999), or leave it out"
+        )
+    return averaged
+
+
 @contextmanager
-def undisturbed(step: TrainStep) -> Iterator[None]:
+def undisturbed(step: TrainStep, model: nn.Module) -> Iterator[None]:
     """Put every module's mode and every random generator back, whatever the body does."""
-    modes = [(module, module.training) for module in step.model.modules()]
+    modes = [(module, module.training) for module in model.modules()]
     try:
         with preserved_rng(step.device):
             yield
@@ -34,14 +53,20 @@ def undisturbed(step: TrainStep) -> Iterator[None]:
 
 
 def evaluate(
-    step: TrainStep, batches: Iterable[Any], should_stop: Callable[[], bool] = lambda: False
+    step: TrainStep,
+    batches: Iterable[Any],
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
+    ema: bool = False,
 ) -> dict[str, float]:
     """Return mean loss and metrics over ``batches``: see ``Trainer.evaluate``.
 
     Raises:
+        ValueError: ``ema``, and no average is kept.
         EmptyEpochError: No batch.
         EvaluationCutError: ``should_stop`` said so; half a data set is no evaluation.
     """
+    model = evaluated_model(step, ema=check_flag("ema", ema))
     if isinstance(batches, PrefetchingLoader):
         loader = batches.ungrouped()  # one loss a batch, not one a group
     else:
@@ -49,12 +74,12 @@ def evaluate(
             batches, step.device, reuse=True, channels_last=step.channels_last
         )
     parts: list[LossParts] = []
-    with undisturbed(step), torch.no_grad(), loader:
-        step.model.eval()
+    with undisturbed(step, model), torch.no_grad(), loader:
+        model.eval()
         for batch in loader:
             if should_stop():
                 raise EvaluationCutError
-            loss, metrics, weight = step.compute_loss(batch)
+            loss, metrics, weight = step.compute_loss(batch, model)
             parts.append(LossParts(loss.detach(), metrics, weight))
     if len({part.weight is None for part in parts}) > 1:
         raise TypeError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchfast._core.arguments import (
     check_callable,
     check_choice,
+    check_flag,
     check_int,
     check_iterable,
     check_positive,
@@ -100,6 +101,7 @@ class FitOptions:
     epochs: int | None
     evaluate: Evaluate | None
     evaluate_every: int | None
+    evaluate_ema: bool
     log_every: int
     log_path: str | PathLike[str] | None
     progress: ProgressMode | bool
@@ -121,6 +123,8 @@ class FitOptions:
                 check_positive(name, getattr(self, name))
         if self.evaluate is None and self.evaluate_every is not None:
             raise ValueError(f"evaluate_every={self.evaluate_every} needs evaluate=, got None")
+        if check_flag("evaluate_ema", self.evaluate_ema) and self.evaluate is None:
+            raise ValueError("evaluate_ema=True needs evaluate=, got None")
         if not (self.evaluate is None or callable(self.evaluate)):
             check_iterable("evaluate", self.evaluate, "batches, or a callable model -> mapping")
         if not isinstance(self.progress, bool):

@@ -23,7 +23,7 @@ from torchfast._core.device import peak_flops
 from torchfast._core.errors import EmptyEpochError
 from torchfast._core.signals import StopSignals
 from torchfast.data import PrefetchingLoader
-from torchfast.evaluation import EvaluationCutError, evaluate, undisturbed
+from torchfast.evaluation import EvaluationCutError, evaluate, evaluated_model, undisturbed
 from torchfast.fit_checkpoints import FitCheckpoints, FitProgress
 from torchfast.fit_options import Evaluate, FitEvent, FitOptions, FitResult
 from torchfast.records import IntervalRecords, Record, SkipWatch
@@ -52,6 +52,7 @@ class FitLoop:
         if is_plateau and options.evaluate is None:
             raise ValueError("ReduceLROnPlateau is stepped on evaluations: fit needs evaluate=")
         self._plateau = step.lr_scheduler if is_plateau else None
+        evaluated_model(step, ema=options.evaluate_ema)  # or raise before hours of training
         self._done = 0
         self._epoch = step.num_epochs
         self._epochs_done = 0
@@ -255,15 +256,21 @@ class FitLoop:
 
     def _evaluated(self, evaluation: Evaluate) -> dict[str, float]:
         if callable(evaluation):
-            with undisturbed(self._step):
-                values = evaluation(self._step.model)
+            model = evaluated_model(self._step, ema=self._options.evaluate_ema)
+            with undisturbed(self._step, model):
+                values = evaluation(model)
             if not isinstance(values, Mapping):
                 raise TypeError(
                     "evaluate must return a mapping of names to floats, got "
                     f"{type(values).__name__}"
                 )
             return {name: float(value) for name, value in values.items()}
-        return evaluate(self._step, evaluation, lambda: self._signals.received is not None)
+        return evaluate(
+            self._step,
+            evaluation,
+            lambda: self._signals.received is not None,
+            ema=self._options.evaluate_ema,
+        )
 
     # --- what is told --------------------------------------------------------------------------
 

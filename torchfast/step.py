@@ -50,23 +50,16 @@ from torchfast._core.loss import (
     StepOutput,
     check_differentiable,
     detached,
-    mean_metrics,
-    total,
     unpack_loss,
 )
 from torchfast._core.reachable import weak_method
 from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast._core.state import FORMAT, check_training_state
-from torchfast._core.weights import divide_gradients, weigh
+from torchfast._core.weights import combine
+from torchfast.ema import EMAOptions, WeightAverage
 from torchfast.levers import apply_levers
 from torchfast.plan import Plan
-from torchfast.precision import (
-    ChannelsLast,
-    LossScaler,
-    PrecisionPolicy,
-    SkipCounts,
-    UpdateGuard,
-)
+from torchfast.precision import ChannelsLast, LossScaler, PrecisionPolicy, SkipCounts, UpdateGuard
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +88,8 @@ class TrainStep:
             A ReduceLROnPlateau is left to `Trainer.fit`, which steps it after evaluation.
         device: Where to train; None means where the parameters are. The model and the
             optimizer's state are moved there in place.
+        ema: Keep an exponential moving average of the weights in `ema_model`: its decay, or
+            `EMAOptions`.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -128,6 +123,7 @@ class TrainStep:
         accumulate: int = 1,
         lr_scheduler: SchedulerSource = None,
         device: torch.device | str | int | None = None,
+        ema: float | EMAOptions | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -137,6 +133,7 @@ class TrainStep:
         self.max_grad_norm = (
             None if max_grad_norm is None else check_positive("max_grad_norm", max_grad_norm)
         )
+        self._ema = EMAOptions.of(ema)
         self.device = resolve_device(device, model)
         self.model = model
         self._loss_fn = loss_fn
@@ -155,13 +152,15 @@ class TrainStep:
         )
         if self._precision.format == "fp16" and self.max_grad_norm is not None:
             check_no_strays(model, self.optimizer)
+        can_skip = self._precision.format == "fp16" or self.plan.nonfinite_options.action == "skip"
+        self._average = WeightAverage(model, self._ema, self.device, can_skip=can_skip)
         # Nothing below refuses an argument, and nothing above has changed a form or a layout.
         release(self.optimizer)
         self._layout = ChannelsLast(model, self.plan.channels_last)
-        can_skip = self._precision.format == "fp16" or self.plan.nonfinite_options.action == "skip"
         levers = apply_levers(self.optimizer, self.plan, model, self.device, can_skip=can_skip)
         self._form, self._graph_decisions = levers.form, levers.decisions
         self._layout.align(self.optimizer)
+        self._average.align()
         scaler = (
             LossScaler(self.plan.precision_options, self.optimizer, self.device)
             if self._precision.format == "fp16"
@@ -179,7 +178,7 @@ class TrainStep:
             None if can_skip else weak_method(self._until_update),
             model,
             self.optimizer,
-            [] if scaler is None else [scaler.held],
+            [*([] if scaler is None else [scaler.held]), *self._average.named],
             loss_fn,
             self._guard.forget,
         )
@@ -211,6 +210,7 @@ class TrainStep:
             ClosedError: After `close`.
         """
         group = self._group(batch)
+        self._average.follow()
         if self._graph is None:
             output = self._whole(group)
         else:
@@ -220,6 +220,7 @@ class TrainStep:
                 with self._precision.step():
                     self.optimizer.step()
                 self._precision.after_update()
+                self._average.update(None)  # what can be skipped is never parted from the graph
         self.metrics = dict(output.metrics)
         self._after_update(output.skipped)
         return output.loss
@@ -239,15 +240,21 @@ class TrainStep:
     def update(self) -> None:
         """Run the second half of a step: clip, optimizer, scheduler. Always eager."""
         self._check_open()
+        self._average.follow()
         norm, skipped = self._second_half()
         if norm is not None:
             self.metrics["grad_norm"] = norm
         self._after_update(skipped)
 
-    def compute_loss(self, batch: Any) -> LossParts:
-        """Run ``loss_fn`` on one batch as a step does, without a backward pass."""
+    def compute_loss(self, batch: Any, model: nn.Module | None = None) -> LossParts:
+        """Run ``loss_fn`` as a step does, on the model or on its average, without a backward."""
         with self._precision.step():
-            return self._forward(batch)
+            return self._forward(batch, model)
+
+    @property
+    def ema_model(self) -> nn.Module | None:
+        """The averaged model, or None without ``ema``: see ``Trainer.ema_model``."""
+        return self._average.current()
 
     @property
     def num_skipped(self) -> int:
@@ -264,7 +271,7 @@ class TrainStep:
         return self._layout.active
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer, scheduler, loss scale, step count and random generators.
+        """Return model, optimizer, scheduler, loss scale, average, step count and generators.
 
         Optimizer state is in the form as given, so its part loads into a plain loop. Tensors
         are the live ones, as in torch: save at once, or deepcopy. A file of it loads with
@@ -282,6 +289,7 @@ class TrainStep:
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": None if self.lr_scheduler is None else scheduler_state(),
             **self._guard.state_dict(),
+            **self._average.state_dict(),
             "rng": get_rng_state(self.device),
         }
 
@@ -297,6 +305,7 @@ class TrainStep:
         """
         self._check_open()
         check_training_state(state, self.model, self.optimizer, self.lr_scheduler)
+        self._average.check_state_dict(state)
         self.model.load_state_dict(state["model"])
         # A copy: torch keeps tensors that need no conversion, so two trainers that load one
         # state would share their moments.
@@ -304,6 +313,7 @@ class TrainStep:
         if hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
         self._guard.load_state_dict(state)
+        self._average.load_state_dict(state)
         self.num_steps = state["num_steps"]
         self.num_epochs = state["num_epochs"]
         set_rng_state(state["rng"], self.device)
@@ -325,7 +335,8 @@ class TrainStep:
             return
         self._closed = True
         self._load_hook.remove()
-        with ExitStack() as stack:  # all of it, whatever fails
+        with ExitStack() as stack:  # all of it, whatever fails, the last first
+            stack.callback(self._average.align)
             stack.callback(self._layout.close, self.optimizer)
             stack.callback(self._form.close)
             if self._graph is not None:
@@ -334,7 +345,8 @@ class TrainStep:
     def __repr__(self) -> str:
         return (
             f"TrainStep({type(self.model).__name__}, {type(self.optimizer).__name__}, "
-            f"plan={self.plan!r}, accumulate={self.accumulate}, device={str(self.device)!r})"
+            f"plan={self.plan!r}, accumulate={self.accumulate}, device={str(self.device)!r}"
+            f"{'' if self._ema is None else f', ema={self._ema!r}'})"
         )
 
     # --- the parts of a step ---------------------------------------------------------------
@@ -368,7 +380,9 @@ class TrainStep:
             self.optimizer.zero_grad(set_to_none=True)
             self._guard.begin()
             parts = [self._backward(micro_batch, len(group)) for micro_batch in group]
-            loss, metrics = self._combine(parts)
+            loss, metrics = combine(
+                parts, self.model, self.optimizer, self.device, self.max_grad_norm
+            )
             # After the division, so that what fp16 judges finite is what will be applied.
             self._guard.end_backward([part.loss for part in parts])
             return loss, metrics
@@ -381,6 +395,7 @@ class TrainStep:
             with nullcontext() if self._graph is None else self._graph.rates_on_device():
                 skipped = self._guard.update(norm)
         self._precision.after_update()
+        self._average.update(skipped)
         return norm, skipped
 
     def _clip(self) -> Tensor | None:
@@ -391,14 +406,15 @@ class TrainStep:
     def _after_update(self, skipped: Tensor | None) -> None:
         """Do what the host does after an update."""
         self.num_steps += 1
+        self._average.after_update()
         self._guard.note(skipped, self.num_steps)
         if self._steps_scheduler:
             self.lr_scheduler.step()
 
-    def _forward(self, batch: Any) -> LossParts:
+    def _forward(self, batch: Any, model: nn.Module | None = None) -> LossParts:
         moved = to_device(batch, self.device, channels_last=self._layout.active)
         with self._precision.forward():
-            result = self._loss_fn(self.model, moved)
+            result = self._loss_fn(self.model if model is None else model, moved)
         return unpack_loss(result)
 
     def _backward(self, batch: Any, num_micro_batches: int) -> LossParts:
@@ -409,21 +425,6 @@ class TrainStep:
         self._guard.scale(loss).backward()
         return LossParts(detached(loss), metrics, weight)
 
-    def _combine(self, parts: list[LossParts]) -> tuple[Tensor, dict[str, Number]]:
-        """Bring the group to one loss and one dict of metrics; divide weighted gradients."""
-        shares = weigh(parts, self.device)
-        loss = total([part.loss for part in parts])
-        if shares is not None:
-            divide_gradients(self.model, self.optimizer, shares.total)
-            loss = loss / shares.total.to(loss.device)
-        metrics = mean_metrics([part.metrics for part in parts], shares)
-        if self.max_grad_norm is not None and "grad_norm" in metrics:
-            raise ValueError(
-                "loss_fn returned a metric named 'grad_norm', which is the name of the gradient "
-                "norm that clipping reports; rename it"
-            )
-        return loss, metrics
-
     def _decisions(self) -> list[Decision]:
         return [
             device_decision(self.device, self.model),
@@ -431,6 +432,7 @@ class TrainStep:
             self._layout.decision,
             self._form.decision,
             *self._guard.decisions(),
+            *self._average.decisions(),
             *self._graph_decisions,
             *([] if self._graph is None else self._graph.decisions()),
             scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),

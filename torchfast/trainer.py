@@ -21,6 +21,7 @@ from torchfast._core.closing import Closing
 from torchfast._core.decisions import Report
 from torchfast._core.loss import Number
 from torchfast.data import PrefetchingLoader
+from torchfast.ema import EMAOptions
 from torchfast.evaluation import evaluate
 from torchfast.fit_checkpoints import CheckpointOptions, Resume, Target
 from torchfast.fit_options import Callback, Evaluate, FitOptions, FitResult, ProgressMode
@@ -46,6 +47,8 @@ class Trainer(Closing):
         accumulate: Micro-batches in a step.
         lr_scheduler: Stepped once after each update; or a callable ``optimizer -> scheduler``.
         device: Where to train; None means where the parameters are.
+        ema: Keep an exponential moving average of the weights, in `ema_model`: its decay, such as
+            0.999, or `EMAOptions`.
 
     Raises:
         TypeError: An argument of the wrong kind, or an unknown keyword.
@@ -84,6 +87,7 @@ class Trainer(Closing):
         accumulate: int = 1,
         lr_scheduler: SchedulerSource = None,
         device: torch.device | str | int | None = None,
+        ema: float | EMAOptions | None = None,
     ) -> None:
         self._step = TrainStep(
             model,
@@ -94,6 +98,7 @@ class Trainer(Closing):
             accumulate=accumulate,
             lr_scheduler=lr_scheduler,
             device=device,
+            ema=ema,
         )
 
     def step(self, batch: Any) -> Tensor:
@@ -162,6 +167,7 @@ class Trainer(Closing):
         epochs: int | None = None,
         evaluate: Evaluate | None = None,
         evaluate_every: int | None = None,
+        evaluate_ema: bool = False,
         log_every: int = 10,
         log_path: str | PathLike[str] | None = None,
         progress: ProgressMode | bool = "auto",
@@ -190,6 +196,7 @@ class Trainer(Closing):
                 of names to floats, which does all by itself.
             evaluate_every: Steps between evaluations; None means after each epoch. A last one
                 follows the last step in any case.
+            evaluate_ema: Evaluate the averaged weights, which ``ema`` of the trainer keeps.
             log_every: Steps between records.
             log_path: A JSONL file to append records to.
             progress: ``"auto"`` (one line rewritten on a terminal, else a line a record),
@@ -232,6 +239,7 @@ class Trainer(Closing):
             epochs=epochs,
             evaluate=evaluate,
             evaluate_every=evaluate_every,
+            evaluate_ema=evaluate_ema,
             log_every=log_every,
             log_path=log_path,
             progress=progress,
@@ -251,19 +259,21 @@ class Trainer(Closing):
         with self.prefetch(loader, reuse=True) as prefetching:
             return FitLoop(self._step, prefetching, options).run()
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+    def evaluate(self, batches: Iterable[Any], *, ema: bool = False) -> dict[str, float]:
         """Return the mean loss and metrics of ``loss_fn`` over ``batches``.
 
         In eval mode and without gradients; every module's mode, and every random generator, is
         put back. Batches count equally unless ``loss_fn`` returns weights. ``"loss"`` is the loss,
-        also where a metric has that name.
+        also where a metric has that name. With ``ema`` it is that of the averaged weights:
+        ``loss_fn`` then gets `ema_model` as its model.
 
         Raises:
             EmptyEpochError: No batch.
+            ValueError: ``ema``, and no average is kept.
 
         Synchronizes: Once, at the end.
         """
-        return evaluate(self._step, batches)
+        return evaluate(self._step, batches, ema=ema)
 
     def report(self) -> Report:
         """Return what the plan did, what stepped aside and why: print it, or ``to_dict()``."""
@@ -272,7 +282,7 @@ class Trainer(Closing):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs but the loader's position.
 
-        Model, optimizer (in the form as given), scheduler, loss scale, step count, random
+        Model, optimizer (in the form as given), scheduler, loss scale, average, step count, random
         generators. See `TrainStep.state_dict`.
         """
         return self._step.state_dict()
@@ -304,6 +314,16 @@ class Trainer(Closing):
     def model(self) -> nn.Module:
         """The model, the same object that was given."""
         return self._step.model
+
+    @property
+    def ema_model(self) -> nn.Module | None:
+        """The model with averaged weights, to evaluate or to save; None without ``ema``.
+
+        A module like `model`, in eval mode, whose parameters need no gradients and have the
+        model's dtypes. It follows each step: copy it to keep it, and take it from here again where
+        the model was given other modules. Do not move or cast it.
+        """
+        return self._step.ema_model
 
     @property
     def optimizer(self) -> Optimizer:

@@ -74,13 +74,18 @@ def check_training_state(
             f"scheduler state has {sorted(saved - own)} and lacks {sorted(own - saved)}, so it was "
             f"saved by another kind of scheduler than {type(scheduler).__name__}"
         )
-    _check_model(state["model"], model)
+    check_module_state(state["model"], model)
     _check_optimizer(state["optimizer"], optimizer)
 
 
-def _check_model(saved: object, model: nn.Module) -> None:
+def check_module_state(saved: object, model: nn.Module, name: str = "model") -> None:
+    """Raise unless ``saved`` has the keys and the shapes of a module's own state.
+
+    Raises:
+        StateMismatchError: It is no mapping, or keys or shapes differ; ``name`` says of what.
+    """
     if not isinstance(saved, Mapping):
-        raise StateMismatchError(f"model state must be a mapping, got {type(saved).__name__}")
+        raise StateMismatchError(f"{name} state must be a mapping, got {type(saved).__name__}")
     own = model.state_dict()
     problems = [f"missing {key!r}" for key in own if key not in saved]
     problems += [f"unexpected {key!r}" for key in saved if key not in own]
@@ -94,7 +99,7 @@ def _check_model(saved: object, model: nn.Module) -> None:
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise StateMismatchError(
-            f"model state does not fit {type(model).__name__} ({len(problems)} keys): "
+            f"{name} state does not fit {type(model).__name__} ({len(problems)} keys): "
             f"{'; '.join(problems[:_SHOWN])}{more}"
         )
 

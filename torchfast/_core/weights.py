@@ -7,7 +7,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchfast._core.building import optimized
-from torchfast._core.loss import LossParts, Number, Shares, total
+from torchfast._core.loss import LossParts, Number, Shares, mean_metrics, total
+
+
+def combine(
+    parts: list[LossParts],
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: torch.device,
+    max_grad_norm: float | None,
+) -> tuple[Tensor, dict[str, Number]]:
+    """Bring a group to one loss and one dict of metrics; divide weighted gradients.
+
+    Raises:
+        TypeError: Some micro-batches have a weight and some have none.
+        ValueError: A metric has the name of the gradient norm, which is reported too.
+    """
+    shares = weigh(parts, device)
+    loss = total([part.loss for part in parts])
+    if shares is not None:
+        divide_gradients(model, optimizer, shares.total)
+        loss = loss / shares.total.to(loss.device)
+    metrics = mean_metrics([part.metrics for part in parts], shares)
+    if max_grad_norm is not None and "grad_norm" in metrics:
+        raise ValueError(
+            "loss_fn returned a metric named 'grad_norm', which is the name of the gradient norm "
+            "that clipping reports; rename it"
+        )
+    return loss, metrics
 
 
 def weigh(parts: list[LossParts], device: torch.device) -> Shares | None:

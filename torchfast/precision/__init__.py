@@ -19,6 +19,7 @@ from torchfast.precision.options import PrecisionOptions
 from torchfast.precision.policy import PrecisionPolicy
 from torchfast.precision.scaler import LossScaler
 from torchfast.precision.skip_counts import SkipCounts
+from torchfast.precision.skipping import Snapshot
 
 __all__ = [
     "ChannelsLast",
@@ -27,5 +28,6 @@ __all__ = [
     "PrecisionOptions",
     "PrecisionPolicy",
     "SkipCounts",
+    "Snapshot",
     "UpdateGuard",
 ]

@@ -1,0 +1,6 @@
+"""An exponential moving average of the weights, as an option of the step."""
+
+from torchfast.ema.average import WeightAverage
+from torchfast.ema.options import EMAOptions
+
+__all__ = ["EMAOptions", "WeightAverage"]

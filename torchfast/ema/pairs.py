@@ -1,0 +1,156 @@
+"""The tensors of a model beside those of its average, sorted into launches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+Table = dict[str, Any]
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A tensor of the model and its average, and where each of them stands.
+
+    Attributes:
+        name: As in ``named_parameters`` and ``named_buffers``.
+        key: In the tables.
+        source: The model's tensor, as it was found.
+        table: Where the model holds it now; None where only the tensor is known.
+        shown: The tensor of the averaged model.
+        shown_in: Where that holds it.
+        average: ``shown`` itself; of a tensor of 16 bits, whose average would never move by the
+            small steps of a high decay, what it is rounded from.
+    """
+
+    name: str
+    key: str
+    source: Tensor
+    table: Table | None
+    shown: Tensor
+    shown_in: Table | None
+    average: Tensor
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the average is kept in a longer format than the weight."""
+        return self.average is not self.shown
+
+
+@final
+@dataclass(eq=False)
+class Group:
+    """Entries of one device and dtype, which one launch serves."""
+
+    entries: list[Entry]
+    may_move: bool  # buffers, which a forward may replace by others
+
+    def pairs(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return averages, the model's tensors of now, and what shows rounded averages."""
+        found = [(e, e.source) for e in self.entries]
+        if self.may_move:
+            now = [(e, e.source if e.table is None else e.table.get(e.key)) for e in self.entries]
+            found = [(e, t) for e, t in now if t is not None and _alike(t, e.source)]
+        averages = [entry.average for entry, _ in found]
+        return averages, [t for _, t in found], [e.shown for e, _ in found if e.is_rounded]
+
+    def start(self) -> None:
+        """Let the averages be what the model holds."""
+        averages, sources, rounded = self.pairs()
+        _copy(averages, sources)
+        _copy(rounded, averages)
+
+    def move(self, weight: float | Tensor) -> None:
+        """Move the averages towards what the model holds: by ``weight`` of the way."""
+        averages, sources, rounded = self.pairs()
+        if not averages:
+            return
+        if rounded:
+            wide = [torch.empty_like(average) for average in averages]
+            _copy(wide, sources)
+            sources = wide
+        if isinstance(weight, Tensor):
+            weights = [weight.to(averages[0].device, averages[0].dtype)] * len(averages)
+            torch._foreach_lerp_(averages, sources, weights)
+        else:
+            torch._foreach_lerp_(averages, sources, weight)
+        _copy(rounded, averages)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy in eval mode whose parameters need no gradients.
+
+    Raises:
+        TypeError: It cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model).requires_grad_(False).eval()
+    except Exception as error:
+        raise TypeError(
+            f"ema needs a copy of the model, and copy.deepcopy() of {type(model).__name__} failed "
+            f"({type(error).__name__}: {str(error)[:200]}); keep what cannot be copied outside of "
+            "its modules, or give it a __deepcopy__"
+        ) from error
+
+
+def pair(model: nn.Module, averaged: nn.Module) -> list[Entry]:
+    """Pair the tensors of a model with those of its copy, each once."""
+    twins = dict(averaged.named_modules())
+    found: dict[int, Entry] = {}
+    for prefix, module in model.named_modules():
+        twin = twins[prefix]
+        # Scripted modules keep no tables in Python: only their tensors are known.
+        has_tables = not isinstance(module, torch.jit.ScriptModule)
+        for kind in ("_parameters", "_buffers"):
+            table, shown_in = getattr(module, kind), getattr(twin, kind)
+            for key, source in table.items():
+                if source is None or id(source) in found or not _is_writable(shown_in[key]):
+                    continue
+                found[id(source)] = Entry(
+                    name=f"{prefix}.{key}" if prefix else key,
+                    key=key,
+                    source=source,
+                    table=table if has_tables else None,
+                    shown=shown_in[key],
+                    shown_in=shown_in if has_tables else None,
+                    average=shown_in[key],
+                )
+    return list(found.values())
+
+
+def buffer_forms(model: nn.Module) -> list[Any]:
+    """Return what a model's buffers are, but for their values."""
+    return [(name, b.shape, b.dtype) for name, b in model.named_buffers()]
+
+
+def _alike(now: Tensor, then: Tensor) -> bool:
+    return now.shape == then.shape and now.dtype == then.dtype
+
+
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, values)
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Whether it holds numbers that have a mean."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of this dtype are averaged."""
+    if dtype.is_complex:
+        return torch.complex64 if dtype.itemsize < torch.complex64.itemsize else dtype
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether it can be written to in place: no sparse, no expanded tensor."""
+    if tensor.layout is not torch.strided:
+        return False
+    return not any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
