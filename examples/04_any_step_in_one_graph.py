@@ -3,8 +3,9 @@
     python examples/04_any_step_in_one_graph.py [--steps N] [--device cpu|cuda]
 
 The step is a plain function. It trains a small network, and after each update moves an average of
-its weights (EMA) a little towards them, all on the device. On a GPU a CUDAGraphStep replays it all
-with one launch; on a CPU, which has no graphs, the function runs as it is:
+its weights (EMA) a little towards them, all on the device. (A Trainer has that as an option; here
+it stands for what your own step does.) On a GPU a CUDAGraphStep replays it all with one launch; on
+a CPU, which has no graphs, the function runs as it is:
 
     no graphs on a CPU: the step runs as it is
     step 200  loss 0.2909  accuracy 0.871

@@ -253,6 +253,41 @@ def test_a_loss_may_look_at_it():
     assert trainers[-1].report().counters["replays"] == 7
 
 
+@pytest.mark.usefixtures("tape")
+@pytest.mark.parametrize("planted", [False, True], ids=["guarded", "planted"])
+def test_a_loss_that_looks_at_an_average_begun_anew_captures_no_beginning(planted, monkeypatch):
+    """Outside a step a new average is what the weights are; in a graph that would be for ever."""
+    current = WeightAverage.current
+
+    def always(self):
+        self._in_step = False
+        return current(self)
+
+    if planted:
+        monkeypatch.setattr(WeightAverage, "current", always)
+    trainers = []
+
+    def distilled(model, batch):
+        with torch.no_grad():
+            aim = trainers[-1].ema_model(batch[0])
+        return mean_loss(model, batch) + (model(batch[0]) - aim).square().mean()
+
+    plain = make_trainer(ADAMW, net=MODELS["tied"])
+    plain.step(make_batches(1)[0])
+    state = copy.deepcopy(plain.state_dict())
+    ends = []
+    for plan in ("eager", "exact"):
+        trainers.append(make_trainer(ADAMW, distilled, plan, net=MODELS["tied"], ema=0.9))
+        for number, batch in enumerate(make_batches(12)):
+            if number == 6:  # another capture, without warm-up
+                trainers[-1].load_state_dict(state)
+                trainers[-1].optimizer.param_groups[0]["weight_decay"] = 0.5
+            trainers[-1].step(batch)
+        ends.append(weights_of(trainers[-1].ema_model))
+    assert trainers[-1].report().counters["captures"] == 2
+    assert bool(differences(*ends)) == planted
+
+
 def test_it_is_a_module_of_its_own_without_gradients():
     trainer = make_trainer(SGD, ema=0.9)
     averaged = trainer.ema_model

@@ -11,7 +11,6 @@ from torch import optim
 from averages import MixedNet, comparable, reference, weights_of
 from gpu.test_graph_on_gpu import (
     GRAPH,
-    Net,
     build,
     copied,
     counters,
