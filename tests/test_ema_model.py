@@ -77,17 +77,31 @@ def test_several_dtypes_are_averaged_under_a_flag_too():
     assert not differences(weights_of(plain.ema_model), weights_of(ours.ema_model))
 
 
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.conv(x.view(-1, 2, 2, 2)).flatten(1))
+
+
 def test_the_average_is_laid_out_as_the_model():
+    def strides(model):
+        return [p.stride() for p in model.parameters()]
+
     plan = Plan(channels_last=True)
-    with make_trainer(SGD, net=BatchNormNet, plan=plan, ema=0.9) as trainer:
+    with make_trainer(SGD, net=Convolution, plan=plan, ema=0.9) as trainer:
+        beside = reference(trainer.model, 0.9)
         for batch in make_batches(3):
             trainer.step(batch)
-        strides = [p.stride() for p in trainer.model.parameters()]
-        assert [p.stride() for p in trainer.ema_model.parameters()] == strides
-        values = copy.deepcopy(weights_of(trainer.ema_model))
-    strides = [p.stride() for p in trainer.model.parameters()]
-    assert [p.stride() for p in trainer.ema_model.parameters()] == strides
-    assert not differences(values, weights_of(trainer.ema_model))
+            beside.update_parameters(trainer.model)
+        assert strides(trainer.model) != strides(Convolution())
+        assert strides(trainer.ema_model) == strides(trainer.model)
+        assert not differences(*comparable(beside, trainer.ema_model, use_buffers=False))
+    assert strides(trainer.ema_model) == strides(trainer.model) == strides(Convolution())
+    assert not differences(*comparable(beside, trainer.ema_model, use_buffers=False))
 
 
 def test_a_model_loaded_before_the_first_step_is_where_the_average_begins():
