@@ -9,12 +9,11 @@ import torch
 from torch import optim
 
 from averages import MixedNet, comparable, reference, weights_of
-from gpu.test_graph_on_gpu import (
+from gpu.graph_jobs import (
     GRAPH,
     build,
     copied,
     counters,
-    deterministic,
     lambdas,
     loss_fn,
     on_gpu,
@@ -26,7 +25,7 @@ from test_parity import OPTIMIZERS
 from torchfast import EMAOptions, MicroBatches, Plan, PrecisionOptions, Trainer
 from torchfast._core.compare import differences
 
-__all__ = ["deterministic"]  # an autouse fixture
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 WARM = EMAOptions(decay=0.99, warm_up=True)
 RULES = [0.99, WARM, EMAOptions(decay=0.99, use_buffers=True)]
