@@ -138,10 +138,13 @@ class TapeBackend:
         state = torch.get_rng_state()
         own = [(g, g.get_state()) for g in generators]
         gc.collect()
+        ask = torch.cuda.is_current_stream_capturing
+        torch.cuda.is_current_stream_capturing = lambda: True
         try:
             with self.side_stream(), tape:
                 result = body()
         finally:
+            torch.cuda.is_current_stream_capturing = ask
             tape.undo()
             torch.set_rng_state(state)
             for generator, before in own:
@@ -195,6 +198,7 @@ def taped(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine, "backend_for", backend_for)
         patch.setattr(levers, "has_graphs", lambda device: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         # The tape raises where CUDA would, so its own line is not the user's.
         patch.setattr(failures, "_NOT_THE_USERS", (*failures._NOT_THE_USERS, __file__))
         yield backends

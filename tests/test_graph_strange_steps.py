@@ -15,6 +15,8 @@ from torchfast._core.reachable import held_by, weak_method
 
 pytestmark = pytest.mark.usefixtures("tape")
 
+BY_TORCH = {"__name__": "torch.optim.optimizer"}
+
 
 def sgd(parameters):
     return optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True)
@@ -272,3 +274,58 @@ def test_several_updates_are_one_graph():
 
     captured = side_by_side(Shifts, several(plain_order), event=rate_of_the_call)
     assert counts(captured) == (1, 11, 3, 1)
+
+
+class Asks(Net):
+    """Computes another way where it is told that it is captured."""
+
+    def forward(self, x):
+        if torch.cuda.is_current_stream_capturing():
+            x = x * 1.000001
+        return super().forward(x)
+
+
+class AsksLestItWaits(Net):
+    """As transformers does: it looks at a mask, unless it is captured."""
+
+    def forward(self, x):
+        if not torch.cuda.is_current_stream_capturing() and bool((x > -100).all()):
+            return super().forward(x)
+        return super().forward(torch.where(x > -100, x, 0.0))
+
+
+def test_nobody_is_told_of_a_capture():
+    ask = torch.cuda.is_current_stream_capturing
+    captured = side_by_side(Asks, plain_order)
+    assert counts(captured) == (1, 11, 3, 1)
+    assert torch.cuda.is_current_stream_capturing is ask
+
+
+def test_who_would_make_the_host_wait_is_told_of_the_next():
+    captured = side_by_side(AsksLestItWaits, plain_order)
+    assert counts(captured) == (1, 10, 4, 1)
+    assert not reasons(captured)
+
+
+def test_a_step_that_is_another_once_told_of_its_capture_runs_eagerly():
+    class Both(AsksLestItWaits):
+        def forward(self, x):
+            return super().forward(x) * (2 if torch.cuda.is_current_stream_capturing() else 1)
+
+    captured = side_by_side(Both, plain_order)
+    assert counts(captured)[:2] == (0, 0)
+    assert "replays" in reasons(captured)[0]
+
+
+def test_torch_is_told_the_truth():
+    told = []
+
+    def step(x):
+        told.append(eval("ask()", {"ask": torch.cuda.is_current_stream_capturing, **BY_TORCH}))
+        return x * 2
+
+    captured = CUDAGraphStep(step, device="cpu")
+    for x in torch.randn(6, 4):
+        captured(x)
+    assert told[3] is True
+    assert told.count(True) == 1

@@ -49,7 +49,7 @@ class Breaks(Net):
 
     def forward(self, x):
         self.calls[0] += 1
-        capturing = torch.cuda.is_current_stream_capturing()
+        capturing = torch._C._cuda_isCurrentStreamCapturing()  # the other one is told no
         if self.how == "item":
             x = x * (1.0 + 0.0 * x.sum().item())
         elif self.how == "copy":  # another value each time

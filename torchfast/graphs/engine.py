@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -211,6 +211,9 @@ class GraphEngine:
                 entry.constants = HostConstants(self.device)
                 with entry.constants.recording():
                     return self._run_eagerly(inputs)
+            if entry.secret is not None and entry.secret.was_kept:
+                entry.secret = None
+                return self._run_eagerly(inputs)
         return self._fail(entry, failure, inputs)
 
     def _attempt(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> Failure | None:
@@ -263,7 +266,7 @@ class GraphEngine:
         def body() -> StaticOutputs:
             torch.clear_autocast_cache()  # of weights as they were when it was filled
             args, kwargs = static.inputs
-            with nullcontext() if entry.constants is None else entry.constants.standing_in():
+            with entry.surroundings():
                 outputs = self._fn(*args, **kwargs)
             state.settle_buffers()
             torch.clear_autocast_cache()

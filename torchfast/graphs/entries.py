@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.outputs import StaticOutputs
+from torchfast.graphs.secrecy import Secret
 from torchfast.graphs.static_inputs import StaticInputs
 
 
@@ -28,6 +31,7 @@ class Entry:
         from_none: Parameters that had no gradient at capture, where it is not known whether the
             step would have added to one: they must have none again.
         kept: Tensors that the graph reads and nobody else may hold.
+        secret: That it is being captured; None where that is told to whoever asks.
         constants: What it copies from the host, once a capture has failed for that.
         why_eager: Why it is not captured, in words.
         num_replays: Replays so far.
@@ -43,9 +47,20 @@ class Entry:
     added_to: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     from_none: list[Tensor] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
+    secret: Secret | None = field(default_factory=Secret)
     constants: HostConstants | None = None
     why_eager: str | None = None
     num_replays: int = 0
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Let the step run in a capture as it would without."""
+        with ExitStack() as stack:
+            if self.secret is not None:
+                stack.enter_context(self.secret.kept())
+            if self.constants is not None:
+                stack.enter_context(self.constants.standing_in())
+            yield
 
     def drop(self) -> None:
         """Let go of the graph."""
