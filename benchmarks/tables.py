@@ -94,11 +94,37 @@ def main_job(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def branches(result: dict[str, Any]) -> list[str]:
+    """Return the table of branches on side streams, a line for each set of experts and mode."""
+    rows = result["rows"]
+    counts = sorted({row["streams"] for row in rows})
+    more = counts[1:]
+    lines = [
+        f"| experts, tokens, width | step | 1 stream, ms | {' | '.join(f'{n} streams' for n in more)} "
+        f"| graph's pool, {counts[0]} and {counts[-1]} streams | same bits |",
+        f"|---|---|---:|{'---:|' * len(more)}---:|---|",
+    ]
+    kinds = dict.fromkeys((row["name"], row["mode"]) for row in rows)
+    for name, mode in kinds:
+        own = {r["streams"]: r for r in rows if (r["name"], r["mode"]) == (name, mode)}
+        one, last = own[counts[0]], own[counts[-1]]
+        gains = [f"{own[n]['gain']:.2f} times" for n in more]
+        pools = [f"{row['pool_bytes'] / 2**20:,.0f} MiB" for row in (one, last) if mode == "graph"]
+        same = "yes" if all(row["same_bits"] for row in own.values()) else "**no**"
+        lines.append(
+            f"| {one['experts']}, {one['tokens']:,}, {one['width']:,} | {mode} "
+            f"| {baseline_tables.figure(one['ms'])} | {' | '.join(gains)} "
+            f"| {' and '.join(pools)} | {same} |"
+        )
+    return lines
+
+
 # Beside these, "baseline NAME" is the table of the workload NAME.
 TABLES: dict[str, tuple[str, Table]] = {
     "baseline summary": (BASELINE, baseline_tables.summary),
     "baseline plot": (BASELINE, baseline_plot),
     "anchors": (BASELINE, baseline_tables.anchor_table),
+    "branches": ("branches_h200.json", branches),
     "sweep": ("sweep_h200.json", sweep),
     "main job": ("main_job_curves_h200.json", main_job),
 }

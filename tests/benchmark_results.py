@@ -194,6 +194,22 @@ def sweep():
     }
 
 
+def branches():
+    """Return what branches on one and on two streams took."""
+    row = {"name": "few", "experts": 4, "tokens": 8, "width": 16, "same_bits": True}
+    rows = [
+        {**row, "mode": mode, "streams": n, "ms": 2.5 / n, "gain": n * 0.9, "pool_bytes": n << 20}
+        for mode in ("eager", "graph")
+        for n in (1, 2)
+    ]
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/branches.py",
+        "machine": dict(MACHINE),
+        "rows": rows,
+    }
+
+
 def main_job():
     """Return what the number formats did to the main job."""
     row = {"mean": 1.55, "mean_difference_from_fp32": 0.0, "within_noise": True}

@@ -16,6 +16,7 @@ from benchmarks.workloads import NAMES
 PAGES = sorted((tables.ROOT / "docs").rglob("*.md"))
 FILES = {
     "baseline_h200.json": benchmark_results.result_of_every_status,
+    "branches_h200.json": benchmark_results.branches,
     "sweep_h200.json": benchmark_results.sweep,
     "main_job_curves_h200.json": benchmark_results.main_job,
 }
@@ -71,6 +72,7 @@ def test_a_changed_figure_changes_the_page(made_up):
         ("baseline plot", "](_static/baseline.svg)"),
         ("baseline gpt-small", "gpt-small, made up; 256 items a step"),
         ("anchors", "| mlp | one graph | 0.185 | 0.5"),
+        ("branches", "| 4, 8, 16 | graph | 2.50 | 1.80 times | 1 MiB and 2 MiB | yes |"),
         ("sweep", "| timm resnet18 |"),
         ("main job", "| bf16 | 1.5500 |"),
     ],
