@@ -99,8 +99,9 @@ def branches(result: dict[str, Any]) -> list[str]:
     rows = result["rows"]
     counts = sorted({row["streams"] for row in rows})
     more = counts[1:]
+    streams = " | ".join(f"{number} streams" for number in more)
     lines = [
-        f"| experts, tokens, width | step | 1 stream, ms | {' | '.join(f'{n} streams' for n in more)} "
+        f"| experts, tokens, width | step | 1 stream, ms | {streams} "
         f"| graph's pool, {counts[0]} and {counts[-1]} streams | same bits |",
         f"|---|---|---:|{'---:|' * len(more)}---:|---|",
     ]
