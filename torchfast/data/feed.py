@@ -194,7 +194,7 @@ class RingFeed(Feed):
 
     @override
     def turn(self) -> None:
-        if self._stager.pid != os.getpid():
+        if self._thread is not None and self._stager.pid != os.getpid():
             # Its thread is the parent's, and a lock that it held then is held for ever.
             self.finished = True
             self._held.clear()
@@ -286,14 +286,12 @@ class RingFeed(Feed):
         is_open = fetching.where is None or fetching.is_suspect
         watched = is_open and stager.num_fetched > 0  # samplers draw at the first
         before = get_rng_state(CPU) if watched else None
-        start = time.perf_counter()
         try:
             pair = stager.fetch()
         except BaseException:
             self.finished = True
             raise
-        fetched_s = time.perf_counter() - start
-        self._count_wait(fetched_s)
+        self._count_wait(stager.fetch_s)
         if pair is None:
             self.finished = True
             return None
@@ -301,10 +299,9 @@ class RingFeed(Feed):
             fetching.note_fetch(draws=not same_rng_state(before, get_rng_state(CPU)))
         slot = stager.free_slot()  # a loop ahead of the device waits here: no time of the loader's
         assert slot is not None
-        start = time.perf_counter()
         staged = stage(self._ring, slot, *pair)
         if stager.num_fetched > NUM_FIRST:
-            fetching.note_time(fetched_s + time.perf_counter() - start)
+            fetching.note_time(stager.fetch_s + time.perf_counter() - stager.now)
         if fetching.where == "thread" and not fetching.is_swift:
             self.start()
         return staged

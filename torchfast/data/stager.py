@@ -192,12 +192,16 @@ class Stager:
         self.suspects = False  # of drawing random numbers; the thread has ended
         self.exhausted = False
         self.pid = os.getpid()
+        # The clock is read as seldom as can be: where it is a call of the system, it is slow.
+        self.now = self.fetch_s = 0.0
 
     def fetch(self) -> tuple[Any, Position] | None:
         """Return upstream's next batch, None at its end."""
         start = time.perf_counter()
         pair = next(self.batches, None)
-        self.counters.fetched(time.perf_counter() - start)
+        self.now = time.perf_counter()
+        self.fetch_s = self.now - start
+        self.counters.fetched(self.fetch_s)
         self.num_fetched += 1
         return pair
 
@@ -247,13 +251,14 @@ class Stager:
 
     def free_slot(self) -> Slot | None:
         """Wait for a slot whose last copy is done; None once this was told to stop."""
-        start = time.perf_counter()
+        fetched_at = self.now
         slot = self.ring.free.get()
         while slot is None and not self.stopped:  # a wake that was meant for another
             slot = self.ring.free.get()
         if slot is not None:
             self.ring.settle(slot)
-        self.counters.stager_wait_s += time.perf_counter() - start
+        self.now = time.perf_counter()
+        self.counters.stager_wait_s += self.now - fetched_at
         return slot
 
     def thread(self) -> threading.Thread:
