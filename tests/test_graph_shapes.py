@@ -13,6 +13,7 @@ import torch
 from torch import optim
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 
+from containers import CONTAINERS
 from models import BATCHES, DropoutNet, make_batches
 from tape import Twins, counts, reasons
 from torchfast import CUDAGraphOptions, MicroBatches, Plan, Trainer
@@ -353,3 +354,14 @@ def test_a_trainer_keeps_at_most_as_many_graphs_as_it_may():
     for size in (1, 1, 2, 2, 2):
         trainer.step(MicroBatches(batches[:size]))
     assert counts(trainer) == (1, 3, 2, 2)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_any_container_comes_back_as_the_type_it_was(name):
+    make, tensor_of = CONTAINERS[name]
+    step = CUDAGraphStep(lambda value: value, device="cpu")
+    for _ in range(6):
+        given = make()
+        found = step(given)
+        assert type(found) is type(given)
+        assert torch.equal(tensor_of(found), tensor_of(given))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn, optim
 
 from tape import counts, reasons
-from torchfast import CUDAGraphStep
+from torchfast import CaptureError, CUDAGraphStep
 from torchfast._core.compare import differences
 from torchfast._core.reachable import held_by, weak_method
+from torchfast.graphs.secrecy import Secret
 
 pytestmark = pytest.mark.usefixtures("tape")
 
@@ -329,3 +332,67 @@ def test_torch_is_told_the_truth():
         captured(x)
     assert told[3] is True
     assert told.count(True) == 1
+
+
+def test_told_once_is_no_attempt_less():
+    """Three things in a row are in the way, each of which goes away."""
+    errors = [
+        "would make the legacy stream depend on a capturing blocking stream",
+        "Cannot copy between CPU and CUDA tensors during CUDA graph capture",
+    ]
+    model = AsksLestItWaits()
+
+    def step(x):
+        if eval("ask()", {"ask": torch.cuda.is_current_stream_capturing, **BY_TORCH}) and errors:
+            raise RuntimeError(errors.pop(0))
+        return model(x)
+
+    captured = CUDAGraphStep(step, state=[model], device="cpu", host_constants=True)
+    for x in torch.randn(12, 4, 4):
+        captured(x)
+    assert counts(captured)[0] == 1
+
+
+@pytest.mark.parametrize("on_failure", ["eager", "raise"])
+def test_an_attempt_that_failed_leaves_nothing(on_failure):
+    """No tensor of it, and no error that another failure would be put down to."""
+    made = []
+
+    class Noted(AsksLestItWaits):
+        def forward(self, x):
+            made.append(weakref.ref(hidden := self.used(x)))
+            return super().forward(x) + hidden
+
+    model = Noted()
+
+    def step(x, kind):
+        calls.append(0)
+        return model(x) * (len(calls) if kind == 2 else 1)
+
+    calls = []
+    captured = CUDAGraphStep(step, state=[model], device="cpu", on_failure=on_failure)
+    with torch.no_grad():
+        for x in torch.randn(8, 4, 4):
+            captured(x, 1)
+    assert counts(captured)[0] == 1
+    gc.collect()
+    assert made[3]() is None
+    if on_failure == "raise":
+        model.forward = model.used
+        with torch.no_grad(), pytest.raises(CaptureError, match="replays") as caught:
+            [captured(x, 2) for x in torch.randn(8, 4, 4)]
+        assert caught.value.__cause__ is None
+
+
+def test_captures_that_overlap_leave_torch_as_it_was():
+    ask = torch.cuda.is_current_stream_capturing
+    first, second = Secret().kept(), Secret().kept()
+    first.__enter__()
+    second.__enter__()
+    assert torch.cuda.is_current_stream_capturing is not ask
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert torch.cuda.is_current_stream_capturing is ask
+    with pytest.raises(ValueError, match="within"), Secret().kept():
+        raise ValueError("within")
+    assert torch.cuda.is_current_stream_capturing is ask

@@ -72,7 +72,7 @@ def test_repr_leaves_defaults_out():
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
-def test_json_goes_every_way(plan):
+def test_json_goes_both_ways(plan):
     text = plan.to_json()
     assert Plan.from_json(text) == plan
     assert Plan.from_json(text).to_json() == text

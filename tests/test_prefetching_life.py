@@ -173,26 +173,33 @@ def test_what_an_iterator_gave_last_stays_valid_behind_a_break(device):
     assert numbers(loader) == list(range(6, 30))
 
 
-def test_a_loop_that_waits_hears_of_the_close_of_another_thread(device):
+@pytest.mark.parametrize("background", [True, False])
+def test_a_loop_that_waits_hears_of_the_close_of_another_thread(device, background):
     go = threading.Event()
+    closed = []
 
     def slow():
         yield from numbered(4)
+        waits.set()
         go.wait(20)
-        yield from numbered(1)
+        yield from numbered(9)
 
-    loader = PrefetchingLoader(slow(), "cpu")
+    waits = threading.Event()
+    loader = PrefetchingLoader(slow(), "cpu", background=background)
 
     def close():
-        time.sleep(0.2)
+        waits.wait(20)
         threading.Timer(0.2, go.set).start()
         loader.close()
+        closed.append(True)
 
     thread = threading.Thread(target=close)
     thread.start()
     with pytest.raises(IterationError, match="or it was closed"):
         list(loader)
     thread.join()
+    assert closed == [True]
+    assert not stagers()
 
 
 def test_while_paused_nothing_is_enqueued(device):

@@ -48,6 +48,7 @@ def threads_seen(loader):
         (lambda number: stager.SWIFT_S, "never"),
         (lambda number: 0.5 if number < 2 else 0.0, "never"),  # what a start costs
         (lambda number: 0.5 if number in (5, 20) else 0.0, "never"),  # a hiccup
+        (lambda number: 0.5 if number % 8 == 7 else 0.0, "late"),  # so many that they count
         (lambda number: 0.005, "soon"),
         (lambda number: 0.005 if number > 20 else 0.0, "late"),
         (lambda number: stager.SWIFT_S * 2, "late"),
@@ -117,8 +118,64 @@ def test_epochs_that_begin_ahead_need_the_thread(device, clock):
 
 def test_it_yields_what_the_thread_yields(device, clock):
     for seconds in (0.0, 0.001):  # without a thread, and with one that starts in the middle
-        found = list(PrefetchingLoader(taking(clock, lambda number, s=seconds: s), "cpu"))
+        found, seen = [], set()
+        for batch in PrefetchingLoader(taking(clock, lambda number, s=seconds: s), "cpu"):
+            found.append(batch)
+            seen.add(bool(stagers()))
+        assert seen == ({False, True} if seconds else {False})
         for number, (x, y) in enumerate(found):
             assert torch.equal(x, torch.full((64,), float(number)))
             assert torch.equal(y, torch.full((3,), number))
         assert len(found) == 40
+
+
+def test_epochs_of_two_batches_are_seen_to_be_slow(device, clock):
+    class Short:
+        def __iter__(self):
+            return taking(clock, lambda number: 0.005, count=2)
+
+    loader = PrefetchingLoader(Short(), "cpu")
+    assert any(any(threads_seen(loader)) for _ in range(8))
+
+
+def test_an_interrupt_while_the_loop_is_ahead_costs_no_slot(device):
+    class Interrupted(Prompt):
+        is_due = False
+
+        def settle(self, slot):
+            super().settle(slot)
+            if self.is_due:
+                self.is_due = False
+                raise KeyboardInterrupt
+
+    device.kind = Interrupted
+    loader = PrefetchingLoader(list(numbered(10)), "cpu")
+    for _ in range(4):  # with a slot less each time the last would wait for ever
+        batches = iter(loader)
+        next(batches)
+        device.transports[0].is_due = True
+        with pytest.raises(KeyboardInterrupt):
+            list(batches)
+    assert len(list(loader)) == 10
+
+
+def test_what_draws_by_the_time_it_is_slow_stays_in_its_turn(device, clock):
+    """The fetch before the thread would start is watched."""
+
+    class Augments:
+        is_on = False
+
+        def __iter__(self):
+            for x, y in taking(clock, lambda number: 0.001 if self.is_on else 0.0, count=60):
+                yield (x + torch.rand(()) if self.is_on else x), y
+
+    def epochs(loader, upstream):
+        torch.manual_seed(0)
+        for upstream.is_on in (False, True):
+            for x, _ in loader:
+                yield float(x[0]), float(torch.rand(()))
+
+    plain, own = Augments(), Augments()
+    loader = PrefetchingLoader(own, "cpu")
+    assert list(epochs(loader, own)) == list(epochs(plain, plain))
+    assert "keeps its turn" in str(loader.report())

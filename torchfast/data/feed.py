@@ -45,7 +45,8 @@ from torchfast.data.stager import (
 from torchfast.data.statistics import Counters
 from torchfast.data.transport import Slot
 
-# These start what upstream needs, and lay out the ring's memory: no sign of how long others take.
+# A loader's first start what upstream needs, and the ring's memory is laid out for them. Later the
+# first of each epoch starts it. They are no sign of how long others take.
 NUM_FIRST = 2
 
 
@@ -158,6 +159,7 @@ class RingFeed(Feed):
         self._left_rng: RNGState | None = None
         self._primed: Staged | None = None
         self._num_taken = 0
+        self._watches_next = False
         self.finished = False
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -231,7 +233,7 @@ class RingFeed(Feed):
             self._take_up_suspicion()
         with ExitStack() as stack:  # all of it, whatever fails
             stack.callback(stager.staged.put, END)  # for a thread that still waits for a batch
-            stack.callback(_close, stager.batches)
+            stack.callback(self._close_batches)
             stack.callback(self._drop_staged)
             stack.callback(self.release)
             stack.callback(self.turn)
@@ -283,7 +285,7 @@ class RingFeed(Feed):
         if stager.limit is not None and stager.num_fetched >= stager.limit:
             return None
         self.release()
-        is_open = fetching.where is None or fetching.is_suspect
+        is_open = fetching.where is None or fetching.is_suspect or self._watches_next
         watched = is_open and stager.num_fetched > 0  # samplers draw at the first
         before = get_rng_state(CPU) if watched else None
         try:
@@ -291,6 +293,9 @@ class RingFeed(Feed):
         except BaseException:
             self.finished = True
             raise
+        if self.finished:  # closed by another thread, which could not close this
+            _close(stager.batches)
+            return None
         self._count_wait(stager.fetch_s)
         if pair is None:
             self.finished = True
@@ -300,9 +305,13 @@ class RingFeed(Feed):
         slot = stager.free_slot()  # a loop ahead of the device waits here: no time of the loader's
         assert slot is not None
         staged = stage(self._ring, slot, *pair)
-        if stager.num_fetched > NUM_FIRST:
+        was_swift = fetching.is_swift
+        fetching.num_here += 1
+        if fetching.num_here > NUM_FIRST and stager.num_fetched > 1:
             fetching.note_time(stager.fetch_s + time.perf_counter() - stager.now)
-        if fetching.where == "thread" and not fetching.is_swift:
+        # Where it is seen only now to be slow, one more is watched: it may draw by now.
+        self._watches_next = was_swift and not fetching.is_swift
+        if fetching.where == "thread" and not fetching.is_swift and not self._watches_next:
             self.start()
         return staged
 
@@ -322,6 +331,14 @@ class RingFeed(Feed):
         # Python's exit waits for the finalizer, which does not wait for ever.
         self._finalizer = weakref.finalize(self, end_thread, self._stager, self._thread)
         self._thread.start()  # last: an interrupt can come while it starts
+
+    def _close_batches(self) -> None:
+        try:
+            _close(self._stager.batches)
+        except ValueError as error:
+            # Another thread fetches from it, and closes it when that is done.
+            if "already executing" not in str(error):
+                raise
 
     def _drop_staged(self) -> None:
         """Free the slots of batches that nobody has read."""

@@ -36,6 +36,10 @@ STARTS_IN_S = 1.0
 SWIFT_S = 300e-6
 MOST_AT_ONCE_S = 2e-3  # of one batch: a hiccup is no sign
 TOO_SLOW_S = 5e-3
+# But many are, such as one in each shard: they add up on their own, and are paid off slowly.
+HICCUP_S = 0.05
+PAID_OFF_S = 5e-6
+MANY_HICCUPS_S = 0.15
 EXIT_S = 5.0  # how long the exit of Python waits for a fetch in progress
 
 Batches = Iterator[tuple[Any, Position]]
@@ -58,6 +62,8 @@ class Fetching:
         num_cleared: Suspicions that no watched fetch has confirmed.
         is_lazy: Whether the thread waits until fetching is seen to be slow.
         behind_s: How much slower fetching was of late than what is not worth a thread.
+        hiccups_s: The time that single slow fetches have taken.
+        num_here: Batches that were fetched in the caller's thread.
     """
 
     where: Literal["thread", "caller"] | None = None
@@ -70,16 +76,21 @@ class Fetching:
     num_cleared: int = 0
     is_lazy: bool = False
     behind_s: float = 0.0
+    hiccups_s: float = 0.0
+    num_here: int = 0
 
     @property
     def is_swift(self) -> bool:
         """Whether batches that could be fetched in the thread take no time worth it."""
-        return self.is_lazy and self.behind_s < TOO_SLOW_S
+        is_slow = self.behind_s >= TOO_SLOW_S or self.hiccups_s >= MANY_HICCUPS_S
+        return self.is_lazy and not is_slow
 
     def note_time(self, seconds: float) -> None:
         """Note what it took to fetch and stage a batch in the caller's thread."""
         if self.is_swift:
-            self.behind_s = max(0.0, self.behind_s + min(seconds, MOST_AT_ONCE_S) - SWIFT_S)
+            more = seconds - SWIFT_S
+            self.behind_s = max(0.0, self.behind_s + min(more, MOST_AT_ONCE_S))
+            self.hiccups_s = max(0.0, self.hiccups_s + min(max(more, 0.0), HICCUP_S) - PAID_OFF_S)
 
     @property
     def is_suspect(self) -> bool:
@@ -192,6 +203,7 @@ class Stager:
         self.suspects = False  # of drawing random numbers; the thread has ended
         self.exhausted = False
         self.pid = os.getpid()
+        self._num_before = 0  # fetches before the thread's first
         # The clock is read as seldom as can be: where it is a call of the system, it is slow.
         self.now = self.fetch_s = 0.0
 
@@ -244,7 +256,7 @@ class Stager:
             self.staged.put(Failure(error))
 
     def _state(self) -> RNGState | None:
-        number = self.num_fetched
+        number = self.num_fetched - self._num_before
         every = LOOKS_EVERY if number < MANY else LOOKS_EVERY_OF_MANY
         due = number <= LOOKS_FIRST or number % every == 0
         return get_rng_state(CPU) if due and not self._fetching.training_draws else None
@@ -256,13 +268,18 @@ class Stager:
         while slot is None and not self.stopped:  # a wake that was meant for another
             slot = self.ring.free.get()
         if slot is not None:
-            self.ring.settle(slot)
+            try:
+                self.ring.settle(slot)
+            except BaseException:  # such as an interrupt: a loop ahead of the device waits here
+                self.ring.take_back(slot)
+                raise
         self.now = time.perf_counter()
         self.counters.stager_wait_s += self.now - fetched_at
         return slot
 
     def thread(self) -> threading.Thread:
         """Return a thread to run in; it sees torch's thread-local settings as the caller does."""
+        self._num_before = self.num_fetched
         context = contextvars.copy_context()
         settings = _Settings(self.ring.transport.device)
 

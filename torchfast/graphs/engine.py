@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -198,23 +198,39 @@ class GraphEngine:
         # Outside of the handling of the error, which keeps alive what the capture has allocated.
         if failure is None:
             return self._replay(entry, call)
-        if failure.reason == _NOT_NOW:
+        surroundings = self._before_another(entry, failure)
+        if surroundings is None:
+            return self._fail(entry, failure, inputs)
+        self._drop_error()
+        with surroundings:
             return self._run_eagerly(inputs)
+
+    def _before_another(
+        self, entry: Entry, failure: Failure
+    ) -> AbstractContextManager[None] | None:
+        """Return in what this step is to run before another attempt; None if none is to come."""
+        if failure.reason == _NOT_NOW:
+            return nullcontext()
+        is_passing = failure.reason == _LATER or failure.is_left_over
+        if not is_passing and entry.is_to_be_told(failure):
+            entry.secret = entry.constants = None  # which were those of the other way
+            return nullcontext()
         entry.attempts += 1
-        if entry.attempts < _ATTEMPTS:
-            if failure.reason == _LATER:
-                return self._run_eagerly(inputs)
-            if failure.is_left_over:
-                gc.collect()
-                return self._run_eagerly(inputs)
-            if failure.is_copy and self._options.host_constants and entry.constants is None:
-                entry.constants = HostConstants(self.device)
-                with entry.constants.recording():
-                    return self._run_eagerly(inputs)
-            if entry.secret is not None and entry.secret.was_kept:
-                entry.secret = None
-                return self._run_eagerly(inputs)
-        return self._fail(entry, failure, inputs)
+        if entry.attempts >= _ATTEMPTS:
+            return None
+        if is_passing:
+            gc.collect()
+            return nullcontext()
+        if failure.is_copy and self._options.host_constants and entry.constants is None:
+            entry.constants = HostConstants(self.device)
+            return entry.constants.recording()
+        return None
+
+    def _drop_error(self) -> None:
+        """Let go of an error that was kept to be raised, and of all that its frames hold."""
+        if self._error is not None:
+            traceback.clear_frames(self._error.__traceback__)
+        self._error = None
 
     def _attempt(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> Failure | None:
         """Capture and check; where that fails all is as before, and the reason is returned."""
@@ -226,19 +242,19 @@ class GraphEngine:
             self._store.add(entry)
             self._frozen = self._watch.frozen()
             mismatch = self._mismatch(entry, call) if self._options.check else None
-            self._backend.release_scratch()
             if mismatch is None:
                 return None
+            if entry.secret is None:
+                mismatch += "; it was told of the capture, and may compute otherwise then"
             failure = Failure(mismatch)
         except BaseException as error:
             self._undo(entry, facts)
             if not isinstance(error, Exception):
                 raise
             failure = explain(error)
-            if self._options.on_failure == "raise" and not failure.is_left_over:
-                self._error = error
-            else:
-                traceback.clear_frames(error.__traceback__)
+            self._error = error
+            if self._options.on_failure != "raise":
+                self._drop_error()
             return failure
         self._undo(entry, facts)
         return failure
@@ -343,6 +359,7 @@ class GraphEngine:
             self._warn("check", "no memory to compare the graph with eager steps; it is used as is")
             return None
         finally:
+            self._backend.release_scratch()
             self._counts, entry.num_replays = counts, num_replays
             self._num_since_change = num_since_change
             self._store.owner = entry

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
+from torchfast.graphs.failures import Failure
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.secrecy import Secret
 from torchfast.graphs.static_inputs import StaticInputs
@@ -61,6 +62,10 @@ class Entry:
             if self.constants is not None:
                 stack.enter_context(self.constants.standing_in())
             yield
+
+    def is_to_be_told(self, failure: Failure) -> bool:
+        """Whether telling of the next capture may help: who asked, or compiled code that asks."""
+        return self.secret is not None and (self.secret.was_kept or failure.is_recompile)
 
     def drop(self) -> None:
         """Let go of the graph."""

@@ -12,6 +12,7 @@ from torchfast._core.errors import CaptureError
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
 
+RECOMPILES = "torch.compile would have compiled it again"
 LEFT_OVER = "an autograd graph of an earlier step is still alive and belongs to another stream"
 
 # What torch's messages say, what that means, and what helps. The first that fits is told.
@@ -60,7 +61,7 @@ _CAUSES = (
     ),
     (
         ("FailOnRecompileLimitHit", "fail_on_recompile", "Recompiling function"),
-        "torch.compile would have compiled it again",
+        RECOMPILES,
         "give more warm-up steps, or mark what varies as dynamic",
     ),
 )
@@ -84,6 +85,11 @@ class Failure:
     def is_left_over(self) -> bool:
         """Whether something that the garbage collector may free is in the way."""
         return self.reason == LEFT_OVER
+
+    @property
+    def is_recompile(self) -> bool:
+        """Whether compiled code would have been compiled again."""
+        return self.reason == RECOMPILES
 
     @property
     def is_copy(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from torchfast._core.batches import map_batch, tensors
 
@@ -61,7 +62,9 @@ def _is_simple(value: Any) -> bool:
 
 
 def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_make")
+    # A PackedSequence is one too, whose batch_sizes stay on the host.
+    is_packed = isinstance(value, PackedSequence)
+    return isinstance(value, tuple) and hasattr(value, "_make") and not is_packed
 
 
 def _rebuilt(value: Any, copies: dict[int, Tensor]) -> Any:

@@ -5,20 +5,22 @@ host from waiting: transformers makes another attention mask, for which another 
 other bits. A graph of that is not the step. So while a step is captured, whoever asks is told no.
 torch is told the truth, and so is this library: their checks are about captures.
 
-Where the host then waits, or whatever else ends the capture, the next one is told of.
+Where the host then waits, or whatever else ends the capture, the next one is told of. So it is
+where compiled code asks: it was compiled for the other function, and would be compiled again.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import final
 
 import torch
 
 _TOLD = ("torch", "torchfast")
+_TRUTH = "torchfast_truth"
 
 
 @final
@@ -34,8 +36,10 @@ class Secret:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep it within the body. Other threads capture nothing, and hear so."""
-        truth = torch.cuda.is_current_stream_capturing
+        """Keep it within the body, in all threads, since autograd's are part of the capture."""
+        self.was_kept = False
+        now = torch.cuda.is_current_stream_capturing
+        truth: Callable[[], bool] = vars(now).get(_TRUTH, now)
 
         @functools.wraps(truth)
         def is_current_stream_capturing() -> bool:
@@ -46,8 +50,11 @@ class Secret:
             self.was_kept = True
             return False
 
+        vars(is_current_stream_capturing)[_TRUTH] = truth
         torch.cuda.is_current_stream_capturing = is_current_stream_capturing
         try:
             yield
         finally:
-            torch.cuda.is_current_stream_capturing = truth
+            # Unless another thread, which captures too, has put its own there: that one will.
+            if torch.cuda.is_current_stream_capturing is is_current_stream_capturing:
+                torch.cuda.is_current_stream_capturing = truth

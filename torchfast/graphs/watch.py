@@ -154,26 +154,30 @@ class _Settings:
     """
 
     def __init__(self, group: dict[str, Any]) -> None:
+        self._entries = [*group]
         self._names = [name for name in group if name not in _NOT_FROZEN]
-        self._num_entries = len(group)
-        is_plain = self._names and all(_is_of_one_piece(group[name]) for name in self._names)
+        is_plain = len(self._names) > 1 and all(_is_plain(group[name]) for name in self._names)
         self._get = operator.itemgetter(*self._names) if is_plain else None
 
     def read(self, group: dict[str, Any]) -> Any:
-        """Return the values, and how many there are."""
+        """Return the values, and the names where there are others."""
         names = self._names
-        if len(group) != self._num_entries:
+        if [*group] != self._entries:
             names = [name for name in group if name not in _NOT_FROZEN]
         if self._get is None:
-            return len(names), [_frozen(group[name]) for name in self._names]
-        return len(names), self._get(group)
+            return names, [_frozen(group[name]) for name in self._names]
+        values = self._get(group)
+        # The comparison of a tensor would make the host wait, and 0.1 equals its float32.
+        if Tensor in map(type, values):
+            values = tuple(map(_frozen, values))
+        return names, values
 
 
-def _is_of_one_piece(value: Any) -> bool:
-    """Whether a value is another object if it has changed; a tensor's memory the graph reads."""
+def _is_plain(value: Any) -> bool:
+    """Whether a value is another object if it has changed."""
     if isinstance(value, tuple):
-        return all(map(_is_of_one_piece, value))
-    return value is None or isinstance(value, bool | int | float | str | Tensor)
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _names_of_numbers(module: nn.Module) -> list[str]:
