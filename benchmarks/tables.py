@@ -120,12 +120,66 @@ def branches(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def checkpoint_cost(result: dict[str, Any]) -> list[str]:
+    """Return the table of what checkpoints cost, a line for each figure that there is."""
+    place, every = result["place"], result["settings"]["every"]
+    found = {
+        name: section["summary"]
+        for name, section in result["sections"].items()
+        if section.get("summary")
+    }
+    stall, cost, back = (found.get(name, {}) for name in ("stall", "throughput", "resume"))
+    steps = [section["step_ms"] for section in result["sections"].values() if "step_ms" in section]
+    lines = [
+        f"A model of {result['num_parameters'] / 1e9:.2f} billion parameters with AdamW, plan "
+        f"``{result['settings']['plan']}``; {place['file_system']}, which four threads write at "
+        f"{baseline_tables.figure(place['write_gb_s'])} GB/s.",
+        "",
+        "| what | figure |",
+        "|---|---|",
+    ]
+    if steps:
+        lines.append(f"| a step | {baseline_tables.figure(steps[0])} ms |")
+    if "running" in stall:
+        running = stall["running"]
+        low, high = (f"{pick(running['stalls_s']):.3f}" for pick in (min, max))
+        lines += [
+            f"| a checkpoint | {running['bytes'] / 1e9:.2f} GB |",
+            f"| a save holds training up for | {running['stall_s']:.3f} s ({low} to {high}, "
+            f"{running['saves']} saves) |",
+            f"| and is on the disk after | {baseline_tables.figure(running['written_s'])} s |",
+        ]
+    for kind, what in (("first", "the first save"), ("blocking", "a blocking save")):
+        if kind in stall:
+            lines.append(f"| {what} holds it up for | {stall[kind]['stall_s']:.2f} s |")
+    if "cost" in cost:
+        low, high = cost["quartiles"]
+        lines.append(
+            f"| {every} steps with a checkpoint take longer by | {cost['cost']:.2%} "
+            f"({low:.2%} to {high:.2%}, {cost['pairs']} pairs) |"
+        )
+    if "large" in back:
+        large = back["large"]
+        same = "the same bits" if large["same"] else "**other bits**"
+        lines += [
+            f"| loading it | {baseline_tables.figure(large['load_s'])} s |",
+            f"| the next {large['steps']} steps | {same} |",
+        ]
+    if back.get("cuts"):
+        lines.append(
+            f"| a small model, cut at each step | {back['same']} of {back['cuts']} runs to the "
+            f"bit; {back['live_graph']} cut between replays, {back['twice']} twice in an epoch |"
+        )
+    return lines
+
+
 # Beside these, "baseline NAME" is the table of the workload NAME.
 TABLES: dict[str, tuple[str, Table]] = {
     "baseline summary": (BASELINE, baseline_tables.summary),
     "baseline plot": (BASELINE, baseline_plot),
     "anchors": (BASELINE, baseline_tables.anchor_table),
     "branches": ("branches_h200.json", branches),
+    "checkpoint cost": ("checkpoint_cost_h200.json", checkpoint_cost),
     "sweep": ("sweep_h200.json", sweep),
     "main job": ("main_job_curves_h200.json", main_job),
 }

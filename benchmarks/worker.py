@@ -250,7 +250,7 @@ class Clock:
 
 
 class Mark:
-    """A moment in the device's work, or in the host's where there is no device; waits for none."""
+    """A moment in the device's work, or in the host's where there is no device."""
 
     def __init__(self, device: torch.device) -> None:
         self._host_s = time.perf_counter()
@@ -264,6 +264,11 @@ class Mark:
         if self._event is None:
             return (later._host_s - self._host_s) * 1e3
         return self._event.elapsed_time(later._event)
+
+    def wait(self) -> None:
+        """Wait until the moment is past."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class Slowdown:

@@ -210,6 +210,31 @@ def branches():
     }
 
 
+def checkpoint_cost():
+    """Return what checkpoints cost a training."""
+    save = {"saves": 3, "call_s": 0.2, "written_s": 12.5, "bytes": 13_700_000_000}
+    stall = {
+        kind: {**save, "stall_s": stall_s, "stalls_s": [stall_s - 0.01, stall_s, stall_s + 0.02]}
+        for kind, stall_s in {"first": 9.0, "running": 0.25, "blocking": 14.0}.items()
+    }
+    cost = {"every": 50, "pairs": 5, "cost": 0.0175, "quartiles": [0.015, 0.0225], "held": True}
+    large = {"steps": 6, "bytes": 13_700_000_000, "read_s": 5.0, "load_s": 8.5, "same": True}
+    resume = {"cuts": 11, "twice": 8, "live_graph": 9, "same": 11, "held": True, "large": large}
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/checkpoint_cost.py",
+        "machine": dict(MACHINE),
+        "settings": {"plan": "fast", "every": 50},
+        "num_parameters": 1_140_000_000,
+        "place": {"file_system": "ext4", "free_bytes": 50_000_000_000, "write_gb_s": 1.25},
+        "sections": {
+            "stall": {"status": "ran", "step_ms": 290.0, "rows": [], "summary": stall},
+            "throughput": {"status": "ran", "step_ms": 290.0, "rows": [], "summary": cost},
+            "resume": {"status": "ran", "rows": [], "summary": resume},
+        },
+    }
+
+
 def main_job():
     """Return what the number formats did to the main job."""
     row = {"mean": 1.55, "mean_difference_from_fp32": 0.0, "within_noise": True}
