@@ -171,7 +171,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=sorted(SHAPES), default="full")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--block-s", type=float, default=0.03, help="seconds of a turn")
     parser.add_argument("--out", type=Path)

@@ -17,6 +17,8 @@ from tape import CPU, Twins, counts, reasons
 from torchfast import MicroBatches
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
 from torchfast.graphs import CUDAGraphStep
+from torchfast.graphs.named_state import NamedState
+from torchfast.graphs.watch import StateWatch
 
 pytestmark = pytest.mark.usefixtures("tape")
 
@@ -295,3 +297,43 @@ def test_a_step_that_only_adds_to_gradients_can_be_captured():
         step(batch)
         assert torch.equal(plain.weight.grad, model.weight.grad)
     assert counts(step) == (1, 9, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group: group.update(weight_decay=torch.tensor(0.1)),  # 0.1 equals its float32
+        lambda group: group.update(mode=7),
+        lambda group: group.update(initial_lr=0.1, betas=[0.9, 0.999]),
+    ],
+)
+def test_a_setting_that_looks_alike_is_another(change):
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
+    watch = StateWatch(NamedState([optimizer]))
+    before = watch.frozen()
+    assert watch.is_frozen_as(before)
+    change(optimizer.param_groups[0])
+    assert not watch.is_frozen_as(before)
+
+
+def test_a_tensor_as_a_setting_is_told_by_being_it():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = optim.AdamW([parameter], lr=0.1)
+    group = optimizer.param_groups[0]
+    group["weight_decay"] = torch.tensor(0.5)
+    watch = StateWatch(NamedState([optimizer]))
+    before = watch.frozen()
+    group["weight_decay"].mul_(2)  # the graph reads its memory
+    assert watch.is_frozen_as(before)
+    group["weight_decay"] = group["weight_decay"].clone()
+    assert not watch.is_frozen_as(before)
+
+
+def test_what_a_scheduler_adds_is_nothing_that_a_step_reads():
+    optimizer = optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.1)
+    watch = StateWatch(NamedState([optimizer]))
+    before = watch.frozen()
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "initial_lr" in optimizer.param_groups[0]
+    assert watch.is_frozen_as(before)

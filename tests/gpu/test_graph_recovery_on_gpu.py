@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -187,7 +188,11 @@ def test_a_loader_that_pins_in_a_thread_does_not_disturb_a_capture():
 
     captured, plain = build("AdamW fused", GRAPH), build("AdamW fused", Plan())
     torch.manual_seed(1)
-    ours = [captured.step(b).clone() for b in captured.prefetch(uneven(60))]
+    ours, was_there = [], False
+    for batch in captured.prefetch(uneven(60), background=True):
+        was_there |= any(t.name == "torchfast-stager" for t in threading.enumerate())
+        ours.append(captured.step(batch).clone())
+    assert was_there
     torch.manual_seed(1)
     expected = [plain.step(b).clone() for b in plain.prefetch(uneven(60))]
     assert not differences(expected, ours)

@@ -78,9 +78,9 @@ class PrefetchingLoader(Closing):
         channels_last: Lay 4-d tensors out as NHWC, on the device, behind ``transform``.
         across_epochs: Begin the next epoch while the last batches of this one are consumed.
             Its first draws are then made with the generators as they stand at that moment.
-        background: ``"auto"`` fetches in a thread once that is seen to take time. True does
-            so from the second batch on. False never does: for loaders that must stay in the
-            thread that made them. Copies overlap all the same.
+        background: ``"auto"`` fetches in a thread once that is seen to take time. True, and
+            ``across_epochs``, do so from the second batch on. False never does: for loaders that
+            must stay in the thread that made them. Copies overlap all the same.
         strict: Raise where a batch has a leaf that cannot be moved, or another structure than
             the first one.
 
@@ -90,7 +90,8 @@ class PrefetchingLoader(Closing):
         UnsupportedDeviceError: A device that this machine lacks.
 
     Numerics: Exact, but for ``transfer_dtype`` and what ``transform`` does.
-    Synchronizes: Never in the consumer's thread. The staging thread waits for copies.
+    Synchronizes: Whoever stages waits for copies: the thread, or without one a loop that is
+        ``depth`` steps ahead of the device.
 
     Example:
         >>> import torch
@@ -418,6 +419,7 @@ class PrefetchingLoader(Closing):
             self.statistics(),
             self._fetching.decision(self.depth) if ahead else direct_decision(self.device),
             self._ahead.decision() if self.across_epochs else None,
+            ahead=ahead and self._fetching.is_ahead,
             has_workers=getattr(self.loader, "num_workers", 0) > 0,
             transform_draws=self._ring is not None and self._ring.finishes_late,
         )

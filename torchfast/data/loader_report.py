@@ -14,11 +14,11 @@ def loader_report(
     prefetch: Decision,
     across_epochs: Decision | None,
     *,
+    ahead: bool,
     has_workers: bool,
     transform_draws: bool,
 ) -> Report:
     """Return the report of a `PrefetchingLoader`."""
-    ahead = prefetch.outcome == "applied"
     verdict = Decision(
         lever="verdict",
         outcome="applied",

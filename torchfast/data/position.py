@@ -157,7 +157,7 @@ class PositionedLoader:
         self._announced = None
 
     def _positions(self, iterator: Iterator[Any], at: Position) -> Iterator[tuple[Any, Position]]:
-        own = None  # which the beginning may make
+        own = None  # looked up once an epoch, behind the first batch: iter() may make one
         for number, batch in enumerate(iterator, start=at.num_batches + 1):
             own = self._own_generators() if own is None else own
             generators = tuple([g.get_state() for g in own])

@@ -77,7 +77,7 @@ class Ring:
         lock: Held while anything is enqueued or allocated for a slot.
         is_broken: Whether a thread was left behind in it, so that it serves no other iteration.
 
-    Synchronizes: `settle` waits for a copy.
+    Synchronizes: `settle` waits for a copy, in the thread that stages.
     """
 
     def __init__(

@@ -85,6 +85,11 @@ class Fetching:
         is_slow = self.behind_s >= TOO_SLOW_S or self.hiccups_s >= MANY_HICCUPS_S
         return self.is_lazy and not is_slow
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether batches are fetched in the thread."""
+        return self.where == "thread" and not self.is_suspect and not self.is_swift
+
     def note_time(self, seconds: float) -> None:
         """Note what it took to fetch and stage a batch in the caller's thread."""
         if self.is_swift:

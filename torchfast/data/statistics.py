@@ -34,7 +34,8 @@ class LoaderStatistics:
         consumer_wait_s: Time in which the loop waited for a batch, the device idle or not.
         starved_s: The part of it after which the device had nothing left to do. On a device
             without a copy stream, the CPU, all time spent loading.
-        stager_wait_s: Time in which loading waited for a free slot: the reserve.
+        stager_wait_s: Time in which loading waited for a free slot, in the thread or in the loop
+            without one: the reserve.
         fetch_s: Time spent in the loader that was given.
         copy_ms: Mean time of a batch on the bus, by the device's clock; NaN if not timed.
         stall_ms: Mean time that the device waited for a copy, a batch; NaN if not timed.

@@ -187,11 +187,12 @@ class ParallelBranches:
 
         Args:
             functions: The branches, such as an ``nn.ModuleList``.
-            *args: Passed to each. Tensors in any nesting.
+            *args: Passed to each. Tensors in tuples, lists, mappings, dataclasses and what is
+                registered with torch's pytree; in other objects they are not seen.
             **kwargs: Likewise.
 
         Returns:
-            What they return, in order, for use on the current stream.
+            What they return, in order, for use on the current stream; nested as arguments are.
 
         Raises:
             TypeError: ``functions`` cannot be iterated, or one of them not be called.
@@ -212,7 +213,7 @@ class ParallelBranches:
 
         Args:
             function: Called once for each item.
-            *iterables: As for the builtin ``map``. Tensors in any nesting.
+            *iterables: As for the builtin ``map``; nested as above.
 
         Returns:
             What it returns, in order, for use on the current stream.
@@ -259,20 +260,15 @@ class ParallelBranches:
                     backward.follow(made, stream)
                     returned += made
         except BaseException:
-            # A capture that broke lets nobody wait, and it is the first error that says why.
+            # Recompute ends by an error, too, as soon as it has what it needs. And a capture that
+            # broke lets nobody wait, while it is the first error that says why.
             with suppress(Exception):
                 side.join(current, streams)
+                _record(side, reads, streams, returned, current)
             raise
         side.join(current, streams)
         # Only now: the device has its work, and ``calls`` has kept all of it alive until here.
-        for first, stream in enumerate(streams):
-            read = {id(t): t for tensors in reads[first :: len(streams)] for t in tensors}
-            for tensor in read.values():
-                for part in _dense_parts(tensor):
-                    side.record(part, stream)
-        for tensor in returned:
-            for part in _dense_parts(tensor):
-                side.record(part, current)
+        _record(side, reads, streams, returned, current)
         return outputs
 
     def _side_streams(
@@ -284,6 +280,24 @@ class ParallelBranches:
             made.append(side.new())
         # In a branch of a branch, or by torch's dealing, the current one can be among them.
         return [stream for stream in made if stream != current][:num_branches]
+
+
+def _record(
+    side: SideStreams,
+    reads: list[list[Tensor]],
+    streams: list[Any],
+    returned: list[Tensor],
+    current: Any,
+) -> None:
+    """Tell the allocator who reads what: side streams the inputs, the current one the outputs."""
+    for first, stream in enumerate(streams):
+        read = {id(t): t for tensors in reads[first :: len(streams)] for t in tensors}
+        for tensor in read.values():
+            for part in _dense_parts(tensor):
+                side.record(part, stream)
+    for tensor in returned:
+        for part in _dense_parts(tensor):
+            side.record(part, current)
 
 
 @final
