@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from torchfast import CheckpointManager, CheckpointWriteError
+from torchfast._core.compare import differences
+from torchfast.checkpoint import staging
 
 pytestmark = pytest.mark.requires(gpus=1)
 
@@ -24,7 +28,15 @@ def test_staging_is_pinned_and_used_again(tmp_path):
     assert all(torch.equal(found[name], value.cpu()) for name, value in state.items())
 
 
-def test_the_copy_comes_between_the_steps(tmp_path):
+@pytest.fixture(params=["room", "no room"])
+def room(request, monkeypatch):
+    """Whether the device has room for a second copy."""
+    if request.param == "no room":
+        monkeypatch.setattr(staging, "_PART_OF_FREE", 0.0)
+    return request.param == "room"
+
+
+def test_the_copy_comes_between_the_steps(tmp_path, room):
     """What was queued before the save is in it, what is queued after is not."""
     weight = torch.zeros(64 << 20, device="cuda")
     stream = torch.cuda.Stream()
@@ -36,6 +48,42 @@ def test_the_copy_comes_between_the_steps(tmp_path):
         weight.fill_(2.0)
         torch.cuda.synchronize()
         assert torch.equal(checkpoints.load().state["weight"], torch.ones(64 << 20))
+
+
+def test_the_host_waits_for_no_copy_where_the_device_has_room(tmp_path, room):
+    weight = torch.ones(64 << 20, device="cuda")
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in range(3):  # the first pins
+            checkpoints.wait()
+            torch.cuda.synchronize()
+            torch.cuda._sleep(400_000_000)  # about 0.2 s
+            start = time.perf_counter()
+            checkpoints.save({"weight": weight}, step)
+            seconds = time.perf_counter() - start
+        assert (seconds < 0.1) == room
+        weight.zero_()
+        assert torch.equal(checkpoints.load().state["weight"], torch.ones(64 << 20))
+
+
+def test_tensors_of_all_kinds_arrive_as_they_are(tmp_path, room):
+    state = {
+        "bf16": torch.randn(1000, 3, device="cuda").bfloat16(),
+        "bool": torch.rand(77, device="cuda") > 0.5,
+        "int": torch.arange(5, device="cuda"),
+        "complex": torch.randn(9, device="cuda", dtype=torch.complex64).conj(),
+        "fp8": torch.randn(16, device="cuda").to(torch.float8_e4m3fn),
+        "strided": torch.randn(6, 4, device="cuda").t()[::2],
+        "scalar": torch.tensor(3.5, device="cuda"),
+        "empty": torch.empty(0, 3, device="cuda"),
+        "here": torch.randn(5),
+    }
+    with CheckpointManager(tmp_path) as checkpoints:
+        for step in range(2):
+            checkpoints.save(state, step)
+        found = checkpoints.load().state
+    for name, value in state.items():
+        assert not differences(value.cpu().resolve_conj(), found[name].resolve_conj()), name
+        assert found[name].dtype == value.dtype
 
 
 def test_a_blocking_save_and_both_devices_at_once(tmp_path):

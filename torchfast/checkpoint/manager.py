@@ -165,7 +165,8 @@ class CheckpointManager:
                 graph is being captured.
             ClosedError: After `close`.
 
-        Synchronizes: Once, with the current stream of each device in the state.
+        Synchronizes: Once, with the current stream of each device in the state; not with a CUDA
+            device whose free memory is twice the state's there.
         """
         self._check_open()
         step = check_int("step", step, minimum=0)
@@ -177,7 +178,12 @@ class CheckpointManager:
             self._saver.write(tree, tensors, step, values)
         else:
             staged = self._stager.stage(tensors)
-            self._background.start(lambda: self._saver.write(tree, staged, step, values))
+
+            def write() -> None:
+                staged.arrived()
+                self._saver.write(tree, staged.tensors, step, values)
+
+            self._background.start(write)
 
     def wait(self) -> None:
         """Wait until the last save is on the disk and what is not to be kept is deleted.
