@@ -15,7 +15,14 @@ import fitting
 from averages import MixedNet, comparable, reference, weights_of
 from models import BatchNormNet, DropoutNet, make_batches, mean_loss
 from stepping import make_trainer, roundtrip
-from torchfast import CheckpointManager, EMAOptions, Plan, StateMismatchError, import_state_dict
+from torchfast import (
+    CheckpointManager,
+    EMAOptions,
+    Plan,
+    StateMismatchError,
+    Trainer,
+    import_state_dict,
+)
 from torchfast.__main__ import main
 from torchfast._core.compare import differences
 
@@ -277,3 +284,40 @@ def test_what_fit_cannot_evaluate_is_refused_before_it_trains():
     with pytest.raises(TypeError, match=r"evaluate_ema must be True or False, got 1 \(int\)"):
         fitting.fit(BATCHES, trainer=trainer, steps=2, evaluate=BATCHES, evaluate_ema=1)
     assert trainer.num_steps == 0
+
+
+@pytest.mark.parametrize("evaluate_ema", [False, True])
+def test_an_evaluation_of_ones_own_leaves_the_training_model_in_its_mode(evaluate_ema):
+    trainer = fitting.make_trainer(ema=0.9, net=BatchNormNet)
+
+    def evaluate(model):
+        trainer.model.eval()
+        return {"loss": mean_loss(model.eval(), BATCHES[0]).item()}
+
+    options = {"evaluate": evaluate, "evaluate_every": 2, "evaluate_ema": evaluate_ema}
+    fitting.fit(BATCHES, trainer=trainer, steps=4, **options)
+    assert all(module.training for module in trainer.model.modules())
+    assert int(trainer.model.norm.num_batches_tracked) == 4
+
+
+def test_weights_and_average_can_both_be_evaluated():
+    trainer = fitting.make_trainer(ema=0.9, net=BatchNormNet)
+
+    def evaluate(_):
+        return {
+            f"ema={flag}": trainer.evaluate(BATCHES, ema=flag)["loss"] for flag in (False, True)
+        }
+
+    result = fitting.fit(BATCHES, trainer=trainer, steps=4, evaluate=evaluate)
+    assert result.evaluation["ema=False"] != result.evaluation["ema=True"]
+    assert trainer.model.training
+
+
+def test_evaluating_the_average_trains_no_statistics_of_a_model_that_the_loss_holds():
+    torch.manual_seed(0)
+    model = BatchNormNet()
+    trainer = Trainer(model, SGD, lambda _, batch: mean_loss(model, batch), Plan(), ema=0.9)
+    trainer.step(BATCHES[0])
+    trainer.evaluate(BATCHES, ema=True)
+    assert int(model.norm.num_batches_tracked) == 1
+    assert model.training

@@ -42,8 +42,12 @@ def evaluated_model(step: TrainStep, *, ema: bool) -> nn.Module:
 
 @contextmanager
 def undisturbed(step: TrainStep, model: nn.Module) -> Iterator[None]:
-    """Put every module's mode and every random generator back, whatever the body does."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Put every module's mode and every random generator back, whatever the body does.
+
+    Those of the training model too, where ``model`` is its average.
+    """
+    models = (step.model, model)
+    modes = [(module, module.training) for root in models for module in root.modules()]
     try:
         with preserved_rng(step.device):
             yield
@@ -75,6 +79,7 @@ def evaluate(
         )
     parts: list[LossParts] = []
     with undisturbed(step, model), torch.no_grad(), loader:
+        step.model.eval()  # a loss that uses it all the same must not train its BatchNorm
         model.eval()
         for batch in loader:
             if should_stop():
