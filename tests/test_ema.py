@@ -103,10 +103,9 @@ def test_the_halves_average_as_a_step_does():
         torch.manual_seed(1)
         whole.step(batch)
         torch.manual_seed(1)
-        halves.forward_backward(batch)
         before = copy.deepcopy(weights_of(halves.ema_model))
         halves.forward_backward(batch)  # a half that is never applied moves nothing
-        assert halves.num_steps == 0 or not differences(before, weights_of(halves.ema_model))
+        assert not differences(before, weights_of(halves.ema_model))
         torch.manual_seed(1)
         halves.forward_backward(batch)
         halves.update()

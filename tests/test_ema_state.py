@@ -156,6 +156,10 @@ MISFITS = {
     "no model": (without("ema_model"), r"averaged model state must be a mapping, got NoneType"),
     "no count": (without("ema"), r"'ema' lacks 'num_averaged' or 'unrounded'; load what"),
     "other count": (change(("ema", 3)), r"'ema' lacks 'num_averaged' or 'unrounded'"),
+    "averages of no mapping": (
+        change("ema", ("unrounded", None)),
+        r"'ema' lacks 'num_averaged' or",
+    ),
     "a count that is none": (change("ema", ("num_averaged", "3")), r"'num_averaged'"),
     "a key too many": (
         change("ema_model", ("more", torch.ones(1))),

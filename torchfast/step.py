@@ -210,17 +210,17 @@ class TrainStep:
             ClosedError: After `close`.
         """
         group = self._group(batch)
-        self._average.follow()
-        if self._graph is None:
-            output = self._whole(group)
-        else:
-            is_whole = self._graph.is_whole
-            output = self._graph(group)
-            if not is_whole:
-                with self._precision.step():
-                    self.optimizer.step()
-                self._precision.after_update()
-                self._average.update(None)  # what can be skipped is never parted from the graph
+        with self._average.around_step():
+            if self._graph is None:
+                output = self._whole(group)
+            else:
+                is_whole = self._graph.is_whole
+                output = self._graph(group)
+                if not is_whole:
+                    with self._precision.step():
+                        self.optimizer.step()
+                    self._precision.after_update()
+                    self._average.update(None)  # what can be skipped is not parted from the graph
         self.metrics = dict(output.metrics)
         self._after_update(output.skipped)
         return output.loss
@@ -240,8 +240,8 @@ class TrainStep:
     def update(self) -> None:
         """Run the second half of a step: clip, optimizer, scheduler. Always eager."""
         self._check_open()
-        self._average.follow()
-        norm, skipped = self._second_half()
+        with self._average.around_step():
+            norm, skipped = self._second_half()
         if norm is not None:
             self.metrics["grad_norm"] = norm
         self._after_update(skipped)

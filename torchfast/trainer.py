@@ -321,7 +321,8 @@ class Trainer(Closing):
 
         A module like `model`, in eval mode, whose parameters need no gradients and have the
         model's dtypes. It follows each step: copy it to keep it, and take it from here again where
-        the model was given other modules. Do not move or cast it.
+        the model was given other modules or parameters, was cast or moved. Do not move or cast it
+        itself. Weights that are loaded into it are averaged on.
         """
         return self._step.ema_model
 

@@ -27,6 +27,14 @@ _PEAK_16BIT_FLOPS = (
 )
 
 
+def is_capturing() -> bool:
+    """Whether what runs now on the current stream is captured into a graph, and not computed."""
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # torch was built without CUDA
+        return False
+
+
 def resolve_device(device: object, model: nn.Module) -> torch.device:
     """Return the device to train on, with its index; ``None`` means where the parameters are.
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, final
 
@@ -27,10 +28,21 @@ import torch
 from torch import Tensor, nn
 
 from torchfast._core.decisions import Decision
+from torchfast._core.device import is_capturing
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.state import check_module_state
 from torchfast.ema.options import EMAOptions
-from torchfast.ema.pairs import Entry, Group, buffer_forms, copied, is_real, pair, wide_dtype
+from torchfast.ema.pairs import (
+    Entry,
+    Group,
+    buffer_forms,
+    copied,
+    forms,
+    is_real,
+    pair,
+    take_buffers,
+    wide_dtype,
+)
 from torchfast.precision import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -38,16 +50,19 @@ logger = logging.getLogger(__name__)
 # With warm_up, the decay after n updates is at most (1 + n) / (10 + n).
 _WARM_UP = 10
 _STATE = ("ema_model", "ema")
+_VERSION = operator.attrgetter("_version")
+_DTYPE = operator.attrgetter("dtype")
 
 
 @final
 class WeightAverage:
     """The averaged model of a step.
 
-    A step calls `follow` before it, `update` behind the optimizer's update, in a graph or not, and
-    `after_update` when all is enqueued.
+    A step runs within `around_step`, calls `update` behind the optimizer's update, in a graph or
+    not, and `after_update` when all is enqueued.
 
-    The first update makes the average equal to the weights. Whether it is the first, the host
+    Until the first update the average is what the weights are, and that update makes it equal to
+    the new ones, unless the user has put another average there. Whether it is the first, the host
     knows, so where nothing can call an update off the decay is a constant of the graph, all
     averages of a dtype are one launch, and `after_update` writes over what the first has made.
     Where an update may be skipped, and with ``warm_up``, the weight of the new weights is computed
@@ -62,14 +77,14 @@ class WeightAverage:
 
     Attributes:
         model: The averaged model; None where nothing is averaged. Another object after modules or
-            parameters of the model were replaced.
+            parameters of the model were replaced, or got another dtype, device or shape.
         named: What an update reads and writes besides the model, for whoever captures it.
 
     Raises:
-        TypeError: The model cannot be copied.
+        TypeError: The model cannot be copied, or its copy shares modules or parameters with it.
 
-    Numerics: Bitwise `AveragedModel` with `get_ema_multi_avg_fn`, for weights of 32 and 64 bits. A
-        skipped update leaves every value (a zero may lose its sign).
+    Numerics: Bitwise `AveragedModel` with `get_ema_multi_avg_fn`, for finite values of 32 and 64
+        bits. A skipped update leaves every finite value (a zero may lose its sign).
     Synchronizes: Never; `state_dict` reads one number.
     """
 
@@ -105,20 +120,40 @@ class WeightAverage:
 
     # -- Around and in a step --------------------------------------------------------------------
 
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Follow, and leave it at that until the end: what the step does may be in a capture."""
+        self.follow()
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+            self._note_versions()
+
     def follow(self) -> None:
         """Take in what was replaced since the last step, in the model or in its average.
 
         What stands in the place of an average is written to it, so that the graphs of the step go
         on. A model whose modules or parameters are others gets a new average, which takes over what
-        fits by name and shape; the rest begins as it is.
+        fits by name and shape; the rest begins as it is. In a capture nothing is done: each replay
+        would do it again.
         """
-        if not self.is_on:
+        if not self.is_on or is_capturing():
             return
-        self._in_step = True
         if not all(map(operator.is_, map(dict.get, *self._places), self._placed)):
             self._put_back()
+        if [*map(_VERSION, self._watched)] != self._versions:
+            self._take_over()
         if not _same(self._holdings(), self._held):
             self._build()
+        elif self._places_of_weights() != self._weights_at:
+            if forms(self._weights) != self._forms:
+                self._build()
+            else:
+                self.align()
+        if self._is_new:  # the model may have been loaded since
+            self._start()
 
     def update(self, skipped: Tensor | None) -> None:
         """Move the average by one update, unless ``skipped`` (1.0 on the device) says otherwise."""
@@ -139,19 +174,23 @@ class WeightAverage:
 
     def after_update(self) -> None:
         """Do what the host does after an update."""
-        if self.is_on and self._is_new and self._is_fixed:
+        if not self.is_on or not self._is_new:
+            return
+        if self._is_fixed:
             self._start()
-        self._is_new = self._in_step = False
+        self._is_new = False
+        self._note_versions()
 
     def current(self) -> nn.Module | None:
         """Return the averaged model as it should be now: see `follow`, for buffers too."""
-        if self.is_on and not self._in_step:  # a loss that asks for it may be in a capture
+        if not self.is_on or self._in_step or is_capturing():
+            return self.model
+        with torch.inference_mode(False):  # whose tensors no update could write to
             self.follow()
             if buffer_forms(self._source) != self._buffer_forms:
-                self._build()
-            if self._is_new:  # the model may have been loaded since
-                self._start()
-            self._in_step = False
+                assert self.model is not None
+                take_buffers(self._source, self.model)
+                self._pair()
         return self.model
 
     def align(self) -> None:
@@ -161,6 +200,8 @@ class WeightAverage:
                 if tensor.stride() != entry.source.stride():
                     laid_out = torch.empty_like(entry.source, dtype=tensor.dtype)
                     tensor.data = laid_out.copy_(tensor.detach())
+        if self.is_on:
+            self._weights_at = self._places_of_weights()
 
     # -- What is saved and told --------------------------------------------------------------------
 
@@ -190,13 +231,13 @@ class WeightAverage:
         check_module_state(state.get("ema_model"), model, "averaged model")
         saved = state.get("ema")
         parts = saved if isinstance(saved, Mapping) else {}
-        if not isinstance(parts.get("num_averaged"), int) or "unrounded" not in parts:
+        unrounded = parts.get("unrounded")
+        if not isinstance(parts.get("num_averaged"), int) or not isinstance(unrounded, Mapping):
             raise StateMismatchError(
                 "state's 'ema' lacks 'num_averaged' or 'unrounded'; load what state_dict() returned"
             )
         shapes = {e.name: e.average.shape for e in self._entries}
-        unrounded = parts["unrounded"].items()
-        odd = [n for n, value in unrounded if shapes.get(n, 0) != getattr(value, "shape", None)]
+        odd = [n for n, v in unrounded.items() if shapes.get(n, 0) != getattr(v, "shape", None)]
         if odd:
             raise StateMismatchError(
                 f"state's 'ema' has averages of other names or shapes than {type(model).__name__}: "
@@ -226,11 +267,11 @@ class WeightAverage:
             self._num_averaged.zero_()
             self._start()
             return
+        model.load_state_dict(state["ema_model"])
+        self.current()  # a hook of the model's may have put other tensors there
         num_averaged = state["ema"]["num_averaged"]
         self._num_averaged.fill_(num_averaged)
         self._is_new = num_averaged == 0
-        model.load_state_dict(state["ema_model"])
-        self.current()  # a hook of the model's may have put other tensors there
         with torch.no_grad():
             for entry in self._entries:
                 value = state["ema"]["unrounded"].get(entry.name)
@@ -239,6 +280,7 @@ class WeightAverage:
                 if value is not None:
                     entry.average.copy_(value)
                     entry.shown.copy_(entry.average)
+        self._note_versions()
 
     def decisions(self) -> list[Decision]:
         """Say what is averaged, and what it costs."""
@@ -277,23 +319,61 @@ class WeightAverage:
         with torch.no_grad():
             for group in (*self._averaged, *self._copied):
                 group.start()
+        self._note_versions()
+
+    # -- What the user writes to the average -----------------------------------------------------
+
+    def _note_versions(self) -> None:
+        """Remember how often the averages were written to, to see when another does so.
+
+        A replay is not counted; all else of ours is, and is noted behind it. Once there is an
+        average, what is written to it needs no notice, but for what it is rounded from.
+        """
+        if self.is_on:
+            self._watched = self._shown if self._is_new else self._rounded
+            self._versions = [*map(_VERSION, self._watched)]
+
+    def _take_over(self) -> None:
+        """Let what the user has written be the average. Of weights, that is a beginning."""
+        pairs = zip(self._watched, self._versions, strict=True)
+        written = {id(shown) for shown, known in pairs if shown._version != known}
+        with torch.no_grad():
+            for group in self._averaged:
+                entries = [entry for entry in group.entries if id(entry.shown) in written]
+                for entry in entries:
+                    entry.take_over()
+                if entries and not group.may_move:
+                    self._is_new = False
+                    self._num_averaged.clamp_(min=1)
+        self._note_versions()
 
     # -- The model and its copy ------------------------------------------------------------------
 
     def _build(self) -> None:
         """Copy the model as it is now, and take over the averages that fit it."""
-        before = {entry.name: entry.average for entry in self._entries}
-        self.model = copied(self._source)
-        self._entries = pair(self._source, self.model)
-        self._group()
-        if before:
+        if self.model is not None:
             logger.info("the model has other parts than before, and its average follows")
+        self.model = copied(self._source)
+        self._pair()
+
+    def _pair(self) -> None:
+        """Pair the tensors of the two models, and go on with the averages that there are."""
+        assert self.model is not None
+        before = {entry.name: entry for entry in self._entries}
+        self._entries = pair(self._source, self.model)
+        for entry in self._entries:
+            known = before.get(entry.name)
+            if known is not None and known.shown is entry.shown:
+                entry.average = known.average
+        self._group()
         with torch.no_grad():
             for entry in (e for group in self._averaged for e in group.entries):
                 known = before.get(entry.name)
-                if known is not None and known.shape == entry.average.shape:
-                    entry.average.copy_(known)
-                    entry.shown.copy_(known)
+                if known is None or known.average is entry.average:
+                    continue
+                if known.average.shape == entry.average.shape:
+                    entry.average.copy_(known.average)
+                    entry.shown.copy_(known.average)
         placed = [(e.shown_in, e.key, e.shown) for e in self._entries if e.shown_in is not None]
         tables, keys, self._placed = (
             map(list, zip(*placed, strict=True)) if placed else ([], [], [])
@@ -306,7 +386,13 @@ class WeightAverage:
             for table in (module._parameters, module._modules)
         ]
         self._held = self._holdings()
-        self._buffer_forms = buffer_forms(self._source)
+        groups = (*self._averaged, *self._copied)
+        self._weights = [e.source for g in groups if not g.may_move for e in g.entries]
+        self._forms, self._buffer_forms = forms(self._weights), buffer_forms(self._source)
+        # Others, such as sharded tensors, have no one address.
+        self._at = [w for w in self._weights if type(w) in (Tensor, nn.Parameter)]
+        self._weights_at = self._places_of_weights()
+        self._note_versions()
 
     def _group(self) -> None:
         """Sort the entries into launches, and name all tensors."""
@@ -318,13 +404,17 @@ class WeightAverage:
         for entry in self._entries:
             is_buffer = id(entry.source) not in parameters
             is_averaged = is_real(entry.source) and (self.options.use_buffers or not is_buffer)
-            if is_averaged and (dtype := wide_dtype(entry.shown.dtype)) is not entry.shown.dtype:
+            dtype = wide_dtype(entry.shown.dtype)
+            if is_averaged and dtype is not entry.shown.dtype and not entry.is_rounded:
                 entry.average = entry.shown.to(dtype)
             form = entry.source.device, entry.source.dtype
             found.setdefault((is_averaged, is_buffer, form), []).append(entry)
         for (is_averaged, is_buffer, _), entries in found.items():
             group = Group(entries, may_move=is_buffer)
             (self._averaged if is_averaged else self._copied).append(group)
+        averaged = [entry for group in self._averaged for entry in group.entries]
+        self._shown = [entry.shown for entry in averaged]
+        self._rounded = [entry.shown for entry in averaged if entry.is_rounded]
         self._holder._buffers.clear()
         self._holder.register_buffer("num_averaged", self._num_averaged)
         for number, entry in enumerate(self._entries):
@@ -344,6 +434,10 @@ class WeightAverage:
                     entry.shown.copy_(now)
             assert entry.shown_in is not None
             entry.shown_in[entry.key] = entry.shown
+
+    def _places_of_weights(self) -> list[Any]:
+        """Return what differs once a weight was cast, moved or laid out anew; quick to compare."""
+        return [*map(_DTYPE, self._weights), *map(Tensor.data_ptr, self._at)]
 
     def _holdings(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._held_in)))

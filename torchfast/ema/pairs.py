@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 Table = dict[str, Any]
 
@@ -40,6 +42,13 @@ class Entry:
     def is_rounded(self) -> bool:
         """Whether the average is kept in a longer format than the weight."""
         return self.average is not self.shown
+
+    def take_over(self) -> None:
+        """Let the average be what is shown; where that is how it is rounded, it stays as it is."""
+        if self.is_rounded:
+            shown = self.shown.to(self.average.dtype)
+            is_kept = shown == self.average.to(self.shown.dtype).to(self.average.dtype)
+            self.average.copy_(torch.where(is_kept, self.average, shown))
 
 
 @final
@@ -86,16 +95,62 @@ def copied(model: nn.Module) -> nn.Module:
     """Return a copy in eval mode whose parameters need no gradients.
 
     Raises:
-        TypeError: It cannot be copied.
+        TypeError: It cannot be copied, or the copy shares modules or parameters with it.
     """
     try:
-        return copy.deepcopy(model).requires_grad_(False).eval()
+        with _WithoutGraphs():
+            averaged = copy.deepcopy(model)
     except Exception as error:
         raise TypeError(
             f"ema needs a copy of the model, and copy.deepcopy() of {type(model).__name__} failed "
             f"({type(error).__name__}: {str(error)[:200]}); keep what cannot be copied outside of "
             "its modules, or give it a __deepcopy__"
         ) from error
+    own = {id(part) for part in chain(model.modules(), model.parameters())}
+    for part in chain(averaged.modules(), averaged.parameters()):
+        if id(part) in own:  # and would be frozen, and averaged with itself
+            raise TypeError(
+                f"ema needs a copy of the model of its own, and copy.deepcopy() of "
+                f"{type(model).__name__} shares a {type(part).__name__} with it; let __deepcopy__ "
+                "copy its modules and parameters"
+            )
+    return averaged.requires_grad_(False).eval()
+
+
+@final
+class _WithoutGraphs(TorchFunctionMode):
+    """Lets deepcopy() copy a tensor with a graph, such as a loss that a module keeps, detached."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Table | None = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return copy.deepcopy(args[0].detach(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def take_buffers(model: nn.Module, averaged: nn.Module) -> None:
+    """Give the copy of a model the buffers that the model has now: what is alike stays."""
+    twins = dict(averaged.named_modules())
+    clones: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        twin = twins[prefix]
+        before = dict(twin._buffers)
+        twin._buffers.clear()
+        for key, buffer in module._buffers.items():
+            twin.__dict__.pop(key, None)  # what was a plain attribute would hide it
+            twin._buffers[key] = None
+            if buffer is None:
+                continue
+            if id(buffer) not in clones:
+                old = before.get(key)
+                if old is None or not _alike(old, buffer) or old.is_inference():
+                    old = buffer.detach().clone()
+                clones[id(buffer)] = old
+            twin._buffers[key] = clones[id(buffer)]
+        twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
 
 
 def pair(model: nn.Module, averaged: nn.Module) -> list[Entry]:
@@ -126,6 +181,11 @@ def pair(model: nn.Module, averaged: nn.Module) -> list[Entry]:
 def buffer_forms(model: nn.Module) -> list[Any]:
     """Return what a model's buffers are, but for their values."""
     return [(name, b.shape, b.dtype) for name, b in model.named_buffers()]
+
+
+def forms(tensors: list[Tensor]) -> list[Any]:
+    """Return of what kind tensors are; a list that is equal means that they can be paired on."""
+    return [(t.dtype, t.device, t.shape) for t in tensors]
 
 
 def _alike(now: Tensor, then: Tensor) -> bool:
