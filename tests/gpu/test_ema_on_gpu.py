@@ -196,7 +196,7 @@ def test_the_average_costs_one_launch_where_nothing_can_be_skipped():
         for _ in range(3):
             trainer.step(batch)
         activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as found:
+        with torch.profiler.profile(activities=activities, acc_events=True) as found:
             trainer.step(batch)
             torch.cuda.synchronize()
         on_device = torch.autograd.DeviceType.CUDA

