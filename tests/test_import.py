@@ -5,7 +5,7 @@ the installed wheel too, from outside the repository.
 """
 
 import importlib.util
-import gc, json
+import json
 import os
 import statistics
 import subprocess

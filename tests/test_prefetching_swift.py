@@ -179,3 +179,13 @@ def test_what_draws_by_the_time_it_is_slow_stays_in_its_turn(device, clock):
     loader = PrefetchingLoader(own, "cpu")
     assert list(epochs(loader, own)) == list(epochs(plain, plain))
     assert "keeps its turn" in str(loader.report())
+
+
+def test_what_draws_now_and_then_stays_in_its_turn_when_it_is_slow(device, clock):
+    def source():
+        for number, (x, y) in enumerate(taking(clock, lambda number: 0.001, count=60)):
+            yield (x + torch.rand(()) if number % 20 == 1 else x), y
+
+    loader = PrefetchingLoader(source(), "cpu")
+    assert not any(threads_seen(loader))
+    assert "keeps its turn" in str(loader.report())

@@ -309,10 +309,12 @@ class RingFeed(Feed):
         fetching.num_here += 1
         if fetching.num_here > NUM_FIRST and stager.num_fetched > 1:
             fetching.note_time(stager.fetch_s + time.perf_counter() - stager.now)
-        # Where it is seen only now to be slow, one more is watched: it may draw by now.
-        self._watches_next = was_swift and not fetching.is_swift
-        if fetching.where == "thread" and not fetching.is_swift and not self._watches_next:
-            self.start()
+        self._watches_next = False
+        if fetching.where == "thread" and not fetching.is_swift:
+            if was_swift:
+                self._watches_next = True  # seen only now to be slow, it may draw by now
+            else:
+                self.start()
         return staged
 
     def _take_up_suspicion(self) -> None:
