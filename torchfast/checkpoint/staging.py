@@ -190,12 +190,13 @@ def _memory_to_spare(device: torch.device, num_bytes: int, spared: int) -> Tenso
     Args:
         device: Where.
         num_bytes: Its size.
-        spared: What the last one had, which lies in torch's cache.
+        spared: What the last one had, which lies in torch's cache if that was not emptied.
     """
     if device.type != "cuda" or num_bytes == 0:
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    if num_bytes > _PART_OF_FREE * (free + spared):
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if num_bytes > _PART_OF_FREE * (free + min(spared, cached)):
         return None
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
