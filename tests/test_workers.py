@@ -533,16 +533,16 @@ def test_samples_in_memory_need_none():
 
 
 def test_a_demand_ends_the_sweep():
-    result = swept(Slow(), demand=30)
+    result = swept(Slow(), demand=10)  # a fifth of what one supplies, should the machine be busy
     assert result.num_workers == 1
     assert list(by_number(result)) == [0, 1]
     assert "1.2 times the demand" in result.reason
-    # Without workers loading comes on top: 50 batches/s are not enough for 30, but for 2.
+    # Without workers loading comes on top: 50 batches/s are not enough for 10, but for 2.
     assert swept(Slow(), demand=2, budget_s=0.6).num_workers == 0
 
 
 def test_a_demand_that_none_meets():
-    result = swept(Slow(), demand=1000)
+    result = swept(Slow(), demand=1000, budget_s=2.0)
     assert result.num_workers == 2
     assert "none supplies enough" in result.reason
 
