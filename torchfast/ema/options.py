@@ -20,7 +20,7 @@ class EMAOptions:
             updates, so that the average of a short run is not that of its beginning.
         use_buffers: Average floating-point buffers, such as BatchNorm's statistics, like weights.
             Otherwise they are copied from the model at each update, as integers always are. An
-            infinite one, such as a mask, becomes NaN, as in torch's `AveragedModel`.
+            infinite one, such as a mask, becomes NaN, as in torch's ``AveragedModel``.
 
     Raises:
         TypeError: A decay that is no number, or a flag that is no bool.
