@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,11 @@ def _tensor_difference(key: str, old: Tensor, new: Tensor) -> Difference | None:
         f"{count} of {old.numel()} elements differ"
     )
     return Difference(key=key, detail=detail, distance=float(gap.max()))
+
+
+def same_objects(now: Sequence[Any], then: Sequence[Any]) -> bool:
+    """Whether two lists hold the very same objects; no value is compared."""
+    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

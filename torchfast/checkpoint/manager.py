@@ -24,9 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, final, overload
 
-import torch
-
 from torchfast._core.arguments import check_int, explain_keywords
+from torchfast._core.device import is_capturing
 from torchfast._core.errors import (
     CheckpointCorruptError,
     CheckpointWriteError,
@@ -362,7 +361,7 @@ def _checked_metrics(metrics: object) -> dict[str, float]:
 
 
 def _refuse_capture() -> None:
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise CheckpointWriteError(
             "save() was called while a CUDA graph is being captured, where nothing can be "
             "copied to the host; save before or after the capture"

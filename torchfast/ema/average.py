@@ -27,6 +27,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from torchfast._core.compare import same_objects
 from torchfast._core.decisions import Decision
 from torchfast._core.device import is_capturing
 from torchfast._core.errors import StateMismatchError
@@ -145,7 +146,7 @@ class WeightAverage:
             self._put_back()
         if [*map(_VERSION, self._watched)] != self._versions:
             self._take_over()
-        if not _same(self._holdings(), self._held):
+        if not same_objects(self._holdings(), self._held):
             self._build()
         elif self._places_of_weights() != self._weights_at:
             if forms(self._weights) != self._forms:
@@ -441,7 +442,3 @@ class WeightAverage:
 
     def _holdings(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._held_in)))
-
-
-def _same(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and all(map(operator.is_, now, then))

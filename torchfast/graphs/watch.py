@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from torchfast._core.compare import same_objects
 from torchfast.graphs.named_state import NamedState
 
 _TRAINING = operator.attrgetter("training")
@@ -125,13 +126,13 @@ class StateWatch:
 
     def moved(self) -> str | None:
         """Return what is no longer where it was at the last `refresh`; None if all is."""
-        if not _same(self._holdings(), self._held):
+        if not same_objects(self._holdings(), self._held):
             return "a module, parameter, buffer or entry of the optimizer's state was replaced"
         groups = self._state.groups()
         if len(groups) != len(self._params):
             return "a parameter group was added to the optimizer, or taken away"
         pairs = zip(groups, self._params, strict=True)
-        if not all(_same(group["params"], known) for group, known in pairs):
+        if not all(same_objects(group["params"], known) for group, known in pairs):
             return "the parameters of an optimizer's group were replaced"
         if [*map(Tensor.data_ptr, self._placed)] != self._addresses:
             return "the memory of a parameter or buffer was replaced"
@@ -184,10 +185,6 @@ def _names_of_numbers(module: nn.Module) -> list[str]:
     attributes = vars(module)
     kinds = (bool, int, float)
     return [n for n, v in attributes.items() if type(v) in kinds and n != "training"]
-
-
-def _same(now: list[Any], then: list[Any]) -> bool:
-    return len(now) == len(then) and all(map(operator.is_, now, then))
 
 
 def _frozen(value: Any) -> Any:
