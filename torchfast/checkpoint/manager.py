@@ -93,6 +93,7 @@ class CheckpointManager:
 
     Example:
         >>> import tempfile
+        >>> import torch
         >>> with CheckpointManager(tempfile.mkdtemp(), keep_last=2) as checkpoints:
         ...     for step in (1, 2, 3):
         ...         checkpoints.save({"weight": torch.full((2,), step), "step": step}, step)
