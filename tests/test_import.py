@@ -15,14 +15,17 @@ from pathlib import Path
 import pytest
 
 NUM_PROBES = 5
-MOST_ADDED_MS = 100
+# Of the time that torch's own import takes in the same process.
+MOST_ADDED = 0.1
 
 # Prints what the statement in argv[1] does to a process that has imported torch. Bytecode is cached
 # in argv[2], so that a read-only or fresh checkout is not timed while it compiles. Processor time
-# is what is counted: a busy machine does not stretch it.
+# is what is counted, in proportion to that of torch's import: a busy machine stretches both.
 PROBE = """
 import gc, json, os, sys, threading, time
+start = time.process_time()
 import torch
+torch_s = time.process_time() - start
 
 def num_threads():
     tasks = "/proc/self/task"  # the threads of native code are here too
@@ -35,7 +38,7 @@ gc.collect()
 modules, threads, start = set(sys.modules), num_threads(), time.process_time()
 exec(sys.argv[1], {})
 print(json.dumps({
-    "added_ms": 1e3 * (time.process_time() - start),
+    "added": (time.process_time() - start) / torch_s,
     "new_threads": num_threads() - threads,
     "new_modules": sorted(set(sys.modules) - modules),
     "cuda_initialized": torch.cuda.is_initialized(),
@@ -94,9 +97,9 @@ def test_import_has_no_side_effects(statement, tmp_path):
 
 
 def test_import_is_fast(tmp_path):
-    added_ms = [probe(EVERYTHING, tmp_path)["added_ms"] for _ in range(NUM_PROBES)]
+    added = [probe(EVERYTHING, tmp_path)["added"] for _ in range(NUM_PROBES)]
 
-    assert statistics.median(added_ms) < MOST_ADDED_MS, f"measured: {added_ms}"
+    assert statistics.median(added) < MOST_ADDED, f"measured: {added}"
 
 
 def test_the_probe_sees_side_effects(tmp_path):
@@ -107,7 +110,7 @@ def test_the_probe_sees_side_effects(tmp_path):
     assert unwelcome(found["new_modules"]) == ["careless", "torch._dynamo"]
     assert found["new_threads"] == 1
     assert found["cuda_initialized"]
-    assert found["added_ms"] > MOST_ADDED_MS
+    assert found["added"] > MOST_ADDED
 
 
 CARELESS = f"""
@@ -117,7 +120,7 @@ import torch
 sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 torch.cuda._initialized = True
-stop = time.process_time() + 1.5e-3 * {MOST_ADDED_MS}
+stop = time.process_time() * (1 + 1.5 * {MOST_ADDED})  # torch's import is most of it
 while time.process_time() < stop:
     pass
 """
