@@ -37,6 +37,37 @@ def save_all(folder, steps, metrics=None, **options):
 # -- Saving ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_what_is_not_worth_keeping_is_not_saved_and_is_told_of_once(tmp_path, caplog, blocking):
+    keep, drop = torch.tensor(True), torch.tensor(False)
+    with CheckpointManager(tmp_path, keep_last=1) as checkpoints:
+        for step, flag in enumerate([keep, drop, drop, None, keep, drop], start=1):
+            checkpoints.save(states.make(step), step, blocking=blocking, only_if=flag)
+            checkpoints.wait()
+            if flag is drop:
+                assert step not in checkpoints.steps()
+        assert checkpoints.steps() == [5]
+        assert_same(checkpoints.load().state, states.make(5))
+    assert caplog.text.count("not worth keeping") == 1
+
+
+@pytest.mark.parametrize("bad", [True, torch.tensor(1.0), torch.tensor([True])])
+def test_what_decides_about_a_save_is_one_flag(tmp_path, bad):
+    with (
+        CheckpointManager(tmp_path) as checkpoints,
+        pytest.raises(TypeError, match=r"only_if must be a bool tensor of shape \(\), got"),
+    ):
+        checkpoints.save({"step": 1}, 1, only_if=bad)
+    assert checkpoints.steps() == []
+
+
+def test_the_flag_is_no_part_of_the_state(tmp_path):
+    state = {"": torch.ones(2), "?": torch.zeros(1), "??": torch.ones(1)}
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(state, 1, only_if=torch.tensor(True))
+        assert_same(checkpoints.load().state, state)
+
+
 def test_a_save_returns_before_it_is_written_and_the_next_waits(tmp_path, monkeypatch):
     go_on, original = threading.Event(), os.write
 

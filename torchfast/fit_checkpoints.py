@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import final
 
 import torch
+from torch import Tensor
 
 from torchfast._core.arguments import check_int
 from torchfast._core.errors import CheckpointWriteError, StateMismatchError
@@ -101,7 +102,6 @@ class FitCheckpoints:
         self._step = step
         self._loader = loader
         self._saved: tuple[FitProgress, bool] | None = None
-        self._told_of_nan = False
         self._is_own = not isinstance(options.checkpoint, CheckpointManager)
         self._manager: CheckpointManager | None
         if isinstance(options.checkpoint, CheckpointManager):
@@ -234,26 +234,28 @@ class FitCheckpoints:
         key = progress, bool(evaluation)
         if manager is None or (self._saved == key and not manager.has_failed):
             return
-        if not self._is_finite():
-            return
         state = {
             **self._step.state_dict(),
             "loader": self._loader.state_dict(),
             "fit": asdict(progress),
         }
         step = self._step.num_steps
+        is_finite = self._is_finite()
         try:
-            manager.save(state, step, metrics=evaluation, blocking=blocking)
+            manager.save(state, step, metrics=evaluation, blocking=blocking, only_if=is_finite)
         except CheckpointWriteError:
             # The error may be that of the save before. The disk may have room again, and nothing
             # newer than that will come.
             with suppress(CheckpointWriteError):
-                manager.save(state, step, metrics=evaluation, blocking=True)
+                manager.save(state, step, metrics=evaluation, blocking=True, only_if=is_finite)
             raise
         self._saved = key
 
-    def _is_finite(self) -> bool:
-        """Whether the model is worth keeping: a checkpoint of NaN would replace a good one."""
+    def _is_finite(self) -> Tensor | None:
+        """Return whether the model is worth keeping: a checkpoint of NaN would replace a good one.
+
+        Synchronizes: Never; the flag is read where the checkpoint is written.
+        """
         # Not the buffers: a mask may hold infinities on purpose. Nor dtypes of a byte, which know
         # no infinity, or no isfinite().
         flags = [
@@ -262,16 +264,7 @@ class FitCheckpoints:
             if parameter.dtype.itemsize > 1
             and (parameter.is_floating_point() or parameter.is_complex())
         ]
-        if not flags or bool(torch.stack(flags).all()):
-            return True
-        if not self._told_of_nan:
-            self._told_of_nan = True
-            logger.warning(
-                "at step %d parameters are not finite, so no checkpoint is saved any more and the "
-                "last good one is kept; Plan(nonfinite='skip') skips such updates",
-                self._step.num_steps,
-            )
-        return False
+        return torch.stack(flags).all() if flags else None
 
     def close(self) -> None:
         """Wait for the last save.

@@ -40,8 +40,9 @@ T = TypeVar("T")
 PIECE_BYTES: Final = 4 << 20
 # Small tensors are gathered up to this, so that a thousand biases are not a thousand writes.
 _BUFFER_BYTES: Final = 1 << 20
-# More do not help: four already hash and write about 4 GB/s.
-MAX_THREADS: Final = 4
+# More do not help: what one hashes, writes and reads back is as fast as most disks already. And
+# the training is to have cores too.
+MAX_THREADS: Final = 8
 # What the file itself is to blame for. Anything else (no permission, no memory, a disk or a server
 # that does not answer) says nothing about the checkpoint and is raised as it is.
 _DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
@@ -291,7 +292,8 @@ def run_in_threads(work: Callable[[T], None], items: Iterable[T], num_threads: i
 
 def num_threads() -> int:
     """Return how many files are worth writing at once on this machine."""
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    return min(MAX_THREADS, max(cores // 2, min(cores, 4)))
 
 
 def _open(path: Path) -> io.FileIO:

@@ -24,6 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, final, overload
 
+import torch
+from torch import Tensor
+
 from torchfast._core.arguments import check_int, explain_keywords
 from torchfast._core.device import is_capturing
 from torchfast._core.errors import (
@@ -129,6 +132,7 @@ class CheckpointManager:
         self._saver = Saver(self._folder, retention)
         self._stager = Stager()
         self._background = Background(f"the last checkpoint of {self._folder.path}")
+        self._told_of_unwanted = False
         self._closed = False
 
     @property
@@ -145,6 +149,7 @@ class CheckpointManager:
         *,
         metrics: Mapping[str, float] | None = None,
         blocking: bool = False,
+        only_if: Tensor | None = None,
     ) -> None:
         """Save ``state`` as the checkpoint of ``step``.
 
@@ -157,6 +162,9 @@ class CheckpointManager:
             step: Updates done; the newest checkpoint is the one with the largest.
             metrics: Host numbers by name, for ``monitor`` and for people.
             blocking: Return when it is on the disk. Takes no second copy of the state.
+            only_if: A bool of shape ``()``, on any device: whether the state is worth keeping.
+                Where it is False nothing is saved, and a warning says so once. It travels with
+                the state, so nobody waits for it. ``fit`` gives whether all parameters are finite.
 
         Raises:
             TypeError: The state holds something that a checkpoint cannot; nothing was written.
@@ -171,19 +179,24 @@ class CheckpointManager:
         self._check_open()
         step = check_int("step", step, minimum=0)
         values = _checked_metrics(metrics)
+        if only_if is not None:
+            _check_flag(only_if)
         _refuse_capture()
         tree, tensors = flatten(state)
         self.wait()
         if blocking:
-            self._saver.write(tree, tensors, step, values)
-        else:
-            staged = self._stager.stage(tensors)
+            if self._is_wanted(only_if, step):
+                self._saver.write(tree, tensors, step, values)
+            return
+        flag = max(tensors, default="") + "?"  # beyond the last key, so it is none of them
+        staged = self._stager.stage(tensors if only_if is None else {**tensors, flag: only_if})
 
-            def write() -> None:
-                staged.arrived()
+        def write() -> None:
+            staged.arrived()
+            if self._is_wanted(staged.tensors.pop(flag, None), step):
                 self._saver.write(tree, staged.tensors, step, values)
 
-            self._background.start(write)
+        self._background.start(write)
 
     def wait(self) -> None:
         """Wait until the last save is on the disk and what is not to be kept is deleted.
@@ -192,6 +205,19 @@ class CheckpointManager:
             CheckpointWriteError: It failed. Raised once.
         """
         self._background.wait()
+
+    def _is_wanted(self, only_if: Tensor | None, step: int) -> bool:
+        if only_if is None or bool(only_if):
+            return True
+        if not self._told_of_unwanted:
+            self._told_of_unwanted = True
+            logger.warning(
+                "the state of step %d is not worth keeping (only_if is False; for fit: parameters "
+                "are not finite), so nothing is saved while that is so, and the last good "
+                "checkpoint stays; Plan(nonfinite='skip') skips updates that spoil a model",
+                step,
+            )
+        return False
 
     @property
     def has_failed(self) -> bool:
@@ -359,6 +385,17 @@ def _checked_metrics(metrics: object) -> dict[str, float]:
                 "use .item() on a tensor"
             )
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _check_flag(only_if: object) -> None:
+    if not isinstance(only_if, Tensor) or only_if.dtype != torch.bool or only_if.shape:
+        found = type(only_if).__name__
+        if isinstance(only_if, Tensor):
+            found = f"{tuple(only_if.shape)} of {only_if.dtype}"
+        raise TypeError(
+            f"only_if must be a bool tensor of shape (), got {found}; give tensor.all(), or "
+            "torch.tensor(flag)"
+        )
 
 
 def _refuse_capture() -> None:

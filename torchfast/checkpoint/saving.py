@@ -1,12 +1,16 @@
-"""Writing one checkpoint, and deleting those that it makes needless: in that order."""
+"""Writing one checkpoint, and deleting those that it makes needless: in that order.
+
+A checkpoint that takes the place of others is read back and compared with its hashes first, each
+file as soon as it is on the disk, while others are still being written. It gets its name only then.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import final
 
 import torch
@@ -61,8 +65,16 @@ class Saver:
             )
 
         num_bytes = len(text) + sum(t.numel() * t.element_size() for t in tensors.values())
-        with writing(self._folder.of(step), num_bytes), self._folder.new(step) as temporary:
-            write({**tensors, TREE: text}, temporary, describe)
+        prunes = bool(self._surplus(step, {step: metrics}))
+        read_back = prunes or step in self._folder
+        with (
+            writing(self._folder.of(step), num_bytes),
+            _reading_back(step),
+            self._folder.new(step) as temporary,
+        ):
+            write({**tensors, TREE: text}, temporary, describe, read_back=read_back)
+            if read_back:
+                verify_folder(temporary, contents=False)
         newest = max(self._folder.steps(), default=step)
         if newest > step:
             logger.warning(
@@ -72,21 +84,12 @@ class Saver:
                 self._folder.path,
                 newest,
             )
-        self._prune(step)
+        if prunes:
+            self._prune(step)
 
     def _prune(self, step: int) -> None:
-        """Delete what is not to be kept, after the checkpoint of ``step`` has been read back."""
-        surplus = self._retention.surplus(self._own_metrics(), step)
-        if not surplus:
-            return
-        try:
-            verify_folder(self._folder.of(step))
-        except (CheckpointCorruptError, UnsafeCheckpointError) as error:
-            raise CheckpointWriteError(
-                f"the checkpoint of step {step} was written, but does not read back: {error}; no "
-                "older one was deleted: check the disk"
-            ) from error
-        for old in surplus:
+        """Delete what is not to be kept; the checkpoint of ``step`` has been read back."""
+        for old in self._surplus(step, {}):
             try:
                 self._folder.delete(old)
             except OSError as error:
@@ -95,6 +98,10 @@ class Saver:
                     self._folder.of(old),
                     error.strerror,
                 )
+
+    def _surplus(self, step: int, more: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Return what need not be kept, once ``step`` is there; ``more`` is not there yet."""
+        return self._retention.surplus({**self._own_metrics(), **more}, step)
 
     def _own_metrics(self) -> dict[int, Mapping[str, float]]:
         """Return the metrics of the checkpoints that were saved into this folder."""
@@ -109,3 +116,14 @@ class Saver:
                 if manifest.owner == identity:
                     found[step] = manifest.metrics
         return found
+
+
+@contextmanager
+def _reading_back(step: int) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointCorruptError, UnsafeCheckpointError) as error:
+        raise CheckpointWriteError(
+            f"the checkpoint of step {step} was written, but does not read back: {error}; it was "
+            "taken away, and no older one was deleted: check the disk"
+        ) from error

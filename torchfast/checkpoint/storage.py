@@ -111,13 +111,20 @@ class ShardWriter(StorageWriter):
     Args:
         folder: Where to; on storage that all ranks see.
         describe: Makes the manifest from its files and the number of ranks.
+        read_back: Read each file again once it is on the disk, and compare it with its hash, while
+            others are still being written.
     """
 
     def __init__(
-        self, folder: Path, describe: Callable[[Mapping[str, FileEntry], int], Manifest]
+        self,
+        folder: Path,
+        describe: Callable[[Mapping[str, FileEntry], int], Manifest],
+        *,
+        read_back: bool = False,
     ) -> None:
         self._folder = folder
         self._describe = describe
+        self._read_back = read_back
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take another folder, if one is given."""
@@ -175,6 +182,8 @@ class ShardWriter(StorageWriter):
                 file.write(data.getbuffer() if isinstance(data, io.BytesIO) else raw_bytes(data))
                 spans.append((item.index, start, file.num_bytes - start))
             entry = file.finish()
+        if self._read_back:
+            check_stream(self._folder / name, entry)
         return [
             WriteResult(index, num_bytes, Place(name, start, num_bytes, entry))
             for index, start, num_bytes in spans
@@ -185,9 +194,15 @@ def write(
     flat: dict[str, Any],
     folder: Path,
     describe: Callable[[Mapping[str, FileEntry], int], Manifest],
+    *,
+    read_back: bool = False,
 ) -> None:
-    """Write a flat state of tensors and bytes from one process, in the order that DCP documents."""
-    planner, writer = PlainSavePlanner(), ShardWriter(folder, describe)
+    """Write a flat state of tensors and bytes from one process, in the order that DCP documents.
+
+    Raises:
+        CheckpointCorruptError: With ``read_back``, a file does not hold what was written.
+    """
+    planner, writer = PlainSavePlanner(), ShardWriter(folder, describe, read_back=read_back)
     planner.set_up_planner(flat, is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     plan = writer.prepare_local_plan(planner.create_local_plan())

@@ -1,0 +1,63 @@
+"""What a replay may differ by from eager steps, where eager steps differ among themselves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from torchfast.graphs.named_state import NamedState
+from torchfast.graphs.replay_check import find_mismatch
+
+CPU = torch.device("cpu")
+NOISE = 1e-6
+
+
+def judged(eager_noise, replay_noise, error=0.0, counted=True):
+    """Judge a step that adds one to a vector and counts, with noise in what it adds."""
+    values, count = torch.ones(8).double(), torch.zeros((), dtype=torch.int64)
+    draw = random.Random(0)
+
+    def step(noise, error=0.0, counted=True):
+        with torch.no_grad():
+            values.add_(1.0 + error + noise * draw.uniform(-1, 1))
+            count.add_(1 if counted else 0)
+        return values.sum()
+
+    before = values.clone(), count.clone()
+    found = find_mismatch(
+        NamedState([values, count]),
+        CPU,
+        replay=lambda: step(replay_noise, error, counted),
+        eager=lambda: step(eager_noise),
+    )
+    assert torch.equal(values, before[0])
+    assert torch.equal(count, before[1])
+    return found
+
+
+def test_equal_bits_are_equal():
+    assert judged(0.0, 0.0) is None
+
+
+def test_what_no_eager_step_does_no_replay_may():
+    assert "eager steps from the same state end 1.3e-06 apart" in judged(0.0, 0.0, error=2 * NOISE)
+
+
+def test_a_replay_may_be_some_times_as_noisy_as_eager_steps():
+    assert judged(NOISE, NOISE) is None
+    assert judged(NOISE, 8 * NOISE) is None
+
+
+@pytest.mark.parametrize("error", [1e-3, 1e-2, 1.0])
+def test_an_error_is_seen_beside_noise(error):
+    assert "2 replays and 2 eager steps from the same state end" in judged(NOISE, NOISE, error)
+
+
+def test_a_count_has_no_noise():
+    assert "end inf apart" in judged(NOISE, NOISE, counted=False)
+
+
+def test_eager_steps_that_differ_by_themselves_depend_on_something():
+    assert "replays do not differ" in judged(1e-2, 0.0)
