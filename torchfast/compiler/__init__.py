@@ -1,0 +1,1 @@
+"""torch.compile made dependable: regions, failures, caches, and what really happened."""

@@ -1,0 +1,82 @@
+"""Marking a dimension of a batch as one that changes.
+
+torch compiles for the sizes that it meets. At the second size of a dimension it compiles anew with
+that dimension dynamic, unless it was told not to (``dynamic=False``); a mark on the tensor tells it
+from the first batch on. The mark is an attribute of the tensor object: it has to be put on each
+batch, before the call, outside of compiled code.
+
+A dimension whose size is 0 or 1 is not marked: torch compiles those sizes apart without a word, and
+the mark would do nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class DynamicDimension(NamedTuple):
+    """A dimension that changed.
+
+    Attributes:
+        source: The tensor, as an expression over the arguments: ``"batch['ids']"``.
+        dimension: Which of its dimensions.
+    """
+
+    source: str
+    dimension: int
+
+
+def mark_dynamic(arguments: Mapping[str, Any], source: str, dimension: int) -> bool:
+    """Mark one dimension of a tensor in the arguments of a compiled function as dynamic.
+
+    Args:
+        arguments: The arguments by name, as the compiled function names them; what it takes as
+            ``*args`` is one entry, the tuple.
+        source: The tensor, as a recompile names it: ``"batch['ids']"``, ``"args[0]"``.
+        dimension: Which of its dimensions.
+
+    Returns:
+        Whether it was marked: False if there is no such tensor or dimension, or if its size is 0 or
+        1, which torch compiles apart anyway.
+
+    Example:
+        >>> import torch
+        >>> batch = {"ids": torch.zeros(8, 16)}
+        >>> mark_dynamic({"batch": batch}, "batch['ids']", 0)
+        True
+        >>> mark_dynamic({"batch": {"ids": torch.zeros(1, 16)}}, "batch['ids']", 0)
+        False
+    """
+    from torch._dynamo import maybe_mark_dynamic
+
+    tensor = _resolved(arguments, source)
+    if not isinstance(tensor, Tensor) or not 0 <= dimension < tensor.dim():
+        return False
+    if tensor.shape[dimension] < 2:
+        return False
+    # The weak mark: where the code itself needs a fixed size it is compiled for that size, which
+    # the strong one makes an error.
+    maybe_mark_dynamic(tensor, dimension)
+    return True
+
+
+def _resolved(arguments: Mapping[str, Any], source: str) -> Any:
+    """Return what an expression of names, attributes and constant subscripts stands for."""
+    try:
+        return _value(ast.parse(source, mode="eval").body, arguments)
+    except (SyntaxError, LookupError, AttributeError, TypeError):
+        return None  # another function's argument, or a batch of another structure
+
+
+def _value(node: ast.expr, arguments: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Name):
+        return arguments[node.id]
+    if isinstance(node, ast.Attribute):
+        return getattr(_value(node.value, arguments), node.attr)
+    if isinstance(node, ast.Subscript):
+        return _value(node.value, arguments)[ast.literal_eval(node.slice)]
+    raise TypeError(f"not a path: {ast.dump(node)}")

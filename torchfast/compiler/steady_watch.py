@@ -1,0 +1,154 @@
+"""A watch for compilations in the middle of a run.
+
+The first steps of a run compile; after them every step should find its code. One that does not
+stops the run for seconds or minutes, and after eight such changes torch compiles no more and the
+rest of the run is slow, all without a word. The watch says it once, with what changed.
+
+It looks where the owner tells it to, once a step, for about half a microsecond. A change of mode
+(train or eval, gradients recorded or not) is compiled once for each mode, which is as it should be:
+of that it warns at the second time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, final
+
+from torchfast._core.arguments import check_flag, explain_keywords
+from torchfast.compiler.dynamic_dimensions import DynamicDimension, mark_dynamic
+from torchfast.compiler.events import LimitReached, Recompile
+from torchfast.compiler.record import CompileRecord
+
+logger = logging.getLogger(__name__)
+
+_MODES = ("training", "global state")
+
+
+@final
+class SteadyWatch:
+    """Warns once when something is compiled again in the steady state of a run.
+
+    Args:
+        record: The record that listens.
+        mark_dynamic: Note dimensions whose size changed, for `mark`.
+
+    Example:
+        >>> import torch
+        >>> record = CompileRecord()
+        >>> double = torch.compile(lambda x: x * 2, backend="eager")
+        >>> _ = double(torch.ones(3))
+        >>> watch = SteadyWatch(record)
+        >>> watch.begin()
+        >>> _ = double(torch.ones(3))
+        >>> watch.check()
+        ()
+        >>> record.close()
+    """
+
+    @explain_keywords
+    def __init__(self, record: CompileRecord, *, mark_dynamic: bool = False) -> None:
+        if not isinstance(record, CompileRecord):
+            raise TypeError(f"record must be a CompileRecord, got {type(record).__name__}")
+        self._record = record
+        self._mark_dynamic = check_flag("mark_dynamic", mark_dynamic)
+        self._is_steady = False
+        self._num_noted = 0
+        self._num_recompiles = 0
+        self._num_limits = 0
+        self._recompiles: list[Recompile] = []
+        self._dimensions: list[DynamicDimension] = []
+        self._has_warned = False
+        self._has_warned_of_limit = False
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether `begin` was called."""
+        return self._is_steady
+
+    @property
+    def recompiles(self) -> tuple[Recompile, ...]:
+        """What was compiled again since `begin`, as of the last `check`."""
+        return tuple(self._recompiles)
+
+    @property
+    def dimensions(self) -> tuple[DynamicDimension, ...]:
+        """Dimensions whose size changed, before `begin` too; empty without ``mark_dynamic``."""
+        return tuple(self._dimensions)
+
+    def begin(self) -> None:
+        """Take the run as steady: what is compiled again from now on is warned of."""
+        self._take()
+        self._is_steady = True
+
+    def check(self) -> tuple[Recompile, ...]:
+        """Return what was compiled again since the last call, and warn of the first.
+
+        Synchronizes: Never.
+        """
+        if not self._record.has_news() and self._record.num_noted == self._num_noted:
+            return ()
+        recompiles, limits = self._take()
+        if not self._is_steady:
+            return recompiles
+        self._recompiles += recompiles
+        self._warn(limits)
+        return recompiles
+
+    def mark(self, arguments: Mapping[str, Any]) -> int:
+        """Mark the dimensions that changed in the arguments of the next call.
+
+        Args:
+            arguments: By name, as the compiled function names them, such as ``{"batch": batch}``.
+
+        Returns:
+            How many were marked.
+        """
+        return sum(mark_dynamic(arguments, *dimension) for dimension in self._dimensions)
+
+    def _take(self) -> tuple[tuple[Recompile, ...], tuple[LimitReached, ...]]:
+        summary = self._record.summary()
+        recompiles = summary.recompiles[self._num_recompiles :]
+        limits = summary.limits[self._num_limits :]
+        self._num_noted = self._record.num_noted
+        self._num_recompiles += len(recompiles)
+        self._num_limits += len(limits)
+        if self._mark_dynamic:
+            for event in recompiles:
+                change = event.change
+                found = DynamicDimension(change.source, change.dimension or 0)
+                if change.kind == "size" and change.dimension is not None:
+                    self._dimensions += [found] if found not in self._dimensions else []
+        return recompiles, limits
+
+    def _warn(self, limits: tuple[LimitReached, ...]) -> None:
+        if limits and not self._has_warned_of_limit:
+            self._has_warned_of_limit = True
+            logger.warning("torch.compile compiles a function no more: %s", limits[0])
+        if self._has_warned:
+            return
+        cause = self._unexpected()
+        if cause is None:
+            return
+        self._has_warned = True
+        marked = cause.change.kind == "size" and self._mark_dynamic
+        logger.warning(
+            "torch.compile compiled a function again in the middle of the run, which took %.1f s: "
+            "%s%s. Further ones are counted, not warned of",
+            cause.seconds,
+            cause,
+            ". It is marked as dynamic from now on" if marked else "",
+        )
+
+    def _unexpected(self) -> Recompile | None:
+        """Return the first recompile that is more than the compilation of another mode."""
+        modes = Counter[tuple[object, ...]]()
+        for event in self._recompiles:
+            change = event.change
+            if change.kind not in _MODES:
+                return event
+            modes[event.code, change.kind] += 1
+            if modes[event.code, change.kind] > 1:
+                return event
+        return None

@@ -1,0 +1,270 @@
+"""Where torch is listened to: the one place that knows which of its internals say what.
+
+- ``get_compilation_metrics()``: an entry for each try to compile a frame or a backward, with the
+  failed guard of a recompile and the reason for giving up. It keeps the last 64 only, so it is read
+  at each compilation. An entry without a function's name is a try that was refused: the recompile
+  limit, which torch counts nowhere.
+- ``graph_break_reasons``: a list of graph breaks with the user's stack. ``torch._dynamo.reset()``
+  empties it.
+- ``callback_handler``: calls back before and after a compilation, never in a replay.
+  ``torch._dynamo.reset()`` forgets the callbacks.
+- ``register_bytecode_hook``: calls back in a compilation with the code object; it survives a reset,
+  and so brings the callbacks back.
+- ``counters``: hits and misses of the caches. Process-wide, and anybody may clear them.
+
+All of these exist in torch 2.11 to 2.13; each is asked for in a way that survives its absence, and
+with none but the metrics the record still knows frames, recompiles and limits.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, final
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_COUNTERS = {
+    "autograd_hits": ("aot_autograd", "autograd_cache_hit"),
+    "autograd_misses": ("aot_autograd", "autograd_cache_miss"),
+    "autograd_bypasses": ("aot_autograd", "autograd_cache_bypass"),
+    "graph_hits": ("inductor", "fxgraph_cache_hit"),
+    "graph_misses": ("inductor", "fxgraph_cache_miss"),
+    "graph_bypasses": ("inductor", "fxgraph_cache_bypass"),
+}
+
+
+class Fresh(NamedTuple):
+    """What has come since the last look.
+
+    Attributes:
+        metrics: New entries of the compilation metrics.
+        breaks: New graph breaks.
+        lost: Some entries may have gone before they were seen.
+    """
+
+    metrics: list[Any]
+    breaks: list[Any]
+    lost: bool
+
+
+@final
+class TorchEvents:
+    """Reads what is new in torch's records of compilations, and is woken when there is something.
+
+    Args:
+        before: Called before a compilation, with its id.
+        after: Called after it, and in the middle with its code object.
+    """
+
+    def __init__(self, before: Callable[[str], None], after: Callable[[], None]) -> None:
+        import torch._dynamo.utils
+
+        self._utils: Any = torch._dynamo.utils
+        self._bell = _Bell(before, after)
+        self._last_metric = _last(self.all_metrics())
+        self._last_break = _last(self._breaks())
+        self._seen_counts = self._read_counters()
+        self.counts = dict.fromkeys(_COUNTERS, 0)
+        self._bell.attach()
+        self._detach = weakref.finalize(self, self._bell.detach)
+
+    def attach(self) -> None:
+        """Be woken again, where ``torch._dynamo.reset()`` has put an end to it."""
+        if self._detach.alive:
+            self._bell.attach()
+
+    def detach(self) -> None:
+        """Be woken no more."""
+        self._detach()
+
+    def has_news(self) -> bool:
+        """Whether there is anything new; under a microsecond."""
+        return _last(self.all_metrics()) is not self._last_metric
+
+    def take(self) -> Fresh:
+        """Return what is new since the last call."""
+        metrics, breaks = self.all_metrics(), self._breaks()
+        fresh, found = _since(metrics, self._last_metric)
+        # Where the last one seen is gone, the entries were cleared, or so many came that it fell out.
+        full = getattr(getattr(self._utils, "_compilation_metrics", None), "maxlen", 0)
+        lost = not found and len(metrics) == full
+        fresh_breaks, _ = _since(breaks, self._last_break)
+        # The last one seen is held on to after a clear as well: no other can have its identity.
+        self._last_metric = _last(metrics) if metrics else self._last_metric
+        self._last_break = _last(breaks) if breaks else self._last_break
+        self._count()
+        return Fresh(fresh, fresh_breaks, lost)
+
+    def guards(self, code: CodeKey, version: str) -> str:
+        """Return the guards of a compiled version of a function as text; empty if unknown."""
+        try:
+            from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+            owner = self._bell.code(code)
+            if owner is None:
+                return ""
+            for entry in _debug_get_cache_entry_list(owner):
+                if str(entry.compile_id) == version:
+                    # As in the reasons of recompiles: L['x'] is x.
+                    text = str(entry.guard_manager)
+                    return re.sub(r"L\[\s*['\"](.*?)['\"]\s*\]", r"\1", text)
+        except Exception as error:
+            # It only says what a value has become: never worth the user's step.
+            logger.debug("the guards of %s could not be read: %s", code, error)
+        return ""
+
+    def setting(self, name: str) -> str:
+        """Return one of torch's limits with its value, such as ``"recompile_limit (8)"``."""
+        from torch._dynamo import config
+
+        value = getattr(config, name, None)
+        return name if value is None else f"{name} ({value})"
+
+    def _count(self) -> None:
+        now = self._read_counters()
+        for name, value in now.items():
+            # Less than before: somebody has cleared it, and all of it is new.
+            seen = self._seen_counts[name]
+            self.counts[name] += value - seen if value >= seen else value
+        self._seen_counts = now
+
+    def _read_counters(self) -> dict[str, int]:
+        counters = getattr(self._utils, "counters", {})
+        # Not by indexing, which makes entries in a defaultdict that others print.
+        return {
+            name: int(counters.get(group, {}).get(key, 0))
+            for name, (group, key) in _COUNTERS.items()
+        }
+
+    def all_metrics(self) -> Sequence[Any]:
+        """Return the entries that torch remembers, oldest first."""
+        return self._utils.get_compilation_metrics()  # type: ignore[no-any-return]
+
+    def _breaks(self) -> Sequence[Any]:
+        return list(getattr(self._utils, "graph_break_reasons", ()))
+
+
+class CodeKey(NamedTuple):
+    """How a function is named in the compilation metrics."""
+
+    name: str
+    file: str
+    line: int
+
+
+@final
+class _Bell:
+    """What torch calls. It holds no record alive, and lets no error into a compilation."""
+
+    def __init__(self, before: Callable[[str], None], after: Callable[[], None]) -> None:
+        self._before = weakref.WeakMethod(before)
+        self._after = weakref.WeakMethod(after)
+        self._codes: dict[CodeKey, weakref.ref[types.CodeType]] = {}
+        self._hook: Any = None
+
+    def attach(self) -> None:
+        from torch._dynamo import callback, convert_frame
+
+        handler = callback.callback_handler
+        # Two bound methods are equal if they are of the same object.
+        if self._on_start not in handler.start_callbacks:
+            handler.register_start_callback(self._on_start)
+        if self._on_end not in handler.end_callbacks:
+            handler.register_end_callback(self._on_end)
+        register = getattr(convert_frame, "register_bytecode_hook", None)
+        if self._hook is None and register is not None:
+            self._hook = register(self._on_code)
+
+    def detach(self) -> None:
+        callback = sys.modules.get("torch._dynamo.callback")
+        if callback is not None:
+            handler = callback.callback_handler
+            for callbacks, own in (
+                (handler.start_callbacks, self._on_start),
+                (handler.end_callbacks, self._on_end),
+            ):
+                if own in callbacks:
+                    callbacks.remove(own)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def code(self, key: CodeKey) -> types.CodeType | None:
+        reference = self._codes.get(key)
+        return reference() if reference else None
+
+    # Whatever of this fails, the user's compilation goes on.
+
+    def _on_start(self, *arguments: Any) -> None:
+        try:
+            before = self._before()
+            if before is not None:
+                before(str(getattr(arguments[0], "compile_id", "")) if arguments else "")
+        except Exception as error:
+            logger.debug("a compilation could not be noted: %s", error)
+
+    def _on_end(self, *_: Any) -> None:
+        try:
+            after = self._after()
+            if after is not None:
+                after()
+        except Exception as error:
+            logger.debug("a compilation could not be noted: %s", error)
+
+    def _on_code(self, code: types.CodeType, _compiled: types.CodeType) -> None:
+        try:
+            key = CodeKey(code.co_name, code.co_filename, code.co_firstlineno)
+            self._codes[key] = weakref.ref(code)
+            self.attach()  # a reset may have forgotten the callbacks
+        except Exception as error:
+            logger.debug("a compilation could not be noted: %s", error)
+
+
+def callers() -> tuple[str, ...]:
+    """Return the functions that are being run, outermost first, without torch's own."""
+    names = []
+    frame = sys._getframe(1) if hasattr(sys, "_getframe") else None
+    while frame is not None:
+        if not is_library(frame.f_code.co_filename):
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return tuple(reversed(names))
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is torch's, the standard library's or made at run time."""
+    if file.startswith(("<frozen", "<string>", "<eval_with_key>")):
+        return True
+    if file.startswith(_folder(torch.__file__)):
+        return True
+    standard = sysconfig.get_path("stdlib")
+    # Where there is no virtual environment, other packages lie inside of the standard library.
+    return file.startswith(standard) and "-packages" not in file[len(standard) :]
+
+
+def _folder(file: str | None) -> str:
+    return (file or "").rpartition("__init__")[0] or "<none>"
+
+
+def _last(items: Sequence[T]) -> T | None:
+    return items[-1] if items else None
+
+
+def _since(items: Sequence[T], last: T | None) -> tuple[list[T], bool]:
+    """Return what stands behind ``last``, and whether it was found; all if it was not."""
+    if last is None:
+        return list(items), True
+    for index in range(len(items) - 1, -1, -1):
+        if items[index] is last:
+            return list(items[index + 1 :]), True
+    return list(items), False
