@@ -81,7 +81,7 @@ _CAUSES = (
     ),
     _Cause(
         "logging",
-        r"logging\.logger|loggingloggervariable|warnings\.warn\b",
+        r"logging\.logger|loggingloggervariable|`_?warnings\.warn",
         "logging and warnings cannot be a part of a graph",
         "log outside of the model, put the line under `if not torch.compiler.is_compiling():`, or "
         "add the function to torch._dynamo.config.ignore_logging_functions",

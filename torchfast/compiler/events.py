@@ -47,6 +47,7 @@ class FrameEvent:
         has_backward: A graph for the backward was compiled along with it.
         seconds: What it took, this try alone.
         reason: Why it was given up; otherwise empty.
+        at_break: It was given up at a graph break, which stands among the breaks.
         is_rest: It is the rest of a function after a graph break.
     """
 
@@ -57,6 +58,7 @@ class FrameEvent:
     has_backward: bool = False
     seconds: float = 0.0
     reason: str = ""
+    at_break: bool = False
     is_rest: bool = False
 
 

@@ -65,6 +65,7 @@ class CompileRecord(Closing):
         self._within_by_id: dict[str, tuple[str, ...]] = {}
         self._code_by_frame: dict[str, tuple[CodePlace, tuple[str, ...]]] = {}
         self._counters: set[tuple[CodePlace, str]] = set()
+        self._is_closed = False
         self._torch = TorchEvents(self._before, self._after)
 
     def has_news(self) -> bool:
@@ -72,6 +73,8 @@ class CompileRecord(Closing):
 
         It is made for being asked at each step: it costs about half a microsecond.
         """
+        if self._is_closed:
+            return False
         self._torch.attach()
         return self._torch.has_news()
 
@@ -102,12 +105,15 @@ class CompileRecord(Closing):
     def close(self) -> None:
         """Listen no more; what was noted stays."""
         self._look()
+        self._is_closed = True
         self._torch.detach()
 
     def __repr__(self) -> str:
         return f"CompileRecord({self.summary().headline})"
 
     def _look(self) -> None:
+        if self._is_closed:
+            return
         with self._lock:
             self._torch.attach()
             self._note()
@@ -177,10 +183,10 @@ class CompileRecord(Closing):
     ) -> None:
         num_ops = entry.graph_op_count or 0
         outcome: FrameOutcome = "compiled" if num_ops else "no graph"
-        reason = ""
+        reason, at_break = "", False
         if entry.fail_type is not None:
             outcome, num_ops = "given up", 0
-            reason = self._note_failure(entry, code, within)
+            reason, at_break = self._note_failure(entry, code, within)
         lookups = sum(
             getattr(entry, f"inductor_fx_local_cache_{name}_count", 0) or 0
             for name in ("hit", "miss")
@@ -195,6 +201,7 @@ class CompileRecord(Closing):
                 has_backward=outcome == "compiled" and lookups > 1,
                 seconds=seconds,
                 reason=reason,
+                at_break=at_break,
                 is_rest=bool(_REST.match(entry.co_name)),
             )
         )
@@ -210,14 +217,16 @@ class CompileRecord(Closing):
                 )
             )
 
-    def _note_failure(self, entry: Any, code: CodePlace, within: tuple[str, ...]) -> str:
-        """Return why a function was given up, and note the break if its code is the cause."""
+    def _note_failure(
+        self, entry: Any, code: CodePlace, within: tuple[str, ...]
+    ) -> tuple[str, bool]:
+        """Return why a function was given up, and whether at a graph break, which is noted."""
         message = str(entry.fail_reason or "")
         if entry.fail_type not in _CANNOT_FOLLOW:
-            return shortened(f"{entry.fail_type}: {message}")
+            return shortened(f"{entry.fail_type}: {message}"), False
         reading = read_break(message)
         if reading.kind == "raises":
-            return reading.reason
+            return reading.reason, False
         place = code
         file, line = entry.fail_user_frame_filename, entry.fail_user_frame_lineno
         if file and line and not is_library(file):
@@ -225,10 +234,8 @@ class CompileRecord(Closing):
         self._add_break(
             GraphBreak(place=place, within=(*within, code.name), gave_up=True, **reading._asdict())
         )
-        return (
-            f"{reading.reason}, at {place.file}:{place.line}; torch cannot go on after it, "
-            f"{why_given_up(message)}"
-        )
+        reason = f"{reading.reason}, at {place.file}:{place.line}; torch cannot go on after it, "
+        return reason + why_given_up(message), True
 
     def _note_refusal(
         self, entry: Any, code: CodePlace, within: tuple[str, ...], seconds: float

@@ -110,7 +110,8 @@ class CompileSummary:
             if not self.frames:
                 return "nothing was compiled: torch.compile was not asked, or torch skipped it"
             reasons = [frame.reason for frame in self.frames if frame.reason]
-            return f"nothing was compiled: {reasons[0] if reasons else 'there was no operation to compile'}"
+            reason = reasons[0] if reasons else "no graph had an operation in it"
+            return f"nothing was compiled: {reason}"
         parts = [f"{_count(self.num_graphs, 'graph')} compiled"]
         if self.num_backward_graphs:
             parts.append(f"{self.num_backward_graphs} for the backward")
@@ -156,8 +157,7 @@ class CompileSummary:
         outcome: Outcome = "applied" if self.is_compiled else "stepped aside"
         made = [Decision(lever=lever, outcome=outcome, detail=self.headline)]
         wanted = [found for found in self.graph_breaks if found.on_purpose]
-        told = {(e.place.file, e.place.line) for e in self.graph_breaks if e.gave_up}
-        failed = [e for e in self.given_up if not any(f"at {f}:{n};" in e.reason for f, n in told)]
+        failed = [frame for frame in self.given_up if not frame.at_break]
         for values, aside in (
             (self.unwanted_breaks, True),
             (wanted, False),

@@ -95,7 +95,7 @@ class TorchEvents:
         """Return what is new since the last call."""
         metrics, breaks = self.all_metrics(), self._breaks()
         fresh, found = _since(metrics, self._last_metric)
-        # Where the last one seen is gone, the entries were cleared, or so many came that it fell out.
+        # Where the last one seen is gone, somebody cleared them, or so many came that it fell out.
         full = getattr(getattr(self._utils, "_compilation_metrics", None), "maxlen", 0)
         lost = not found and len(metrics) == full
         fresh_breaks, _ = _since(breaks, self._last_break)

@@ -1,0 +1,306 @@
+"""A compilation in the middle of a run is warned of once, with what changed."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from torchfast.compiler.dynamic_dimensions import DynamicDimension, mark_dynamic
+from torchfast.compiler.record import CompileRecord
+from torchfast.compiler.steady_watch import SteadyWatch
+
+LOGGER = "torchfast.compiler.steady_watch"
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def record():
+    with CompileRecord() as record:
+        yield record
+
+
+@pytest.fixture
+def warnings_given(caplog):
+    """The messages of the watch, as a list that grows."""
+    caplog.set_level(logging.WARNING, logger=LOGGER)
+
+    def given():
+        return [r.getMessage() for r in caplog.records if r.name == LOGGER]
+
+    return given
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, batch):
+        return self.dropout(self.linear(batch["ids"]))
+
+
+def batch_of(size):
+    return {"ids": torch.ones(size, 4)}
+
+
+def compiled(function, **options):
+    return torch.compile(function, backend="eager", **options)
+
+
+def test_a_recompile_is_warned_of_once(record, warnings_given):
+    model = compiled(Model(), dynamic=False)
+    model(batch_of(8))
+    watch = SteadyWatch(record)
+    watch.begin()
+    for size in (8, 8, 5, 8, 6, 7):
+        model(batch_of(size))
+        watch.check()
+    [message] = warnings_given()
+    assert "dimension 0 of batch['ids'] changed from 8 to 5" in message
+    assert "mark_dynamic" in message  # the remedy
+    assert "forward" in message
+    assert len(watch.recompiles) == 3
+
+
+def test_check_returns_what_is_new(record):
+    model = compiled(Model(), dynamic=False)
+    model(batch_of(8))
+    watch = SteadyWatch(record)
+    watch.begin()
+    assert watch.check() == ()
+    model(batch_of(5))
+    [event] = watch.check()
+    assert event.change.after == "5"
+    assert watch.check() == ()
+
+
+def test_a_steady_run_is_silent(record, warnings_given):
+    model = compiled(Model())
+    model(batch_of(8))
+    watch = SteadyWatch(record)
+    watch.begin()
+    for _ in range(5):
+        model(batch_of(8))
+        assert watch.check() == ()
+    assert warnings_given() == []
+    assert watch.recompiles == ()
+
+
+def test_what_comes_before_the_steady_state_is_not_warned_of(record, warnings_given):
+    model = compiled(Model(), dynamic=False)
+    watch = SteadyWatch(record)
+    assert not watch.is_steady
+    for size in (8, 5, 6):
+        model(batch_of(size))
+        watch.check()
+    watch.begin()
+    assert watch.is_steady
+    model(batch_of(6))
+    watch.check()
+    assert warnings_given() == []
+
+
+def test_a_summary_in_between_hides_nothing(record, warnings_given):
+    model = compiled(Model())
+    model(batch_of(8))
+    watch = SteadyWatch(record)
+    watch.begin()
+    model(batch_of(5))
+    record.summary()
+    assert not record.has_news()
+    watch.check()
+    assert len(warnings_given()) == 1
+
+
+def test_something_new_is_no_recompile(record, warnings_given):
+    model = compiled(Model())
+    model(batch_of(8))
+    watch = SteadyWatch(record)
+    watch.begin()
+    compiled(lambda x: x + 1)(torch.ones(2))
+    watch.check()
+    assert warnings_given() == []
+
+
+def test_the_first_evaluation_is_not_warned_of(record, warnings_given):
+    model = Model()
+    function = compiled(model)
+    function(batch_of(8))
+    watch = SteadyWatch(record)
+    watch.begin()
+    model.eval()
+    function(batch_of(8))
+    watch.check()
+    assert len(watch.recompiles) == 1
+    assert warnings_given() == []
+    # A mode that keeps changing is.
+    model.linear.eval()
+    model.dropout.p = 0.25
+    function(batch_of(8))
+    watch.check()
+    assert len(warnings_given()) == 1
+
+
+def test_the_limit_is_warned_of(record, warnings_given):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.steps = 0
+
+        def forward(self, x):
+            self.steps += 1
+            return x * self.steps
+
+    watch = SteadyWatch(record)
+    watch.begin()
+    with torch._dynamo.config.patch(recompile_limit=3):
+        function = compiled(Counting())
+        for _ in range(8):
+            function(torch.ones(2))
+            watch.check()
+    again, limit = warnings_given()
+    assert "self.steps changed from 0 to 1" in again
+    assert "compiles a function no more" in limit
+    assert "recompile_limit (3)" in limit
+    assert "register_buffer" in limit
+
+
+def test_a_check_costs_next_to_nothing(record):
+    model = compiled(Model())
+    model(batch_of(8))
+    watch = SteadyWatch(record)
+    watch.begin()
+
+    def seconds_per_check():
+        began = time.perf_counter()
+        for _ in range(1000):
+            watch.check()
+        return (time.perf_counter() - began) / 1000
+
+    # A step of a model takes milliseconds; the machine of the test may be busy.
+    assert min(seconds_per_check() for _ in range(5)) < 20e-6
+
+
+# --- dynamic dimensions -------------------------------------------------------------------------
+
+
+def test_a_dimension_that_changed_is_marked_in_the_next_batch(record, warnings_given):
+    """With its sizes fixed, torch compiles again at each size; with the mark it does so once."""
+
+    def run(mark):
+        torch._dynamo.reset()
+        model = compiled(Model())
+        watch = SteadyWatch(record, mark_dynamic=True)
+        # The second size is compiled as a fixed one, as in a run that met it long ago.
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            model(batch_of(8))
+            watch.begin()
+            model(batch_of(5))
+            watch.check()
+            for size in (6, 7, 9):
+                batch = batch_of(size)
+                if mark:
+                    assert watch.mark({"batch": batch}) == 1
+                model(batch)
+                watch.check()
+        return watch
+
+    watch = run(mark=True)
+    assert watch.dimensions == (DynamicDimension("batch['ids']", 0),)
+    assert len(watch.recompiles) == 2  # at 5, and once with the mark
+    assert "marked as dynamic" in warnings_given()[0]
+    assert len(run(mark=False).recompiles) == 4
+
+
+def test_nothing_is_marked_unasked(record, warnings_given):
+    model = compiled(Model())
+    model(batch_of(8))
+    watch = SteadyWatch(record)
+    watch.begin()
+    model(batch_of(5))
+    watch.check()
+    assert watch.dimensions == ()
+    assert watch.mark({"batch": batch_of(6)}) == 0
+    assert "marked as dynamic" not in warnings_given()[0]
+
+
+def test_only_sizes_are_marked(record):
+    function = compiled(lambda x: x * 2)
+    watch = SteadyWatch(record, mark_dynamic=True)
+    function(torch.ones(4))
+    watch.begin()
+    function(torch.ones(4).double())
+    watch.check()
+    assert watch.dimensions == ()
+
+
+class Pair:
+    def __init__(self, first):
+        self.first = first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source"),
+    [
+        ({"x": torch.ones(3, 4)}, "x"),
+        ({"batch": {"ids": torch.ones(3, 4)}}, "batch['ids']"),
+        ({"batch": (0, [torch.ones(3, 4)])}, "batch[1][0]"),
+        ({"args": ({"a": {1: torch.ones(3, 4)}},)}, "args[0]['a'][1]"),
+        ({"batch": Pair([torch.ones(3, 4)])}, "batch.first[0]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_tensor_is_found_by_its_source(arguments, source):
+    assert mark_dynamic(arguments, source, 1)
+    tensor = eval(source, {}, arguments)
+    assert tensor._dynamo_weak_dynamic_indices == {1}
+
+
+@pytest.mark.parametrize(
+    ("source", "dimension"),
+    [
+        ("batch['other']", 0),
+        ("batch['ids']", 2),
+        ("batch['ids']", -1),
+        ("batch['name']", 0),
+        ("batch.ids", 0),
+        ("self.x", 0),
+        ("batch['ids'].size()", 0),
+        ("grad mode", 0),
+        ("", 0),
+    ],
+)
+def test_what_is_not_there_is_not_marked(source, dimension):
+    batch = {"ids": torch.ones(3, 4), "name": "a"}
+    assert not mark_dynamic({"batch": batch}, source, dimension)
+    assert not hasattr(batch["ids"], "_dynamo_weak_dynamic_indices")
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_size_that_torch_compiles_apart_is_not_marked(size):
+    tensor = torch.ones(size, 4)
+    assert not mark_dynamic({"x": tensor}, "x", 0)
+    assert not hasattr(tensor, "_dynamo_weak_dynamic_indices")
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_refused(record):
+    with pytest.raises(TypeError, match="record must be a CompileRecord, got NoneType"):
+        SteadyWatch(None)
+    with pytest.raises(TypeError, match="mark_dynamic must be True or False"):
+        SteadyWatch(record, mark_dynamic=1)
+    with pytest.raises(TypeError, match="did you mean 'mark_dynamic'"):
+        SteadyWatch(record, mark_dynamics=True)
