@@ -344,9 +344,9 @@ def test_a_reset_and_cleared_counters_lose_nothing(record):
         torch._dynamo.reset()
         dynamo_utils.counters.clear()
     # The callbacks are gone after a reset; the next compilation brings them back.
-    assert record._torch._bell._on_start not in callback.callback_handler.start_callbacks
+    assert record._torch._bell._starts not in callback.callback_handler.start_callbacks
     compiled(breaks)(torch.ones(2))
-    assert record._torch._bell._on_start in callback.callback_handler.start_callbacks
+    assert record._torch._bell._starts in callback.callback_handler.start_callbacks
     summary = record.summary()
     assert summary.num_graphs == 8
     assert [e.times for e in summary.graph_breaks] == [4]

@@ -80,7 +80,7 @@ class TorchEvents:
 
     def attach(self) -> None:
         """Be woken again, where ``torch._dynamo.reset()`` has put an end to it."""
-        if self._detach.alive:
+        if not self._bell.is_attached() and self._detach.alive:
             self._bell.attach()
 
     def detach(self) -> None:
@@ -89,7 +89,9 @@ class TorchEvents:
 
     def has_news(self) -> bool:
         """Whether there is anything new; under a microsecond."""
-        return _last(self.all_metrics()) is not self._last_metric
+        # Not the public copy of it where there is a shorter way: this is asked at each step.
+        metrics = getattr(self._utils, "_compilation_metrics", None)
+        return _last(self.all_metrics() if metrics is None else metrics) is not self._last_metric
 
     def take(self) -> Fresh:
         """Return what is new since the last call."""
@@ -171,27 +173,35 @@ class _Bell:
         self._after = weakref.WeakMethod(after)
         self._codes: dict[CodeKey, weakref.ref[types.CodeType]] = {}
         self._hook: Any = None
+        self._handler: Any = None
+        # Made once: a bound method is another object at each access, and slower to be found.
+        self._starts, self._ends = self._on_start, self._on_end
+
+    def is_attached(self) -> bool:
+        handler = self._handler
+        return (
+            handler is not None
+            and self._starts in handler.start_callbacks
+            and self._ends in handler.end_callbacks
+        )
 
     def attach(self) -> None:
         from torch._dynamo import callback, convert_frame
 
-        handler = callback.callback_handler
-        # Two bound methods are equal if they are of the same object.
-        if self._on_start not in handler.start_callbacks:
-            handler.register_start_callback(self._on_start)
-        if self._on_end not in handler.end_callbacks:
-            handler.register_end_callback(self._on_end)
+        handler = self._handler = callback.callback_handler
+        if self._starts not in handler.start_callbacks:
+            handler.register_start_callback(self._starts)
+        if self._ends not in handler.end_callbacks:
+            handler.register_end_callback(self._ends)
         register = getattr(convert_frame, "register_bytecode_hook", None)
         if self._hook is None and register is not None:
             self._hook = register(self._on_code)
 
     def detach(self) -> None:
-        callback = sys.modules.get("torch._dynamo.callback")
-        if callback is not None:
-            handler = callback.callback_handler
+        if self._handler is not None:
             for callbacks, own in (
-                (handler.start_callbacks, self._on_start),
-                (handler.end_callbacks, self._on_end),
+                (self._handler.start_callbacks, self._starts),
+                (self._handler.end_callbacks, self._ends),
             ):
                 if own in callbacks:
                     callbacks.remove(own)
