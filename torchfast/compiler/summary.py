@@ -219,7 +219,7 @@ def _joined(recompiles: tuple[Recompile, ...]) -> list[str]:
     groups: dict[tuple[object, ...], list[Recompile]] = {}
     for event in recompiles:
         change = event.change
-        cause = (event.code, change.kind, change.source, change.dimension, change.remedy)
+        cause = (event.code[:2], change.kind, change.source, change.dimension, change.remedy)
         groups.setdefault(cause, []).append(event)
     return [
         f"{same[-1]}" + (f" ({len(same)} times, this was the last)" if len(same) > 1 else "")
