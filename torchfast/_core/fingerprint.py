@@ -1,0 +1,223 @@
+"""What a model and a batch look like to a compiler, as text that is the same in every process.
+
+What is compiled or measured for a model holds for others that only differ in the values of their
+weights, and for nothing else. So the fingerprint of a model covers what its code can branch on:
+
+- the classes of its modules, in their places, with the code of their methods;
+- shapes, strides, dtypes and device types of parameters and buffers, which of them are one object,
+  and which take gradients;
+- train or eval, and plain attributes: numbers, strings, dtypes, functions, containers of them, and
+  the fields of configuration objects.
+
+Not seen: functions that a method calls, global variables, hooks, attributes of modules whose names
+begin with an underscore, and what only native code knows. Values of tensors are not read. No
+``id()`` and no ``hash()`` goes into it, both of which are others in the next process. An attribute
+that changes while the model trains, such as a counter of calls, changes the fingerprint: take it at
+construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+_DEPTH = 4
+_LONGEST = 256  # of longer containers only the kind and the length are told
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
+
+
+def model_fingerprint(module: nn.Module, *, code: bool = True) -> str:
+    """Return the SHA-256, in hex, of what a model looks like to a compiler.
+
+    Args:
+        module: The model, as it is now.
+        code: Also the code of the methods of its classes, torch's own left out. It is that of
+            this version of Python.
+
+    Synchronizes: Never.
+
+    Example:
+        >>> from torch import nn
+        >>> model_fingerprint(nn.Linear(2, 3)) == model_fingerprint(nn.Linear(2, 3))
+        True
+        >>> model_fingerprint(nn.Linear(2, 3)) == model_fingerprint(nn.Linear(2, 4))
+        False
+    """
+    digest = hashlib.sha256()
+    for line in _lines(module, code):
+        # The length in front: no text can pass for the end of one line and the start of another.
+        data = line.encode("utf-8", "backslashreplace")
+        digest.update(b"%d:" % len(data) + data)
+    return digest.hexdigest()
+
+
+def batch_signature(batch: object) -> str:
+    """Return the structure of a nested batch with dtypes, shapes and device types, readable.
+
+    Of what is no tensor only the type is told; batches differ in their values.
+
+    Example:
+        >>> import torch
+        >>> batch_signature({"x": torch.zeros(2, 3), "y": [torch.ones(2).long(), 7]})
+        "{'x': float32[2, 3] cpu, 'y': [int64[2] cpu, int]}"
+    """
+    return _signature(batch, _DEPTH * 4)
+
+
+# -- Models ----------------------------------------------------------------------------------------
+
+
+def _lines(root: nn.Module, code: bool) -> Iterator[str]:
+    modules: dict[int, int] = {}
+    tensors: dict[int, int] = {}
+    classes: dict[type, None] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        known = modules.setdefault(id(module), len(modules))
+        yield f"module {path} {known} {_name(type(module))}"
+        if known != len(modules) - 1:
+            continue  # the same object again, told already
+        classes.setdefault(type(module))
+        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in table.items():
+                known = -1 if tensor is None else tensors.setdefault(id(tensor), len(tensors))
+                yield f"{kind} {name} {known} {_tensor(tensor)}"
+        for name, value in sorted(vars(module).items()):
+            if not name.startswith("_"):
+                yield f"attribute {name} {_described(value, _DEPTH)}"
+    if code:
+        for base in dict.fromkeys(base for c in classes for base in c.__mro__):
+            yield from _code_of_class(base)
+
+
+def _described(value: Any, depth: int) -> str:
+    """Return a plain value as text; of others the class and the plain fields."""
+    if isinstance(value, enum.Enum):
+        return f"{_name(type(value))}.{value.name}"
+    if isinstance(value, _PLAIN):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, torch.device):
+        return f"device {value.type}"  # which of several alike is no property of the model
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return f"numpy {value.dtype} {value.shape}"
+    if isinstance(value, nn.Module):
+        return _name(type(value))
+    if isinstance(value, type):
+        return f"class {_name(value)}"
+    if depth == 0:
+        return _name(type(value))
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return f"partial {[_described(part, depth - 1) for part in parts]}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"function {getattr(value, '__module__', None)}:{value.__qualname__}"
+    return f"{_name(type(value))} {_fields(value, depth - 1)}"
+
+
+def _fields(value: Any, depth: int) -> str:
+    if isinstance(value, Mapping):
+        if len(value) > _LONGEST:
+            return f"of {len(value)}"
+        return str([(_described(k, depth), _described(v, depth)) for k, v in value.items()])
+    if isinstance(value, set | frozenset):
+        return str(sorted(_described(v, depth) for v in value) if len(value) <= _LONGEST else "")
+    if isinstance(value, list | tuple):
+        if len(value) > _LONGEST:
+            return f"of {len(value)}"
+        return str([_described(v, depth) for v in value])
+    fields = getattr(value, "__dict__", {})
+    return str([(name, _described(v, depth)) for name, v in sorted(fields.items())])
+
+
+def _code_of_class(kind: type) -> Iterator[str]:
+    if kind is object or kind.__module__.partition(".")[0] in ("torch", "typing", "abc"):
+        return  # the version of torch tells theirs
+    for name, member in sorted(vars(kind).items()):
+        for function in _functions(member):
+            yield f"code {_name(kind)}.{name} {_code(function.__code__)}"
+
+
+def _functions(member: Any) -> Iterator[types.FunctionType]:
+    if isinstance(member, property):
+        members: list[Any] = [member.fget, member.fset]
+    else:
+        members = [getattr(member, "__func__", member)]
+    for function in members:
+        while function is not None:
+            if isinstance(function, types.FunctionType):
+                yield function
+            function = getattr(function, "__wrapped__", None)
+
+
+def _code(code: types.CodeType) -> str:
+    constants = [
+        _code(c) if isinstance(c, types.CodeType) else _described(c, _DEPTH) for c in code.co_consts
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
+
+
+# -- Tensors and batches ---------------------------------------------------------------------------
+
+
+def _tensor(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    if is_lazy(tensor):
+        return f"uninitialized {tensor.dtype}"
+    grad = "grad" if tensor.requires_grad else "no grad"
+    return f"{_name(type(tensor))} {_shape(tensor)} {_strides(tensor)} {grad}"
+
+
+def _shape(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{[int(size) for size in tensor.shape]} {tensor.device.type}"
+
+
+def _strides(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return str(tensor.layout)
+    return str(tuple(tensor.stride()))
+
+
+def _signature(value: Any, depth: int) -> str:
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        if value.is_nested:
+            return f"nested {value.dtype} of {value.size(0)} {value.device.type}"
+        layout = "" if value.layout is torch.strided else f" {value.layout}"
+        if not layout and not value.is_contiguous():
+            layout = f" strides {value.stride()}"
+        grad = " grad" if value.requires_grad else ""
+        return f"{_shape(value)}{layout}{grad}"
+    if depth == 0:
+        return kind
+    if isinstance(value, Mapping):
+        items = ", ".join(f"{k!r}: {_signature(v, depth - 1)}" for k, v in value.items())
+        return f"{'' if type(value) is dict else kind}{{{items}}}"
+    if isinstance(value, list | tuple) or kind == "MicroBatches":
+        items = ", ".join(_signature(v, depth - 1) for v in value)
+        if type(value) is list:
+            return f"[{items}]"
+        return f"{'' if type(value) is tuple else kind}({items})"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        items = ", ".join(f"{n}={_signature(getattr(value, n), depth - 1)}" for n in names)
+        return f"{kind}({items})"
+    tensors = {k: v for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, Tensor)}
+    items = ", ".join(f"{n}={_signature(v, depth - 1)}" for n, v in tensors.items())
+    return f"{kind}({items})" if tensors else kind
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"

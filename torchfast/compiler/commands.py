@@ -1,0 +1,164 @@
+"""``python -m torchfast cache``: look at a folder of compiled artifacts, and make room in it.
+
+``list`` and ``show`` change nothing, ``prune`` and ``clear`` remove only what the cache wrote. None
+of them runs anything of what is stored. They exit with 0 if all is well, with 1 if an entry is
+damaged or the folder cannot be used, and with 2 if the arguments are wrong or what they name is not
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from torchfast.compiler.store_contents import StoredEntry, clear, list_entries, prune
+from torchfast.compiler.store_files import Unusable
+
+DAMAGED: Final = 1
+WRONG: Final = 2
+_POWERS: Final = ("B", "kB", "MB", "GB", "TB")
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``cache`` and what is under it to the subparsers of ``python -m torchfast``."""
+    parser = commands.add_parser(
+        "cache",
+        help="list, show, prune or clear compiled artifacts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add(actions, "list", _list, "one line for each entry, last used first")
+    show = _add(actions, "show", _show, "what entries are for, and whether they are whole")
+    show.add_argument("entry", nargs="?", default="", metavar="ENTRY", help="how its name begins")
+    room = _add(actions, "prune", _prune, "remove the least recently used")
+    room.add_argument(
+        "--max-bytes",
+        type=_bytes,
+        required=True,
+        metavar="N",
+        help="what may stay: a number of bytes, or one with kB, MB, GB or TB behind it",
+    )
+    _add(actions, "clear", _clear, "remove all that the cache wrote, and nothing else")
+
+
+def _add(
+    actions: Any, name: str, run: Callable[[Path, argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text)
+    parser.add_argument("folder", metavar="FOLDER", help="the folder of the cache")
+    parser.set_defaults(run=lambda arguments: _guarded(run, arguments))
+    return parser
+
+
+def _guarded(run: Callable[[Path, argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    path = Path(os.path.abspath(arguments.folder))
+    try:
+        return run(path, arguments)
+    except FileNotFoundError:
+        return _fail(f"{path} is not there", WRONG)
+    except Unusable as error:
+        return _fail(str(error), DAMAGED)
+    except OSError as error:
+        return _fail(f"{path}: {error.strerror or error}", DAMAGED)
+
+
+def _list(path: Path, arguments: argparse.Namespace) -> int:
+    del arguments
+    entries = list_entries(path)
+    status = 0
+    for entry in entries:
+        if entry.header is None:
+            status = _fail(_problem(entry), DAMAGED)
+            continue
+        machine = entry.header.machine
+        _say(
+            f"{_short(entry.name)}  {_size(entry.num_bytes):>8}  {entry.header.written_at}  "
+            f"used {entry.uses:>3}  torch {machine.get('torch', '?')}  "
+            f"{machine.get('device_name', '?')}  {entry.header.work.get('model_class', '?')}"
+        )
+    _say(f"{len(entries)} entries, {_size(sum(entry.num_bytes for entry in entries))}")
+    return status
+
+
+def _show(path: Path, arguments: argparse.Namespace) -> int:
+    begin = arguments.entry.removeprefix("entry-")
+    entries = [
+        entry
+        for entry in list_entries(path, verify=True)
+        if entry.name.removeprefix("entry-").startswith(begin) or _short(entry.name) == begin
+    ]
+    if not entries:
+        return _fail(f"{path} has no entry whose name begins with {begin!r}", WRONG)
+    status = 0
+    for entry in entries:
+        if entry.header is None:
+            status = _fail(_problem(entry), DAMAGED)
+            continue
+        header = entry.header
+        _say(f"{entry.name}")
+        _say(f"  {_size(entry.num_bytes)}, written {header.written_at} by {header.torchfast}")
+        _say(f"  used {entry.uses} times{f', last {entry.used_at}' if entry.used_at else ''}")
+        for kind, number in header.artifacts.items():
+            _say(f"  artifacts {kind} = {number}")
+        for title, facts in (("work", header.work), ("machine", header.machine)):
+            for name, value in facts.items():
+                _say(f"  {title} {name} = {value}")
+        _say("  whole: the payload has the SHA-256 of its header")
+    return status
+
+
+def _prune(path: Path, arguments: argparse.Namespace) -> int:
+    return _removed(prune(path, arguments.max_bytes))
+
+
+def _clear(path: Path, arguments: argparse.Namespace) -> int:
+    del arguments
+    return _removed(clear(path))
+
+
+def _removed(names: list[str]) -> int:
+    for name in names:
+        _say(f"removed {name}")
+    return 0
+
+
+def _problem(entry: StoredEntry) -> str:
+    return entry.problem if entry.name in entry.problem else f"{entry.name}: {entry.problem}"
+
+
+def _short(name: str) -> str:
+    work, machine = name.removeprefix("entry-").removesuffix(".cache").split("-")
+    return f"{work[:8]}..{machine[:4]}"
+
+
+def _bytes(text: str) -> int:
+    """Return ``"20GB"`` as a number of bytes; what argparse reports if it cannot be."""
+    number, power = text, 0
+    for index, unit in enumerate(_POWERS):
+        if index and text.lower().endswith(unit.lower()):
+            number, power = text[: -len(unit)], index
+    value = float(number) * 1000**power
+    if not 0 <= value < math.inf:
+        raise ValueError(text)
+    return int(value)
+
+
+def _size(num_bytes: int) -> str:
+    power = min(4, int(math.log(max(num_bytes, 1), 1000)))
+    return f"{num_bytes / 1000**power:.4g} {_POWERS[power]}"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _fail(text: str, status: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.write(f"{text}\n")
+    return status
