@@ -8,9 +8,9 @@ The facts stand in the file's header in plain text. The name of the file has two
 facts of the work, and of those of the machine. So of an entry that is not for this machine it can
 be told what differs.
 
-Of the settings, those of inductor and of functorch count that are part of torch's own keys. The
-``config.get_hash()`` of Dynamo is another in every process (it prints sets), and what Dynamo does is
-not in this cache.
+Of the settings, those of inductor and of functorch count that are part of torch's own keys. What
+Dynamo does is not in this cache, and its ``config.get_hash()`` is another in every process, since
+it prints sets.
 """
 
 from __future__ import annotations
