@@ -1,7 +1,8 @@
 """``python -m torchfast``: what can be done from a shell.
 
-``checkpoint {list,verify,show,export}`` looks at folders of checkpoints. Exit status: 0 if all is
-well, 1 if something is damaged or could not be done, 2 if the arguments are wrong.
+``checkpoint {list,verify,show,export}`` looks at folders of checkpoints, ``cache
+{list,show,prune,clear}`` at folders of compiled artifacts. Exit status: 0 if all is well, 1 if
+something is damaged or could not be done, 2 if the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from collections.abc import Sequence
 
 import torchfast
-from torchfast.checkpoint.commands import add_commands
+from torchfast.checkpoint.commands import add_commands as add_checkpoint_commands
+from torchfast.compiler.commands import add_commands as add_cache_commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(prog="python -m torchfast", description=torchfast.__doc__)
     parser.add_argument("--version", action="version", version=torchfast.__version__)
-    add_commands(parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_checkpoint_commands(commands)
+    add_cache_commands(commands)
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
