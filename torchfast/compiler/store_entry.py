@@ -55,8 +55,7 @@ class EntryHeader:
 def encode(header: EntryHeader, payload: bytes) -> list[bytes]:
     """Return the pieces of a file."""
     line = json.dumps(asdict(header), sort_keys=True).encode("ascii") + b"\n"
-    lengths = b"%08x %s\n" % (len(line), hashlib.sha256(line).hexdigest().encode("ascii"))
-    return [MAGIC, lengths, line, payload]
+    return [MAGIC, _lengths(line), line, payload]
 
 
 def read_header(file: ReadFile, name: str) -> EntryHeader:
@@ -70,7 +69,7 @@ def read_header(file: ReadFile, name: str) -> EntryHeader:
         raise Unusable(f"{name} does not begin as an entry of this cache does; remove it")
     lengths = start[len(MAGIC) :]
     try:
-        length, digest = int(lengths[:8], 16), lengths[9:-1].decode("ascii")
+        length = int(lengths[:8], 16)
     except ValueError as error:
         raise Unusable(f"{name} has a damaged header; remove it") from error
     if not 0 < length <= _MOST_HEADER_BYTES:
@@ -79,7 +78,7 @@ def read_header(file: ReadFile, name: str) -> EntryHeader:
             "remove it"
         )
     line = file.read(length)
-    if hashlib.sha256(line).hexdigest() != digest:
+    if _lengths(line) != lengths:
         raise Unusable(f"{name} has a header that is cut or damaged; remove it")
     header = _parsed(line, name)
     expected = len(MAGIC) + _LENGTHS_BYTES + length + header.payload_bytes
@@ -115,6 +114,10 @@ def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
         for key in keys
         if expected.get(key) != found.get(key)
     )
+
+
+def _lengths(line: bytes) -> bytes:
+    return b"%08x %s\n" % (len(line), hashlib.sha256(line).hexdigest().encode("ascii"))
 
 
 def _short(value: str | None) -> str:

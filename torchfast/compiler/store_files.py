@@ -206,6 +206,8 @@ class StoreFolder(Closing):
         while True:
             fd = os.open(self._lock_name, flags, 0o600, dir_fd=self._fd)
             try:
+                if stat.S_IMODE(os.fstat(fd).st_mode) != 0o600:
+                    os.fchmod(fd, 0o600)  # a umask that takes the owner's own rights
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 os.close(fd)

@@ -1,0 +1,154 @@
+"""``python -m torchfast cache``: what it prints, removes, and exits with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from compile_stores import key, process
+from torchfast.__main__ import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with two entries, the first used once, and a file that is not ours."""
+    folder = tmp_path / "store"
+    process(folder, "a", num_bytes=5000)[0].save(key("one"))
+    process(folder, "a", "b", num_bytes=5000)[0].save(key("two"))
+    process(folder)[0].load(key("one"))
+    (folder / "notes").write_text("mine")
+    return folder
+
+
+@pytest.fixture
+def command(folder, capsys):
+    """Run a command on the folder; return its exit status and what it printed."""
+
+    def call(name, *arguments, path=folder):
+        status = main(["cache", name, os.fspath(path), *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def test_list(command):
+    status, out, err = command("list")
+    one, two, both = out.splitlines()
+    assert (status, err) == (0, "")
+    for line, used, model in ((one, "used   1", "one"), (two, "used   0", "two")):
+        assert used in line
+        assert "kB" in line
+        assert "torch 2.13.0  a device" in line
+        assert line.endswith(f"  {model}")
+    assert both.startswith("2 entries, 1")
+
+
+def test_list_goes_on_after_a_bad_one(command, folder):
+    damage(folder, "two", 0)
+    status, out, err = command("list")
+    assert status == 1
+    assert "  one\n" in out
+    assert key("two").name in err
+
+
+def test_show(command):
+    status, out, err = command("show")
+    assert (status, err) == (0, "")
+    assert out.count("  whole:") == 2
+    assert "  artifacts inductor = 2" in out
+    assert "  work model_class = one" in out
+    assert "  machine device_name = a device" in out
+    assert "used 1 times, last 20" in out
+
+
+def test_show_one(command):
+    shown = command("list")[1].split()[0]
+    for begin in (shown, key("one").name, key("one").name.removeprefix("entry-")[:6]):
+        status, out, _ = command("show", begin)
+        assert status == 0
+        assert "model_class = one" in out
+        assert "model_class = two" not in out
+    status, out, err = command("show", "xyz")
+    assert (status, out) == (2, "")
+    assert "no entry whose name begins with 'xyz'" in err
+
+
+def test_show_looks_at_the_payload(command, folder):
+    damage(folder, "two", -1)
+    assert command("list")[0] == 0  # which does not
+    status, out, err = command("show")
+    assert status == 1
+    assert out.count("  whole:") == 1
+    assert "SHA-256" in err
+
+
+def test_prune(command, folder):
+    assert command("prune", "--max-bytes", "1MB")[:2] == (0, "")
+    status, out, _ = command("prune", "--max-bytes", 8000)
+    assert (status, out) == (0, f"removed {key('two').name}\n")
+    assert not (folder / key("two").name).exists()
+    assert (folder / key("one").name).exists()
+    assert command("prune", "--max-bytes", "0kB")[1] == f"removed {key('one').name}\n"
+    assert (folder / "notes").exists()
+
+
+@pytest.mark.parametrize("text", ["-1", "much", "nan", "inf", "kB", ""])
+def test_what_is_no_number_of_bytes(command, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command("prune", f"--max-bytes={text}")
+    assert ended.value.code == 2
+    assert "--max-bytes" in capsys.readouterr().err
+
+
+def test_clear_removes_what_is_ours_and_nothing_else(command, folder):
+    others = {
+        "notes": (folder / "notes").write_text,
+        "entry-1.cache": (folder / "entry-1.cache").write_text,
+        f"{key().name}.copy": (folder / f"{key().name}.copy").write_text,
+    }
+    for write in others.values():
+        write("mine")
+    (folder / key("a folder of this name").name).mkdir()
+    (folder / f".writing-{os.uname().nodename}-{'0' * 32}").touch()
+    status, out, _ = command("clear")
+    assert status == 0
+    assert len(out.splitlines()) == 5  # entries, accounts and a leftover
+    assert set(os.listdir(folder)) == {*others, key("a folder of this name").name}
+
+
+@pytest.mark.parametrize("name", ["list", "show", "clear", "prune"])
+def test_folders_that_cannot_be_used(command, folder, tmp_path, name):
+    more = ("--max-bytes", 1) if name == "prune" else ()
+    status, _, err = command(name, *more, path=tmp_path / "nowhere")
+    assert (status, "is not there" in err) == (2, True)
+    assert not (tmp_path / "nowhere").exists()
+    (tmp_path / "link").symlink_to(folder)
+    status, _, err = command(name, *more, path=tmp_path / "link")
+    assert (status, "symbolic link" in err) == (1, True)
+    folder.chmod(0o777)
+    status, _, err = command(name, *more)
+    assert (status, "can be written by others" in err) == (1, True)
+    assert len(list(folder.glob("*.cache"))) == 2
+
+
+def test_none_of_it_loads_a_compiler(folder):
+    """Looking at what would be run runs none of it, nor what would."""
+    code = (
+        "import sys; from torchfast.__main__ import main;"
+        f"main(['cache', 'show', {os.fspath(folder)!r}]);"
+        "assert not [m for m in sys.modules if m.startswith(('torch._dynamo', 'torch._inductor'))]"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "whole:" in finished.stdout
+
+
+def damage(folder, model, index):
+    path = folder / key(model).name
+    data = bytearray(path.read_bytes())
+    data[index] ^= 1
+    path.write_bytes(data)
