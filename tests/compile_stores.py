@@ -24,7 +24,7 @@ class Compiler:
     def __init__(self, num_bytes=16):
         self.num_bytes = num_bytes
         self.known, self.used = {}, {}
-        self.hits = self.misses = 0
+        self.hits = self.misses = self.bypasses = 0
         self.payloads = []
         self.off = ""
 
@@ -47,7 +47,7 @@ class Compiler:
         return len(self.known)
 
     def counts(self):
-        return CacheCounts(self.hits, self.misses)
+        return CacheCounts(self.hits, self.misses, self.bypasses)
 
     def switched_off(self):
         return self.off

@@ -135,6 +135,16 @@ def test_what_is_of_no_use_is_told(tmp_path, caplog):
     assert len(caplog.records) == 1
 
 
+def test_what_cannot_be_cached_is_told(tmp_path):
+    process(tmp_path, "a")[0].save(key())
+    store, compiler = process(tmp_path)
+    store.load(key())
+    compiler.bypasses = 2
+    assert store.outcome().status == "loaded but nothing was used"
+    compiler.compile("a")
+    assert str(store.outcome()) == ("hit: 1 of 1 looked up were found, and 2 cannot be in a cache")
+
+
 def test_counters_that_somebody_clears(tmp_path):
     process(tmp_path, "a")[0].save(key())
     store, compiler = process(tmp_path, *"wxyz")
@@ -175,6 +185,14 @@ def test_another_machine(tmp_path, caplog, fact):
     assert "and not another" in outcome.detail
     assert compiler.payloads == []
     assert len(caplog.records) == 1
+
+
+def test_another_rank_of_the_same_machine(tmp_path, caplog):
+    process(tmp_path, "a")[0].save(key(device="cuda:0"))
+    store, _ = process(tmp_path)
+    assert str(store.load(key(device="cuda:1"))) == "miss: no entry"
+    assert caplog.records == []
+    assert store.load(key(device="cuda:1", torch="9")).status == "incompatible"
 
 
 # -- Merging ---------------------------------------------------------------------------------------

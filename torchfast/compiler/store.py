@@ -217,14 +217,13 @@ class CacheStore:
         return CacheOutcome(status="loaded", num_artifacts=found, num_bytes=len(payload))
 
     def _verified(self) -> CacheOutcome:
-        now = self._source.counts()
-        hits, misses = now.hits - self._before.hits, now.misses - self._before.misses
-        if hits < 0 or misses < 0:  # somebody has cleared the counters
-            hits, misses = now.hits, now.misses
-        if not hits and not misses:
+        now = self._source.counts().since(self._before)
+        if now == CacheCounts(0, 0, 0):
             return self._last
-        found = f"{hits} of {hits + misses} looked up were found"
-        if hits:
+        found = f"{now.hits} of {now.hits + now.misses} looked up were found"
+        if now.bypasses:
+            found += f", and {now.bypasses} cannot be in a cache"
+        if now.hits:
             return replace(self._last, status="hit", detail=found)
         detail = f"{found}; the model or what it is given is built otherwise than it looks"
         return replace(self._last, status="loaded but nothing was used", detail=detail)
@@ -278,7 +277,7 @@ class CacheStore:
         theirs = {} if stored is None else split(stored)
         if mine is None or theirs is None:
             # Bytes of a form that is not known: all or nothing.
-            new = stored is None or self._source.counts().misses > self._before.misses
+            new = self._source.counts().since(self._before).misses > 0
             return (own if new or stored is None else stored), None
         artifacts = merged(theirs, mine, self._loaded)
         if stored is not None and artifacts == theirs:
@@ -333,9 +332,13 @@ def _stored(folder: StoreFolder, key: StoreKey) -> bytes | None:
 def _missing(folder: StoreFolder, key: StoreKey) -> CacheOutcome:
     """Say why there is no entry: there is none of this work, or only for other machines."""
     for name in folder.names():
-        if ENTRY.match(name) and name.startswith(key.work_prefix):
-            with suppress(OSError, Unusable), folder.read(name) as file:
-                difference = differing(key.machine, read_header(file, name).machine)
+        if not (ENTRY.match(name) and name.startswith(key.work_prefix)):
+            continue
+        with suppress(OSError, Unusable), folder.read(name) as file:
+            machine = read_header(file, name).machine
+            # That of another rank of this machine is nothing to be told.
+            if machine | {"device": ""} != {**key.machine, "device": ""}:
+                difference = differing(key.machine, machine)
                 return CacheOutcome(status="incompatible", detail=f"made with {difference}")
     return CacheOutcome(status="miss", detail="no entry")
 

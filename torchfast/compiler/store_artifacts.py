@@ -32,10 +32,23 @@ Artifacts = dict[str, dict[str, tuple[bytes, ...]]]
 @final
 @dataclass(frozen=True)
 class CacheCounts:
-    """How often torch has looked for a compiled graph, and found one."""
+    """How often torch looked for a compiled graph and found one, or not, or could not look.
+
+    Not looked for are graphs that no cache can hold, such as those with operators of one's own that
+    do not say how they can be told apart.
+    """
 
     hits: int
     misses: int
+    bypasses: int = 0
+
+    def since(self, before: CacheCounts) -> CacheCounts:
+        """Return what was counted after ``before``; all of it if the counters were cleared."""
+        now = (self.hits, self.misses, self.bypasses)
+        then = (before.hits, before.misses, before.bypasses)
+        if any(new < old for new, old in zip(now, then, strict=True)):
+            return self
+        return CacheCounts(*(new - old for new, old in zip(now, then, strict=True)))
 
 
 class ArtifactSource(Protocol):
@@ -82,6 +95,7 @@ class TorchArtifacts:
         return CacheCounts(
             hits=inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
             misses=inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
+            bypasses=inductor["fxgraph_cache_bypass"] + autograd["autograd_cache_bypass"],
         )
 
     def switched_off(self) -> str:

@@ -175,10 +175,10 @@ def _settings_hash() -> str:
 
     found: dict[str, Any] = {}
     for name, config in (("inductor", inductor), ("functorch", functorch)):
-        portable = getattr(config, "save_config_portable", None)
-        if portable is None:
-            continue
-        settings = portable(ignore_private_configs=False)
+        try:
+            settings = config.save_config_portable(ignore_private_configs=False)
+        except (AttributeError, TypeError):
+            continue  # this torch has another form of it; its own keys have the settings anyway
         found.update({f"{name}.{k}": _lasting(v) for k, v in settings.items()})
     text = json.dumps(found, sort_keys=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
