@@ -150,7 +150,7 @@ def test_counters_that_somebody_clears(tmp_path):
     store, compiler = process(tmp_path, *"wxyz")
     store.load(key())
     compiler.hits, compiler.misses = 1, 0
-    assert store.outcome().status == "hit"
+    assert str(store.outcome()) == "hit: 1 of 1 looked up were found"
 
 
 def test_caches_that_are_switched_off(tmp_path, caplog):
