@@ -13,10 +13,11 @@ from torch.utils._appending_byte_serializer import AppendingByteSerializer
 
 from compile_stores import Compiler, key, process, stored
 from faults import faulty
+from torchfast.compiler import store as store_module
 from torchfast.compiler.store import CacheStore
 from torchfast.compiler.store_artifacts import join, merged, split
 from torchfast.compiler.store_contents import list_entries
-from torchfast.compiler.store_key import StoreKey, machine_facts, store_key
+from torchfast.compiler.store_key import StoreKey, _lasting, machine_facts, store_key
 
 # Products only: inductor has no C++ to build for them, so that it compiles in seconds.
 REAL = """
@@ -304,6 +305,16 @@ def test_what_was_just_written_stays_though_it_leaves_no_room(tmp_path):
     assert names(tmp_path) == {"two"}
 
 
+def test_it_stays_too_if_its_account_cannot_be_written(tmp_path, monkeypatch):
+    def touch(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    fill(tmp_path, "one", max_bytes=12_000)
+    monkeypatch.setattr(store_module, "touch", touch)
+    fill(tmp_path, "two", max_bytes=12_000)
+    assert names(tmp_path) == {"two"}
+
+
 def test_what_can_never_fit_is_not_written(tmp_path, caplog):
     fill(tmp_path, "one", max_bytes=12_000)
     store, _ = process(tmp_path, "a", num_bytes=20_000, max_bytes=12_000)
@@ -379,6 +390,14 @@ def test_a_key_knows_the_machine(monkeypatch):
     keys = [StoreKey(work={}, machine=facts) for facts in (before, after)]
     assert keys[0].name != keys[1].name
     assert keys[0].work_prefix == keys[1].work_prefix
+
+
+def test_settings_are_told_the_same_in_every_process():
+    assert _lasting({"s": {"b", "a"}, "f": os.path.join, "o": Options()}) == [
+        ("f", "posixpath.join"),
+        ("o", f"{__name__}.Options"),
+        ("s", ['"a"', '"b"']),
+    ]
 
 
 def test_what_is_no_key():

@@ -467,6 +467,16 @@ def test_strange_surroundings(umask, user, tmp_path):
     assert "Logging error" not in found.stderr
 
 
+def test_a_path_that_is_no_text_can_be_told(tmp_path, caplog):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o777)
+    outcome = process(folder)[0].load(key())
+    assert outcome.status == "ignored"
+    for text in (str(outcome), caplog.records[0].getMessage()):
+        assert "udcff" in text.encode("utf-8").decode()
+
+
 def test_the_working_directory_may_go(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store, _ = process("store", "a")

@@ -267,7 +267,8 @@ class CacheStore:
             detail = f"it takes {sum(map(len, pieces))} bytes, and max_bytes is {self.max_bytes}"
             return replace(whole, status="failed", detail=detail)
         folder.write(key.name, pieces)
-        touch(folder, key.name, used=False)
+        with suppress(OSError):  # the entry is there; it only counts as used long ago
+            touch(folder, key.name, used=False)
         evict(folder, self.max_bytes, keep=key.name)
         return whole
 
