@@ -1,0 +1,502 @@
+"""The output layer and its cross entropy over a large vocabulary, without the logits.
+
+A language model's largest tensors are not in its layers. 16,384 tokens over a vocabulary of 128,256
+are 4 GiB of bf16 logits, and twice that for the fp32 softmax, and again for its gradient, while the
+hidden vectors that they are made of take 64 MiB. `linear_cross_entropy` computes::
+
+    F.cross_entropy(F.linear(hidden, weight, bias), targets)
+
+some thousand tokens at a time. For each chunk the forward makes the logits, the loss and right away
+the gradients of hidden, weight and bias, as nothing but the loss's own gradient, one number, is
+missing to them; the backward multiplies by it. So the logits are made once, as in the plain way, and
+only those of one chunk ever exist. (With ``reduction="none"`` that gradient differs from token to
+token, so the backward makes the logits again.)
+
+It helps where logits are large: many tokens, and a vocabulary much larger than the width. It saves
+memory above all, and with it makes larger batches possible. It is faster too where the plain way is
+bound by moving logits through memory, and on CUDA in 16 bits where the vocabulary is no multiple of
+8, such as GPT-2's 50257: the columns are padded. Where all tokens fit into one chunk it saves little,
+and a loss whose gradient nobody asks for should be computed under ``torch.no_grad()``, since the
+gradients are made in the forward.
+
+The gradients of weight and bias are summed over chunks in fp32 (fp64 for fp64), so the weight's takes
+fp32 between forward and backward. Chunks are unrolled under ``torch.compile``, which then fuses the
+softmax, the loss and the gradient of a chunk into few kernels around the matrix products; as one
+opaque operator they could not be. That is why ``"auto"`` makes at most 32 chunks.
+
+Forbidden: a second derivative, forward-mode differentiation and ``torch.func``, probabilities as
+targets, and weights that are a DTensor.
+
+The idea is not ours: gradients of a chunk in the forward are in Liger Kernel's
+FusedLinearCrossEntropy, chunks before the output layer in torchtune, and Apple's "Cut Your Losses in
+Large-Vocabulary Language Models" (arXiv 2411.09009) avoids logits within kernels. torch 2.13 and
+later have ``torch.nn.functional.linear_cross_entropy``, which makes full logits for label smoothing,
+has no z-loss nor softcap, leaves ``torch.compile``'s graph, returns a bf16 loss for bf16 and lets a
+graph be used once; so this one does not call it, and is the same on every version.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchfast._core.arguments import check_choice, check_int, check_positive
+from torchfast.losses.chunks import Gradients, Terms, Wanted, accumulation_dtype, run_chunks
+
+Reduction = Literal["mean", "sum", "none"]
+
+# A chunk's logits in fp32 take no more than this, unless the weight itself takes more. Half of it is
+# slower on large GPUs: at each chunk the weight's gradient is read and written once, which should
+# be little beside the products of matrices.
+CHUNK_BYTES = 2**30
+MOST_CHUNKS = 32
+FEWEST_ROWS = 1024
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    chunk_size: int | Literal["auto"] = "auto",
+) -> Tensor:
+    """Compute ``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` without the full logits.
+
+    Under autocast the matrix products are in its dtype and the softmax is in fp32, as those of the
+    two functions.
+
+    Args:
+        hidden: Shape ``(..., features)``, as it goes into the output layer.
+        weight: The output layer's, shape ``(vocabulary, features)``; it may be the embedding's too.
+        targets: Class indices (int64), shape ``(...)``.
+        bias: The output layer's, shape ``(vocabulary,)``.
+        class_weight: What the loss of each class counts, shape ``(vocabulary,)``; the mean is
+            divided by the weights of the targets, as in ``F.cross_entropy``.
+        ignore_index: Positions with this target count for nothing.
+        reduction: ``"mean"`` over the positions that count, their ``"sum"``, or ``"none"``.
+        label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
+        z_loss: Adds this times the squared logsumexp of the logits, which keeps them from
+            drifting (PaLM takes 1e-4); it counts what the target's class counts.
+        softcap: Bends the logits to ``softcap * tanh(logits / softcap)`` first (Gemma 2 takes 30).
+        chunk_size: Tokens at a time. ``"auto"`` takes the power of two whose fp32 logits take at
+            most 1 GiB, or as much as the weight in fp32 if that is more; but no fewer than 1024
+            tokens and no more than 32 chunks. Smaller chunks save memory and cost time.
+
+    Returns:
+        Loss, shape ``()``, or that of ``targets`` under ``"none"``: fp64 for fp64, otherwise fp32.
+
+    Raises:
+        TypeError: An argument of another kind, or a DTensor.
+        ValueError: Shapes, dtypes or devices that do not fit together.
+        IndexError: On the CPU, a target that is no class. (On CUDA a device-side assertion.)
+
+    Numerics: Close. Within rounding of the two functions in fp32 and fp64; under bf16 at most 1.5
+        times as far from fp64 as they are. The same bits each time.
+    Synchronizes: Never.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 6, 16), torch.randn(1000, 16, requires_grad=True)
+        >>> targets = torch.randint(1000, (2, 6))
+        >>> loss = linear_cross_entropy(hidden, weight, targets, chunk_size=4)
+        >>> expected = torch.nn.functional.cross_entropy(
+        ...     (hidden @ weight.T).flatten(0, 1), targets.flatten()
+        ... )
+        >>> torch.testing.assert_close(loss, expected)
+    """
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    _check_options(ignore_index, label_smoothing, z_loss, softcap, chunk_size)
+    dtype = _product_dtype(hidden, weight, bias, targets)
+    _check_shapes(hidden, weight, targets, bias, class_weight)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if class_weight is not None:
+        class_weight = class_weight.detach().to(accumulation_dtype(dtype))
+    num_rows = _chunk_rows(chunk_size, rows.shape[0], weight)
+    grad = torch.is_grad_enabled()
+    arguments = (
+        rows,
+        weight,
+        bias,
+        targets.reshape(-1),
+        class_weight,
+        ignore_index,
+        reduction,
+        float(label_smoothing),
+        float(z_loss),
+        None if softcap is None else float(softcap),
+        dtype,
+        num_rows,
+        grad and hidden.requires_grad,
+        grad and weight.requires_grad,
+        grad and bias is not None and bias.requires_grad,
+    )
+    with _without_autocast(hidden):
+        if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
+            loss = _explained(arguments, targets, weight.shape[0], ignore_index)
+        else:
+            loss = _LinearCrossEntropy.apply(*arguments)
+    return loss.reshape(targets.shape) if reduction == "none" else loss
+
+
+class LinearCrossEntropy(nn.Module):
+    """`linear_cross_entropy` with its options kept, for use in place of ``nn.CrossEntropyLoss``.
+
+    It has no weight of its own: the output layer's is passed, since it often is the embedding's.
+
+    Args:
+        class_weight: What the loss of each class counts; a buffer that is not saved.
+        options: Further options of `linear_cross_entropy`, by keyword.
+
+    Raises:
+        TypeError: An option that does not exist.
+
+    Example:
+        >>> head = nn.Linear(16, 1000, bias=False)
+        >>> loss_fn = LinearCrossEntropy(label_smoothing=0.1)
+        >>> loss = loss_fn(torch.randn(8, 16), head.weight, torch.randint(1000, (8,)))
+        >>> loss.backward()
+        >>> head.weight.grad.shape
+        torch.Size([1000, 16])
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        chunk_size: int | Literal["auto"] = "auto",
+    ) -> None:
+        super().__init__()
+        check_choice("reduction", reduction, ("mean", "sum", "none"))
+        _check_options(ignore_index, label_smoothing, z_loss, softcap, chunk_size)
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self.ignore_index = ignore_index
+        self.reduction: Reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.softcap = softcap
+        self.chunk_size = chunk_size
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss; see `linear_cross_entropy`."""
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            bias,
+            class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            chunk_size=self.chunk_size,
+        )
+
+    def extra_repr(self) -> str:
+        """Return the options, as in the call that makes this."""
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, "
+            f"softcap={self.softcap}, chunk_size={self.chunk_size!r}"
+        )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss; gradients are made in the forward where one number is all that they lack."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        class_weight: Tensor | None,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float,
+        z_loss: float,
+        softcap: float | None,
+        dtype: torch.dtype,
+        num_rows: int,
+        *wanted: bool,
+    ) -> Tensor:
+        each = reduction == "none"
+        losses, gradients = run_chunks(
+            hidden,
+            weight,
+            bias,
+            targets,
+            Terms(label_smoothing, z_loss, softcap, class_weight),
+            ignore_index=ignore_index,
+            dtype=dtype,
+            num_rows=num_rows,
+            wanted=Wanted(False, False, False) if each else Wanted(*wanted),
+        )
+        ctx.each, ctx.wanted = each, wanted
+        ctx.options = (ignore_index, label_smoothing, z_loss, softcap, dtype, num_rows)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.vocabulary = weight.shape[0]
+        if each:
+            ctx.save_for_backward(hidden, weight, bias, targets, class_weight)
+            return losses
+        loss = losses.sum()
+        scale = torch.ones_like(loss)
+        if reduction == "mean":
+            count = _count(targets, class_weight, ignore_index, loss.dtype)
+            loss = loss / count
+            # Where every target is ignored the loss is NaN and the gradient zero, as in torch.
+            scale = torch.where(count == 0, 0.0, 1 / count)
+        ctx.save_for_backward(*gradients, scale)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        with torch.no_grad():
+            if ctx.each:
+                gradients, scale = _gradients_again(ctx, grad_loss)
+            else:
+                *found, scale = ctx.saved_tensors
+                gradients, scale = Gradients(*found), scale * grad_loss
+            vocabulary, (hidden_dtype, weight_dtype, bias_dtype) = ctx.vocabulary, ctx.dtypes
+            hidden = _scaled(gradients.hidden, scale, hidden_dtype)
+            weight = _scaled(_cut(gradients.weight, vocabulary), scale, weight_dtype)
+            bias = _scaled(_cut(gradients.bias, vocabulary), scale, bias_dtype)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            mark = grad_loss.new_zeros(()).requires_grad_()
+            hidden, weight, bias = (
+                None if g is None else _NotTwice.apply(g, mark) for g in (hidden, weight, bias)
+            )
+        return hidden, weight, bias, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+class _NotTwice(torch.autograd.Function):
+    """A gradient that cannot be differentiated, and says so when it is tried.
+
+    ``mark`` asks for a gradient. Without it this one would pass for a constant, and a penalty on it
+    would train nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, mark: Tensor) -> Tensor:  # noqa: ARG004
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG004
+        raise RuntimeError(
+            "linear_cross_entropy has a first derivative only, and a gradient of it was "
+            "differentiated (create_graph=True); for a second derivative use "
+            "F.cross_entropy(F.linear(hidden, weight, bias), targets)"
+        )
+
+
+def _gradients_again(ctx: Any, grad_losses: Tensor) -> tuple[Gradients, Tensor]:
+    """Return gradients of the sum weighted by ``grad_losses``, and what they lack as a factor."""
+    hidden, weight, bias, targets, class_weight = ctx.saved_tensors
+    ignore_index, label_smoothing, z_loss, softcap, dtype, num_rows = ctx.options
+    scale = torch.ones((), dtype=grad_losses.dtype, device=grad_losses.device)
+    if dtype.itemsize == 2 and grad_losses.numel():
+        # The largest becomes 1, so that those of a mean, or under loss scaling, fit into 16 bits.
+        largest = grad_losses.abs().amax()
+        scale = torch.where((largest > 0) & largest.isfinite(), largest, scale)
+    with _without_autocast(hidden):  # a backward may be called inside of it
+        _, gradients = run_chunks(
+            hidden,
+            weight,
+            bias,
+            targets,
+            Terms(label_smoothing, z_loss, softcap, class_weight),
+            ignore_index=ignore_index,
+            dtype=dtype,
+            num_rows=num_rows,
+            wanted=Wanted(*ctx.wanted),
+            factors=grad_losses / scale,
+        )
+    return gradients, scale
+
+
+def _count(
+    targets: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """Return what the mean divides by, on the device."""
+    valid = targets != ignore_index
+    if class_weight is None:
+        return valid.sum(dtype=dtype)
+    counted = class_weight.index_select(0, torch.where(valid, targets, 0))
+    return torch.where(valid, counted, 0.0).sum()
+
+
+def _cut(gradient: Tensor | None, vocabulary: int) -> Tensor | None:
+    return None if gradient is None else gradient[:vocabulary]
+
+
+def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return ``gradient * scale`` as ``dtype``, rounded once; a backward may come twice."""
+    if gradient is None:
+        return None
+    # With as many dimensions, or the scale would be rounded to the gradient's dtype first.
+    scale = scale.reshape([1] * gradient.dim())
+    if torch.compiler.is_compiling():
+        return (gradient * scale).to(dtype)
+    return torch.mul(gradient, scale, out=gradient.new_empty(gradient.shape, dtype=dtype))
+
+
+# -- Arguments ---------------------------------------------------------------------------------------
+
+
+def _chunk_rows(chunk_size: int | str, num_rows: int, weight: Tensor) -> int:
+    """Return how many rows a chunk has."""
+    if not isinstance(chunk_size, str):
+        return chunk_size
+    row_bytes = 4 * max(1, weight.shape[0])
+    most = max(CHUNK_BYTES, row_bytes * weight.shape[1]) // row_bytes
+    rows = max(FEWEST_ROWS, 1 << (most.bit_length() - 1))
+    while rows * MOST_CHUNKS < num_rows:
+        rows *= 2
+    return rows
+
+
+def _autocasts(hidden: Tensor) -> bool:
+    kind = hidden.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _without_autocast(hidden: Tensor) -> AbstractContextManager[object]:
+    """Keep autocast, which has chosen the dtype, from rounding the sums over chunks as well."""
+    if _autocasts(hidden):
+        return torch.autocast(hidden.device.type, enabled=False)
+    return nullcontext()
+
+
+def _product_dtype(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+) -> torch.dtype:
+    """Return the dtype of the matrix products."""
+    named = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
+    for name, value in named.items():
+        if name == "bias" and value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+        if hasattr(value, "device_mesh"):
+            raise TypeError(
+                f"{name} is a DTensor, which linear_cross_entropy does not split; call it inside "
+                "the forward of the module that holds the output layer, where FSDP has gathered "
+                "it, or pass weight.full_tensor()"
+            )
+        if value.device != hidden.device:
+            raise ValueError(
+                f"{name} is on {value.device} and hidden on {hidden.device}; move them to one "
+                "device"
+            )
+    if targets.dtype is not torch.int64:
+        raise TypeError(
+            f"targets must be class indices of dtype torch.int64, got {targets.dtype}; for other "
+            "integers use targets.long(), for probabilities F.cross_entropy"
+        )
+    floating = [hidden, weight] if bias is None else [hidden, weight, bias]
+    for tensor in floating:
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"hidden, weight and bias must be floating-point, got {tensor.dtype}"
+            )
+    dtypes = {tensor.dtype for tensor in floating}
+    if _autocasts(hidden) and torch.float64 not in dtypes:
+        return torch.get_autocast_dtype(hidden.device.type)
+    if len(dtypes) > 1:
+        found = ", ".join(str(tensor.dtype) for tensor in floating)
+        raise ValueError(
+            f"hidden, weight and bias must have one dtype outside of autocast, got {found}; "
+            "convert them, or use autocast"
+        )
+    return hidden.dtype
+
+
+def _check_shapes(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+) -> None:
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "hidden must have shape (..., features) and weight (vocabulary, features), got "
+            f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if weight.shape[0] == 0:
+        raise ValueError("weight must have at least one row, a class, got none")
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets must have the shape of hidden without its last dimension, "
+            f"{tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}"
+        )
+    for name, value in (("bias", bias), ("class_weight", class_weight)):
+        if value is None:
+            continue
+        if value.shape != weight.shape[:1]:
+            raise ValueError(
+                f"{name} must have shape ({weight.shape[0]},), one for each row of weight, got "
+                f"{tuple(value.shape)}"
+            )
+        if value.device != weight.device:
+            raise ValueError(
+                f"{name} is on {value.device} and weight on {weight.device}; move them to one "
+                "device"
+            )
+
+
+def _check_options(
+    ignore_index: object, label_smoothing: object, z_loss: object, softcap: object, chunk_size: object
+) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+        if not 0 <= value < (float("inf") if name == "z_loss" else 1.000001):
+            raise ValueError(
+                f"{name} must be at least 0{'' if name == 'z_loss' else ' and at most 1'}, "
+                f"got {value}"
+            )
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    if chunk_size != "auto":
+        if isinstance(chunk_size, str):
+            raise ValueError(f"chunk_size must be 'auto' or an int >= 1, got {chunk_size!r}")
+        check_int("chunk_size", chunk_size, minimum=1)
+
+
+def _explained(
+    arguments: tuple[Any, ...], targets: Tensor, vocabulary: int, ignore_index: int
+) -> Tensor:
+    """Return the loss; say which target it is where one is no class."""
+    try:
+        loss: Tensor = _LinearCrossEntropy.apply(*arguments)
+    except (RuntimeError, IndexError) as error:
+        bad = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
+        if not bad.any():
+            raise
+        raise IndexError(
+            f"target {targets[bad][0].item()} is no class: expected 0 to {vocabulary - 1}, or "
+            f"ignore_index={ignore_index}"
+        ) from error
+    return loss
