@@ -1,9 +1,8 @@
 """The loss and its gradients, some rows at a time.
 
-A row is a token: its hidden vector and its target. For a chunk of rows `_chunk` computes the logits,
-the loss of each row and the gradient with respect to the logits; `run_chunks` turns that gradient
-into those of hidden, weight and bias at once, and then lets go of everything as large as the
-vocabulary.
+A row is a token: its hidden vector and its target. `run_chunks` makes the logits of some rows and
+`_chunk` their losses and the gradient with respect to the logits. `run_chunks` turns that into the
+gradients of hidden, weight and bias at once, and lets go of all that is as wide as the vocabulary.
 
 For a row with target t, weight w (that of its target's class), smoothing e over V classes of
 weights c, and z the factor of the z-loss, with p the softmax and lse the logsumexp of the logits::
@@ -132,9 +131,7 @@ def run_chunks(
             torch.zeros_like(weight, dtype=total) if wanted.weight else None,
             weight.new_zeros(vocabulary + missing, dtype=total) if wanted.bias else None,
         )
-    gradients = Gradients(
-        torch.cat(grad_hidden) if wanted.hidden else None, grad_weight, grad_bias
-    )
+    gradients = Gradients(torch.cat(grad_hidden) if wanted.hidden else None, grad_weight, grad_bias)
     return torch.cat(losses), gradients
 
 
@@ -230,9 +227,7 @@ def _smoothed(factor: Tensor, share: float, class_weight: Tensor | None, columns
     return (factor * share).unsqueeze(1) * class_weight
 
 
-def _add_product(
-    total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``total + left @ right`` in ``dtype``, in place where that is possible.
 
     The tensor cores sum in fp32 anyway; with ``out_dtype`` the sum stays so. Rounded to 16 bits

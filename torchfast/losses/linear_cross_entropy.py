@@ -7,32 +7,31 @@ hidden vectors that they are made of take 64 MiB. `linear_cross_entropy` compute
     F.cross_entropy(F.linear(hidden, weight, bias), targets)
 
 some thousand tokens at a time. For each chunk the forward makes the logits, the loss and right away
-the gradients of hidden, weight and bias, as nothing but the loss's own gradient, one number, is
-missing to them; the backward multiplies by it. So the logits are made once, as in the plain way, and
+the gradients of hidden, weight and bias: nothing is missing to them but the loss's own gradient,
+one number, and the backward multiplies by it. So the logits are made once, as in the plain way, and
 only those of one chunk ever exist. (With ``reduction="none"`` that gradient differs from token to
 token, so the backward makes the logits again.)
 
 It helps where logits are large: many tokens, and a vocabulary much larger than the width. It saves
-memory above all, and with it makes larger batches possible. It is faster too where the plain way is
-bound by moving logits through memory, and on CUDA in 16 bits where the vocabulary is no multiple of
-8, such as GPT-2's 50257: the columns are padded. Where all tokens fit into one chunk it saves little,
-and a loss whose gradient nobody asks for should be computed under ``torch.no_grad()``, since the
-gradients are made in the forward.
+memory above all, and so makes larger batches possible. Where all tokens fit into one chunk it
+saves little. A loss whose gradient nobody asks for belongs under ``torch.no_grad()``, since the
+gradients are made in the forward. On CUDA in 16 bits the columns are padded where the vocabulary is
+no multiple of 64, such as GPT-2's 50257: matrix products are faster so.
 
-The gradients of weight and bias are summed over chunks in fp32 (fp64 for fp64), so the weight's takes
-fp32 between forward and backward. Chunks are unrolled under ``torch.compile``, which then fuses the
-softmax, the loss and the gradient of a chunk into few kernels around the matrix products; as one
-opaque operator they could not be. That is why ``"auto"`` makes at most 32 chunks.
+The gradients of weight and bias are summed over chunks in fp32 (fp64 for fp64), so the weight's
+takes fp32 between forward and backward. Chunks are unrolled under ``torch.compile``, which then
+fuses the softmax, the loss and the gradient of a chunk into few kernels around the matrix products;
+within one opaque operator it could not. That is why ``"auto"`` makes at most 32 chunks.
 
 Forbidden: a second derivative, forward-mode differentiation and ``torch.func``, probabilities as
 targets, and weights that are a DTensor.
 
 The idea is not ours: gradients of a chunk in the forward are in Liger Kernel's
-FusedLinearCrossEntropy, chunks before the output layer in torchtune, and Apple's "Cut Your Losses in
-Large-Vocabulary Language Models" (arXiv 2411.09009) avoids logits within kernels. torch 2.13 and
-later have ``torch.nn.functional.linear_cross_entropy``, which makes full logits for label smoothing,
-has no z-loss nor softcap, leaves ``torch.compile``'s graph, returns a bf16 loss for bf16 and lets a
-graph be used once; so this one does not call it, and is the same on every version.
+FusedLinearCrossEntropy, chunks before the output layer in torchtune, and Apple's "Cut Your Losses
+in Large-Vocabulary Language Models" (arXiv 2411.09009) avoids logits within kernels. torch 2.13 and
+later have ``torch.nn.functional.linear_cross_entropy``. It makes full logits for label smoothing,
+has no z-loss nor softcap, returns a bf16 loss for bf16, and its backward consumes the gradients.
+So this one does not call it, and is the same on every version.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchfast._core.arguments import check_choice, check_int, check_positive
+from torchfast.losses.checks import autocasts, check_options, check_shapes, product_dtype
 from torchfast.losses.chunks import Gradients, Terms, Wanted, accumulation_dtype, run_chunks
 
 Reduction = Literal["mean", "sum", "none"]
 
-# A chunk's logits in fp32 take no more than this, unless the weight itself takes more. Half of it is
-# slower on large GPUs: at each chunk the weight's gradient is read and written once, which should
-# be little beside the products of matrices.
+# A chunk's logits in fp32 take no more than this, unless the weight itself takes more. At each
+# chunk the weight's gradient is read and written once. That should be little beside the products of
+# matrices, and it is with some thousand rows: both grow with vocabulary and width alike.
 CHUNK_BYTES = 2**30
 MOST_CHUNKS = 32
 FEWEST_ROWS = 1024
@@ -113,10 +112,9 @@ def linear_cross_entropy(
         ... )
         >>> torch.testing.assert_close(loss, expected)
     """
-    check_choice("reduction", reduction, ("mean", "sum", "none"))
-    _check_options(ignore_index, label_smoothing, z_loss, softcap, chunk_size)
-    dtype = _product_dtype(hidden, weight, bias, targets)
-    _check_shapes(hidden, weight, targets, bias, class_weight)
+    check_options(reduction, ignore_index, label_smoothing, z_loss, softcap, chunk_size)
+    dtype = product_dtype(hidden, weight, bias, targets)
+    check_shapes(hidden, weight, targets, bias, class_weight)
     rows = hidden.reshape(-1, hidden.shape[-1])
     if class_weight is not None:
         class_weight = class_weight.detach().to(accumulation_dtype(dtype))
@@ -143,7 +141,7 @@ def linear_cross_entropy(
         if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
             loss = _explained(arguments, targets, weight.shape[0], ignore_index)
         else:
-            loss = _LinearCrossEntropy.apply(*arguments)
+            loss = _apply(_LinearCrossEntropy, *arguments)
     return loss.reshape(targets.shape) if reduction == "none" else loss
 
 
@@ -182,8 +180,7 @@ class LinearCrossEntropy(nn.Module):
         chunk_size: int | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
-        check_choice("reduction", reduction, ("mean", "sum", "none"))
-        _check_options(ignore_index, label_smoothing, z_loss, softcap, chunk_size)
+        check_options(reduction, ignore_index, label_smoothing, z_loss, softcap, chunk_size)
         self.register_buffer("class_weight", class_weight, persistent=False)
         self.ignore_index = ignore_index
         self.reduction: Reduction = reduction
@@ -269,7 +266,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             if ctx.each:
                 gradients, scale = _gradients_again(ctx, grad_loss)
@@ -283,7 +280,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             mark = grad_loss.new_zeros(()).requires_grad_()
             hidden, weight, bias = (
-                None if g is None else _NotTwice.apply(g, mark) for g in (hidden, weight, bias)
+                None if g is None else _apply(_NotTwice, g, mark) for g in (hidden, weight, bias)
             )
         return hidden, weight, bias, *[None] * (len(ctx.needs_input_grad) - 3)
 
@@ -306,6 +303,11 @@ class _NotTwice(torch.autograd.Function):
             "differentiated (create_graph=True); for a second derivative use "
             "F.cross_entropy(F.linear(hidden, weight, bias), targets)"
         )
+
+
+def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    result: Tensor = function.apply(*arguments)
+    return result
 
 
 def _gradients_again(ctx: Any, grad_losses: Tensor) -> tuple[Gradients, Tensor]:
@@ -359,9 +361,6 @@ def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tenso
     return torch.mul(gradient, scale, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
-# -- Arguments ---------------------------------------------------------------------------------------
-
-
 def _chunk_rows(chunk_size: int | str, num_rows: int, weight: Tensor) -> int:
     """Return how many rows a chunk has."""
     if not isinstance(chunk_size, str):
@@ -374,115 +373,11 @@ def _chunk_rows(chunk_size: int | str, num_rows: int, weight: Tensor) -> int:
     return rows
 
 
-def _autocasts(hidden: Tensor) -> bool:
-    kind = hidden.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
 def _without_autocast(hidden: Tensor) -> AbstractContextManager[object]:
     """Keep autocast, which has chosen the dtype, from rounding the sums over chunks as well."""
-    if _autocasts(hidden):
+    if autocasts(hidden):
         return torch.autocast(hidden.device.type, enabled=False)
     return nullcontext()
-
-
-def _product_dtype(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
-) -> torch.dtype:
-    """Return the dtype of the matrix products."""
-    named = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
-    for name, value in named.items():
-        if name == "bias" and value is None:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-        if hasattr(value, "device_mesh"):
-            raise TypeError(
-                f"{name} is a DTensor, which linear_cross_entropy does not split; call it inside "
-                "the forward of the module that holds the output layer, where FSDP has gathered "
-                "it, or pass weight.full_tensor()"
-            )
-        if value.device != hidden.device:
-            raise ValueError(
-                f"{name} is on {value.device} and hidden on {hidden.device}; move them to one "
-                "device"
-            )
-    if targets.dtype is not torch.int64:
-        raise TypeError(
-            f"targets must be class indices of dtype torch.int64, got {targets.dtype}; for other "
-            "integers use targets.long(), for probabilities F.cross_entropy"
-        )
-    floating = [hidden, weight] if bias is None else [hidden, weight, bias]
-    for tensor in floating:
-        if not tensor.is_floating_point():
-            raise TypeError(
-                f"hidden, weight and bias must be floating-point, got {tensor.dtype}"
-            )
-    dtypes = {tensor.dtype for tensor in floating}
-    if _autocasts(hidden) and torch.float64 not in dtypes:
-        return torch.get_autocast_dtype(hidden.device.type)
-    if len(dtypes) > 1:
-        found = ", ".join(str(tensor.dtype) for tensor in floating)
-        raise ValueError(
-            f"hidden, weight and bias must have one dtype outside of autocast, got {found}; "
-            "convert them, or use autocast"
-        )
-    return hidden.dtype
-
-
-def _check_shapes(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-) -> None:
-    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "hidden must have shape (..., features) and weight (vocabulary, features), got "
-            f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
-        )
-    if weight.shape[0] == 0:
-        raise ValueError("weight must have at least one row, a class, got none")
-    if targets.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"targets must have the shape of hidden without its last dimension, "
-            f"{tuple(hidden.shape[:-1])}, got {tuple(targets.shape)}"
-        )
-    for name, value in (("bias", bias), ("class_weight", class_weight)):
-        if value is None:
-            continue
-        if value.shape != weight.shape[:1]:
-            raise ValueError(
-                f"{name} must have shape ({weight.shape[0]},), one for each row of weight, got "
-                f"{tuple(value.shape)}"
-            )
-        if value.device != weight.device:
-            raise ValueError(
-                f"{name} is on {value.device} and weight on {weight.device}; move them to one "
-                "device"
-            )
-
-
-def _check_options(
-    ignore_index: object, label_smoothing: object, z_loss: object, softcap: object, chunk_size: object
-) -> None:
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
-    for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-        if not 0 <= value < (float("inf") if name == "z_loss" else 1.000001):
-            raise ValueError(
-                f"{name} must be at least 0{'' if name == 'z_loss' else ' and at most 1'}, "
-                f"got {value}"
-            )
-    if softcap is not None:
-        check_positive("softcap", softcap)
-    if chunk_size != "auto":
-        if isinstance(chunk_size, str):
-            raise ValueError(f"chunk_size must be 'auto' or an int >= 1, got {chunk_size!r}")
-        check_int("chunk_size", chunk_size, minimum=1)
 
 
 def _explained(
@@ -490,7 +385,7 @@ def _explained(
 ) -> Tensor:
     """Return the loss; say which target it is where one is no class."""
     try:
-        loss: Tensor = _LinearCrossEntropy.apply(*arguments)
+        loss = _apply(_LinearCrossEntropy, *arguments)
     except (RuntimeError, IndexError) as error:
         bad = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
         if not bad.any():
