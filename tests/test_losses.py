@@ -184,7 +184,7 @@ def test_the_loss_of_bf16_is_fp32():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("incoming", [1.0, 2.0**16])
+@pytest.mark.parametrize("incoming", [2.0**-14, 1.0, 2.0**16])
 def test_fp16_gradients_neither_vanish_nor_overflow(reduction, incoming):
     # 1/4096 of a gradient would be below what fp16 can say; the sum over 4096 rows above.
     hidden, weight, targets, _ = make((4096,), 40, 8, torch.float32, ignored=0)
@@ -200,6 +200,15 @@ def test_fp16_gradients_neither_vanish_nor_overflow(reduction, incoming):
             linear_cross_entropy, hidden, weight, targets, None, loss_scale, reduction=reduction
         )
     assert_same(found, expected, 0.01)
+
+
+def test_the_gradient_of_the_loss_is_not_rounded_to_16_bits():
+    inputs = make(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        once, more = (linear_cross_entropy(*inputs) for _ in range(2))
+    first = torch.autograd.grad(once, inputs[0])[0]
+    found = torch.autograd.grad(more, inputs[0], torch.tensor(1.003))[0]
+    torch.testing.assert_close(found, first * 1.003, rtol=1e-5, atol=0)
 
 
 def test_a_confident_row_keeps_its_gradient():

@@ -1,4 +1,4 @@
-"""The loss over a large vocabulary on a real device: its numbers, its memory, in graphs, no sync."""
+"""The loss over a large vocabulary on a real device: numbers, memory, graphs, and no sync."""
 
 from __future__ import annotations
 
