@@ -1,0 +1,154 @@
+"""The judge of a search: what the reference computes, and whether a candidate computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+from torch import Tensor, nn
+
+from torchfast.compiler.candidates import Candidate
+from torchfast.compiler.parity import (
+    Errors,
+    Outcome,
+    ParityTolerance,
+    errors_between,
+    observe,
+    tolerance_of,
+    without_dropout,
+)
+from torchfast.compiler.saved_state import SavedState
+
+# Draws of random numbers that the reference is run with, and by how much a candidate may be farther
+# off than they are from each other.
+_NUM_DRAWS = 3
+_SPREAD_TIMES = 2.0
+
+
+@final
+class Judge:
+    """Compares what a candidate that is in force computes with the reference.
+
+    Args:
+        reference: Which runs now, several times.
+        work: Forward and backward; it returns the loss.
+        model: What trains.
+        state: Its state; every comparison starts from there.
+        tolerance: How far results may be off; by the precision of the step if None.
+
+    Attributes:
+        draws: Whether the step draws random numbers.
+        notes: What a reader of the receipt should know.
+
+    Raises:
+        ValueError: The work changes parameters.
+    """
+
+    def __init__(
+        self,
+        reference: Candidate,
+        work: Callable[[], Tensor],
+        model: nn.Module,
+        state: SavedState,
+        tolerance: ParityTolerance | None,
+    ) -> None:
+        self._reference = reference
+        self._work = work
+        self._model = model
+        self._state = state
+        self.notes: list[str] = []
+        with reference.in_force():
+            self._expected = self.observe(as_reference=True)
+            self._check_parameters()
+            self.draws = state.has_drawn()
+            state.put_back()
+            # What does not repeat itself cannot be asked of others.
+            noise = errors_between(self._expected, self.observe())
+            spread = self._spread(noise) if self.draws else noise
+            self.set_back()
+        base = tolerance or tolerance_of(self._expected.precision)
+        beyond = noise.beyond(base)
+        if beyond is not None:
+            self.notes.append(
+                f"{reference.name} does not repeat its own result: the second time {beyond}. "
+                "Others may be off by twice as much"
+            )
+        self._strict = noise.widened(base, _SPREAD_TIMES)
+        self._allowed = spread.widened(self._strict, _SPREAD_TIMES)
+
+    def unit(self) -> Tensor:
+        """Run a unit of work, without the gradients of the one before."""
+        self._state.drop_gradients()
+        return self._work()
+
+    def observe(self, *, as_reference: bool = False) -> Outcome:
+        """Run a unit of work and return what it left."""
+        return observe(self.unit, self._model, as_reference=as_reference)
+
+    def set_back(self, *, attributes: bool = True) -> None:
+        """Make the state what it was, and take the gradients away."""
+        self._state.put_back(attributes=attributes)
+        self._state.drop_gradients()
+
+    def errors(self) -> Errors:
+        """Return how far what is in force now is off the reference."""
+        self.set_back()
+        return errors_between(self._expected, self.observe())
+
+    def objection(self, errors: Errors) -> str | None:
+        """Return in words what is wrong with a result; None if nothing is."""
+        changed = self._state.changed_parameters()
+        if changed:
+            return f"it writes to parameters ({', '.join(changed[:3])})"
+        beyond = errors.beyond(self._allowed)
+        if beyond is not None and self.draws:
+            return f"{beyond}; twice what random numbers do to the reference is allowed"
+        return beyond
+
+    def errors_without_dropout(
+        self, candidate: Candidate, within: Callable[[Callable[[], Errors]], Errors]
+    ) -> Errors | str:
+        """Return how far a candidate is off where no random numbers blur it, or why not.
+
+        Args:
+            candidate: It is put in force, and compiles anew.
+            within: Calls a function under a limit of time.
+        """
+        with without_dropout(self._model) as count:
+            try:
+                with self._reference.in_force():
+                    self.set_back(attributes=False)
+                    expected = self.observe(as_reference=True)
+                if self._state.has_drawn():
+                    return f"with {count} rates of dropout set to 0 the step draws on"
+
+                def compare() -> Errors:
+                    return errors_between(expected, self.observe())
+
+                with candidate.in_force():
+                    self.set_back(attributes=False)
+                    return within(compare)
+            finally:
+                self.set_back(attributes=False)
+
+    def strict_objection(self, errors: Errors) -> str | None:
+        """Return what is wrong with a result without random numbers; None if nothing is."""
+        beyond = errors.beyond(self._strict)
+        return None if beyond is None else f"without dropout {beyond}"
+
+    def _spread(self, noise: Errors) -> Errors:
+        """Return how far results are from each other that differ in their random numbers only."""
+        spread = noise
+        for _ in range(_NUM_DRAWS):
+            self._state.put_back(generators=False)  # they go on from where the last unit left them
+            spread = spread.larger(errors_between(self._expected, self.observe()))
+        return spread
+
+    def _check_parameters(self) -> None:
+        changed = self._state.changed_parameters()
+        if changed:
+            raise ValueError(
+                f"work() changed the parameters {changed[:5]}; it must run forward and backward "
+                "and leave the update out (a hook that steps an optimizer during backward has to "
+                "be taken away for the search)"
+            )

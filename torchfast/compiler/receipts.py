@@ -1,0 +1,418 @@
+"""Receipts: what a search over ways of compiling has measured, kept for the next run.
+
+A search takes as long as its compiles do, and its answer is the same the next time: for this model,
+batches like these, these options, on this machine, under this torch. So the answer is written down
+beside the compile cache, as JSON, under a name made of all that it depends on (`ReceiptKey`). The
+next run finds it and measures nothing.
+
+A receipt holds names and numbers, never code. What is read back chooses among the candidates that
+the caller has anyway; a name that is not among them chooses nothing. A file that is damaged, was
+measured elsewhere or is of another format is not an error: it is passed over, and `Found.reason`
+says why. Delete the file, or give another folder, to have the search run again.
+
+Writing is atomic, so that of several processes that write the same receipt the last one wins whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, final
+
+import torch
+from torch import nn
+
+from torchfast._core.fingerprint import batch_signature, model_fingerprint
+
+logger = logging.getLogger(__name__)
+
+FORMAT: Final = 1
+Status = Literal["measured", "failed", "timed out", "wrong", "left out"]
+
+_STATUSES: Final = ("measured", "failed", "timed out", "wrong", "left out")
+_MOST_BYTES: Final = 1 << 20
+# Of how many receipts of the same model it is asked why they are not the one looked for.
+_MOST_NEIGHBOURS: Final = 32
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ReceiptKey:
+    """What an answer depends on.
+
+    Attributes:
+        machine: The device, torch and what compiles for it.
+        model: Its `model_fingerprint`.
+        batch: Its `batch_signature`.
+        options: What the search was asked for, JSON-ready.
+    """
+
+    machine: Mapping[str, str]
+    model: str
+    batch: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, batch: object, device: torch.device, options: Mapping[str, Any]
+    ) -> ReceiptKey:
+        """Return the key of a model and a batch on this machine.
+
+        Raises:
+            TypeError: ``options`` hold what JSON cannot.
+        """
+        try:
+            plain = json.loads(json.dumps(dict(options), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"options must hold only what JSON can (numbers, strings, lists, dicts), got "
+                f"{dict(options)!r}: {error}"
+            ) from error
+        return cls(
+            machine=machine_of(device),
+            model=model_fingerprint(model),
+            batch=batch_signature(batch),
+            options=plain,
+        )
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file: the model, so that neighbours are found, and all of it."""
+        return f"{self._prefix}{_digest(dataclasses.asdict(self))[:24]}.json"
+
+    @property
+    def _prefix(self) -> str:
+        return f"receipt-{self.model[:12]}-"
+
+    def difference(self, other: ReceiptKey) -> str | None:
+        """Return in words in what another key differs; None if it does not."""
+        for name, value in self.machine.items():
+            if other.machine.get(name) != value:
+                return f"measured with {name} {other.machine.get(name)!r}, this is {value!r}"
+        if dict(self.machine) != dict(other.machine):
+            return f"measured on a machine that says {sorted(other.machine)} of itself"
+        if self.model != other.model:
+            return "measured for another model"
+        if self.batch != other.batch:
+            return f"measured for batches of {other.batch[:200]}, these are {self.batch[:200]}"
+        if dict(self.options) != dict(other.options):
+            return f"measured under the options {dict(other.options)}, not {dict(self.options)}"
+        return None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CandidateResult:
+    """What became of one candidate.
+
+    Attributes:
+        name: Its name.
+        status: ``"measured"``, ``"failed"`` (it raised), ``"timed out"``, ``"wrong"`` (off the
+            reference by more than its tolerance) or ``"left out"`` (no time was left).
+        reason: Why it was not measured, or what else there is to say.
+        compile_s: Seconds until its first unit of work was done and nothing was compiled any more.
+        median_ms: The median of a unit.
+        low_ms: The lower quartile.
+        high_ms: The upper quartile.
+        ratio: Its time over the reference's.
+        ratio_low: The lower bound of that.
+        ratio_high: The upper bound.
+        peak_bytes: The most that tensors held on the device during a unit.
+        loss_error: How far its loss is off the reference's, relatively.
+        gradient_error: How far its gradients are, relatively.
+    """
+
+    name: str
+    status: Status
+    reason: str = ""
+    compile_s: float | None = None
+    median_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    peak_bytes: int | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                # JSON has no such numbers; the reason says what there was.
+                object.__setattr__(self, field.name, None)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What a search measured, and what it chose.
+
+    Attributes:
+        key: What the answer depends on.
+        model_name: The class of the model, for people.
+        candidates: In the order in which they were given, the reference first.
+        choice: The name of the one to take.
+        why: The reason, in words.
+        notes: What else a reader should know: what was left out, what could not be judged.
+        budget_s: The time that there was.
+        elapsed_s: The time that it took.
+        created: The date, UTC.
+    """
+
+    key: ReceiptKey
+    model_name: str
+    candidates: tuple[CandidateResult, ...]
+    choice: str
+    why: str
+    notes: tuple[str, ...]
+    budget_s: float
+    elapsed_s: float
+    created: str
+
+    def __getitem__(self, name: str) -> CandidateResult:
+        """Return the result of a candidate."""
+        for candidate in self.candidates:
+            if candidate.name == name:
+                return candidate
+        raise KeyError(name)
+
+    def to_json(self) -> str:
+        """Return the receipt as a file's contents, with a hash against damage."""
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
+        return json.dumps({"sha256": _digest(content), **content}, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Receipt:
+        """Return what `to_json` wrote.
+
+        Raises:
+            ValueError: It is damaged, or of another format.
+        """
+        try:
+            content = json.loads(text, parse_constant=_no_constant)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply for a receipt") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, a receipt is an object")
+        if content.get("format") != FORMAT:
+            raise ValueError(
+                f"its format is {content.get('format')!r}, this version reads {FORMAT}"
+            )
+        told = content.pop("sha256", None)
+        if told != _digest(content):
+            raise ValueError("its contents do not have the hash that stands in it")
+        del content["format"]
+        try:
+            content["key"] = ReceiptKey(**content["key"])
+            content["candidates"] = tuple(CandidateResult(**c) for c in content["candidates"])
+            content["notes"] = tuple(content["notes"])
+            receipt = cls(**content)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"its parts are not those of a receipt ({error})") from error
+        receipt._check()
+        return receipt
+
+    def _check(self) -> None:
+        """Raise ValueError if a part is not what its type says."""
+        key = self.key
+        texts = [self.model_name, self.choice, self.why, self.created, *self.notes]
+        texts += [key.model, key.batch]
+        numbers: list[Any] = [self.budget_s, self.elapsed_s]
+        for candidate in self.candidates:
+            texts += [candidate.name, candidate.reason]
+            given = dataclasses.asdict(candidate)
+            measured = (given[n] for n in given if n not in ("name", "status", "reason"))
+            numbers += [value for value in measured if value is not None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("one of its texts is none")
+        if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+            raise ValueError("one of its numbers is none")
+        if not isinstance(key.machine, dict) or not isinstance(key.options, dict):
+            raise ValueError("its key is none")
+        if any(candidate.status not in _STATUSES for candidate in self.candidates):
+            raise ValueError("one of its candidates has a status that does not exist")
+        if self.choice not in [c.name for c in self.candidates if c.status == "measured"]:
+            raise ValueError(f"its choice {self.choice!r} is none of what it measured")
+
+    def __str__(self) -> str:
+        """Return the receipt as a table for a person."""
+        machine = self.key.machine
+        lines = [
+            f"{self.model_name} on {machine.get('device')}, torch {machine.get('torch')}, "
+            f"{self.created}: {self.choice}",
+            f"  {self.why}",
+        ]
+        rows: list[tuple[str, ...]] = [
+            ("", "compile s", "ms", "quartiles", "ratio", "peak MB", "loss off", "grad off")
+        ]
+        rows += [_row(candidate) for candidate in self.candidates]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row, candidate in zip(rows, (None, *self.candidates), strict=True):
+            cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+            cells[0] = row[0].ljust(widths[0])
+            said = ""
+            if candidate is not None:
+                said = "" if candidate.status == "measured" else candidate.status
+                said = ": ".join(filter(None, (said, candidate.reason)))
+            lines.append("  " + "  ".join([*cells, said]).rstrip())
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+class Found(NamedTuple):
+    """A receipt, or why there is none."""
+
+    receipt: Receipt | None
+    reason: str
+
+
+def find_receipt(folder: str | os.PathLike[str], key: ReceiptKey) -> Found:
+    """Return the receipt of a key from a folder, or the reason why there is none. Never raises."""
+    path = Path(folder) / key.file_name
+    try:
+        receipt = _read(path)
+        different = key.difference(receipt.key)
+    except FileNotFoundError:
+        return Found(None, _why_not(Path(folder), key))
+    except (OSError, ValueError) as error:
+        return Found(None, f"{path} is ignored: {error}")
+    if different is not None:
+        return Found(None, f"{path} is ignored: it was {different}")
+    return Found(receipt, f"{path}, of {receipt.created}")
+
+
+def save_receipt(folder: str | os.PathLike[str], receipt: Receipt) -> Path | None:
+    """Write a receipt into a folder; None, and a warning, if that cannot be done.
+
+    What is there under its name is replaced whole.
+    """
+    path = Path(folder) / receipt.key.file_name
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".receipt-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(receipt.to_json().encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        logger.warning(
+            "the receipt of the search over compile modes could not be written (%s); the next run "
+            "will search again: make %s writable, or give another folder",
+            error,
+            path.parent,
+        )
+        return None
+    return path
+
+
+def new_date() -> str:
+    """Return the time now, UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def machine_of(device: torch.device) -> dict[str, str]:
+    """Return what of this machine decides how fast compiled code is, and what compiles it."""
+    machine = {
+        "device": _processor(),
+        "torch": f"{torch.__version__} {str(torch.version.git_version)[:12]}",
+        "triton": _version_of("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm"),
+        "cuda": str(torch.version.cuda or torch.version.hip),
+        "python": platform.python_version(),
+    }
+    if device.type == "cpu":
+        machine["capability"] = torch.backends.cpu.get_cpu_capability()
+        machine["threads"] = str(torch.get_num_threads())
+    elif device.type == "cuda":
+        machine["device"] = torch.cuda.get_device_name(device)
+        machine["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    else:
+        machine["device"] = device.type
+    return machine
+
+
+def _version_of(*distributions: str) -> str:
+    for name in distributions:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "none"
+
+
+@functools.cache
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _read(path: Path) -> Receipt:
+    # Not blocking, or a pipe under its name would hang; no link that leads elsewhere.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError("it is no regular file")
+        if state.st_size > _MOST_BYTES:
+            raise ValueError(f"it has {state.st_size} bytes, a receipt at most {_MOST_BYTES}")
+        return Receipt.from_json(file.read(_MOST_BYTES).decode())
+
+
+def _why_not(folder: Path, key: ReceiptKey) -> str:
+    """Return what the receipts of the same model were measured for."""
+    with suppress(OSError):
+        for path in sorted(folder.glob(f"{key._prefix}*.json"))[:_MOST_NEIGHBOURS]:
+            with suppress(OSError, ValueError):
+                different = key.difference(_read(path).key)
+                return f"{path} is not used: it was {different}"
+    return f"no receipt of this model is in {folder}"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"it holds {name}, which is no JSON")
+
+
+def _row(candidate: CandidateResult) -> tuple[str, ...]:
+    def cell(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    quartiles = ""
+    if candidate.low_ms is not None and candidate.high_ms is not None:
+        quartiles = f"{candidate.low_ms:.4g}-{candidate.high_ms:.4g}"
+    peak = None if candidate.peak_bytes is None else candidate.peak_bytes / 1e6
+    return (
+        candidate.name,
+        cell(candidate.compile_s, ".1f"),
+        cell(candidate.median_ms, ".4g"),
+        quartiles,
+        cell(candidate.ratio, ".3f"),
+        cell(peak, ".0f"),
+        cell(candidate.loss_error, ".1g"),
+        cell(candidate.gradient_error, ".1g"),
+    )

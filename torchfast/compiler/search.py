@@ -1,0 +1,413 @@
+"""Which way of compiling a model is fastest on this machine, found by measuring the user's step.
+
+No rule tells it: by blocks or whole, with tuned kernels or not, even whether compiling pays at all
+depends on the model, the batch, the device and what else the step does. A search tries each way on
+the real forward and backward, with the real batch, and keeps the fastest that computes the same.
+
+How it goes, within ``budget_s``:
+
+1. The state is saved (`SavedState`) and, whatever happens, put back at the end.
+2. The reference, the first candidate, runs: its loss and gradients are what others must agree with.
+3. Each candidate is put in force and compiled, the cheapest first, within what is left of the time
+   less a part for the timing. One that raises, takes too long or computes something else
+   (`parity`) is out, with the reason.
+4. What is left is timed in turns (`measure`).
+5. Chosen is the fastest. Where the difference is within the noise, the one that comes first in the
+   order given stays: it is simpler and cheaper to compile.
+6. If the step draws random numbers, the choice is judged once more without dropout. If it is off,
+   it is out, and 5 is repeated.
+
+The answer is a `Receipt`; nothing is left in force. Keep it (`save_receipt`), for a search takes as
+long as all of its compiles. It is not worth it for short trainings, and where shapes change from
+batch to batch it measures only the batch that it was given.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torchfast._core.arguments import check_callable, check_positive
+from torchfast._core.batches import tensors
+from torchfast._core.measure import Measurement, drain, first_line, measure
+from torchfast._core.reachable import held_by
+from torchfast.compiler.candidates import Candidate
+from torchfast.compiler.judge import Judge
+from torchfast.compiler.parity import ParityTolerance
+from torchfast.compiler.receipts import CandidateResult, Receipt, ReceiptKey, Status, new_date
+from torchfast.compiler.saved_state import SavedState
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+CallWithin = Callable[[float, Callable[[], Any]], Any]
+
+# Of the budget, what compiling leaves to the timing; and the most that timing is worth.
+_TIMING_SHARE: Final = 0.25
+_MOST_TIMING_S: Final = 120.0
+# Units that a candidate runs before it is judged. Graphs of torch's own are recorded at the second
+# and replayed at the third.
+_FIRST_UNITS: Final = 3
+# Putting a candidate in force again must not compile again.
+_SWITCH_S: Final = 1.0
+_SWITCH_SHARE: Final = 0.3
+
+
+def search(
+    candidates: Sequence[Candidate],
+    work: Callable[[], Tensor],
+    *,
+    model: nn.Module,
+    device: torch.device,
+    budget_s: float,
+    batch: object = None,
+    options: Mapping[str, Any] | None = None,
+    tolerance: ParityTolerance | None = None,
+    smallest: float = 0.02,
+    call_within: CallWithin | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    synchronize: Callable[[], None] | None = None,
+    peak_bytes: Callable[[Callable[[], object]], int | None] | None = None,
+) -> Receipt:
+    """Measure candidates on a step's forward and backward and choose the fastest that is right.
+
+    Args:
+        candidates: The reference first, usually eager, then the cheapest to compile.
+        work: Runs forward and backward on a real batch and returns the loss. It must not update
+            parameters; gradients are dropped before each call.
+        model: What trains.
+        device: Where.
+        budget_s: The seconds for all of it.
+        batch: What ``work`` runs on, for the receipt; its tensors are put back too.
+        options: What else the answer depends on, for the receipt.
+        tolerance: How far results may be off; by the precision of the step by default.
+        smallest: The smallest difference in speed that matters, as a part.
+        call_within: ``call_within(seconds, function)`` calls and interrupts a function. Without it
+            a candidate that hangs hangs the search.
+        clock: Seconds.
+        synchronize: What waits for the device.
+        peak_bytes: Calls a function and returns the most bytes that tensors held meanwhile.
+
+    Returns:
+        What was measured, and the choice. Nothing is in force.
+
+    Raises:
+        TypeError: ``work`` does not return a loss, or an argument is of the wrong type.
+        ValueError: No candidate, a name twice, or ``work`` changes parameters.
+
+    Numerics: Parameters, gradients, buffers and generators are afterwards what they were before,
+        bit for bit.
+    Synchronizes: Often.
+    """
+    names = [candidate.name for candidate in candidates]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"candidates must be one or more, each name once, got {names}")
+    check_callable("work", work, "work()")
+    check_positive("budget_s", budget_s)
+    key = ReceiptKey.of(model, batch, device, options or {})
+    started = clock()
+    state = SavedState([model, *held_by(work), *tensors(batch)], device)
+    try:
+        run = _Search(
+            candidates=list(candidates),
+            judge=Judge(candidates[0], work, model, state, tolerance),
+            smallest=smallest,
+            call_within=call_within if call_within is not None else lambda _, function: function(),
+            clock=clock,
+            synchronize=synchronize if synchronize is not None else lambda: drain(device),
+            peak_bytes=peak_bytes if peak_bytes is not None else lambda r: _peak_bytes(device, r),
+            started=started,
+            budget_s=budget_s,
+        )
+        choice, why = run.choose(device)
+    finally:
+        state.put_back(thoroughly=True)
+    return Receipt(
+        key=key,
+        model_name=type(model).__name__,
+        candidates=tuple(run.results[name] for name in names),
+        choice=choice,
+        why=why,
+        notes=(*run.judge.notes, *run.notes),
+        budget_s=budget_s,
+        elapsed_s=clock() - started,
+        created=new_date(),
+    )
+
+
+class _OutError(Exception):
+    """A candidate is out, for a reason."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """One call of `search`."""
+
+    candidates: list[Candidate]
+    judge: Judge
+    smallest: float
+    call_within: CallWithin
+    clock: Callable[[], float]
+    synchronize: Callable[[], None]
+    peak_bytes: Callable[[Callable[[], object]], int | None]
+    started: float
+    budget_s: float
+    results: dict[str, CandidateResult] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def choose(self, device: torch.device) -> tuple[str, str]:
+        """Fill `results` and `notes`; return the choice and the reason."""
+        reference = self.candidates[0]
+        with reference.in_force():
+            peak = self.peak_bytes(self.judge.unit)
+        self.judge.set_back()
+        self.results[reference.name] = CandidateResult(
+            name=reference.name,
+            status="measured",
+            compile_s=0.0,
+            peak_bytes=peak,
+            loss_error=0.0,
+            gradient_error=0.0,
+        )
+        for candidate in self.candidates[1:]:
+            self._try(candidate)
+        return self._best(self._time(device))
+
+    # -- Compiling ---------------------------------------------------------------------------------
+
+    def _try(self, candidate: Candidate) -> None:
+        """Compile and judge a candidate; afterwards it is not in force."""
+        started = self.clock()
+        limit = self._left() - min(_TIMING_SHARE * self.budget_s, _MOST_TIMING_S)
+        longest = max((r.compile_s or 0.0 for r in self.results.values()), default=0.0)
+        if limit <= longest:
+            reason = f"no time was left to compile it ({max(0.0, limit):.0f} s"
+            reason += f", and another took {longest:.0f} s)" if longest else ")"
+            self._rule_out(candidate.name, "left out", f"{reason}; raise budget_s")
+            return
+        try:
+            self.results[candidate.name] = self._compiled(candidate, limit)
+        except _OutError as out:
+            self._rule_out(candidate.name, out.status, out.reason, self.clock() - started)
+            gc.collect()  # what a compiler that failed has left in cycles may be on the device
+        finally:
+            self.judge.set_back()
+
+    def _compiled(self, candidate: Candidate, limit: float) -> CandidateResult:
+        started = self.clock()
+        with self._in_force(candidate):
+            self._within(limit, self._first_units)
+            first_s = self.clock() - started
+            unit_s = self._timed_unit()
+            failure = candidate.failure()
+            if failure is not None:
+                raise _OutError("failed", failure)
+            errors = self.judge.errors()
+            objection = self.judge.objection(errors)
+            if objection is not None:
+                raise _OutError("wrong", objection)
+            peak = self.peak_bytes(self.judge.unit)
+        compile_s = max(0.0, first_s - _FIRST_UNITS * unit_s)
+        started = self.clock()
+        with self._in_force(candidate):
+            self._within(limit, self._timed_unit)
+        again_s = self.clock() - started - unit_s
+        if again_s > max(_SWITCH_S, _SWITCH_SHARE * compile_s):
+            raise _OutError(
+                "failed",
+                f"it took {again_s:.1f} s to put it in force again, so it compiles anew each time "
+                "and cannot be timed in turns with the others",
+            )
+        return CandidateResult(
+            name=candidate.name,
+            status="measured",
+            compile_s=compile_s,
+            peak_bytes=peak,
+            loss_error=errors.loss,
+            gradient_error=errors.gradient,
+        )
+
+    def _first_units(self) -> None:
+        for _ in range(_FIRST_UNITS):
+            self.judge.unit()
+        self.synchronize()
+
+    def _timed_unit(self) -> float:
+        self.synchronize()
+        started = self.clock()
+        self.judge.unit()
+        self.synchronize()
+        return self.clock() - started
+
+    # -- Timing and choice -------------------------------------------------------------------------
+
+    def _time(self, device: torch.device) -> Measurement:
+        left = min(self._left(), _MOST_TIMING_S)
+        if self.judge.draws:
+            # The choice is compiled once more, without dropout.
+            longest = max(r.compile_s or 0.0 for r in self._measured())
+            left = min(left, max(self._left() - longest, 0.5 * self._left()))
+        by_name = {c.name: c for c in self.candidates}
+        measurement = measure(
+            {r.name: self.judge.unit for r in self._measured()},
+            reference=self.candidates[0].name,
+            device=device,
+            budget_s=max(left, 1e-3),
+            smallest=self.smallest,
+            around=lambda name: by_name[name].in_force(),
+            clock=self.clock,
+            synchronize=self.synchronize,
+        )
+        self.judge.set_back()
+        for name, reason in measurement.failed.items():
+            self._rule_out(name, "failed", f"while it was timed: {reason}")
+        for result in self._measured():
+            timing, ratio = measurement.timing(result.name), measurement.ratio(result.name)
+            if timing is not None:
+                self.results[result.name] = replace(
+                    result,
+                    median_ms=timing.median_ms,
+                    low_ms=timing.low_ms,
+                    high_ms=timing.high_ms,
+                    ratio=ratio.ratio,
+                    ratio_low=ratio.low,
+                    ratio_high=ratio.high,
+                )
+        if measurement.ended_by != "told":
+            self.notes.append(
+                f"the timing ended after {len(measurement.rounds)} rounds, and some differences "
+                "could not be told"
+            )
+        return measurement
+
+    def _best(self, measurement: Measurement) -> tuple[str, str]:
+        reference = self.candidates[0].name
+        while True:
+            best = reference
+            for result in self._measured()[1:]:
+                if measurement.ratio(result.name, to=best).verdict == "faster":
+                    best = result.name
+            if best == reference or not self.judge.draws or self._holds_without_dropout(best):
+                return best, self._why(best, measurement)
+
+    def _why(self, best: str, measurement: Measurement) -> str:
+        reference = self.candidates[0].name
+        order = [r.name for r in self._measured()]
+        if order == [reference]:
+            return f"nothing but {reference} ran and was right"
+        if best == reference:
+            return f"nothing was faster than {reference} by more than the noise"
+        ratio = measurement.ratio(best)
+        why = (
+            f"{best} takes {ratio.ratio:.3f} of the time of {reference} ({ratio.low:.3f} to "
+            f"{ratio.high:.3f})"
+        )
+        after = order[order.index(best) + 1 :]
+        close = [n for n in after if measurement.ratio(n, to=best).verdict != "slower"]
+        if close:
+            why += (
+                f"; {' and '.join(close)} cost more to compile and could not be told to be faster"
+            )
+        return why
+
+    def _holds_without_dropout(self, name: str) -> bool:
+        """Whether the choice is right where no random numbers blur the comparison."""
+        result = self.results[name]
+        candidate = next(c for c in self.candidates if c.name == name)
+        blurred = f"{name} was judged only within what random numbers do to the result"
+        compile_s = result.compile_s or 0.0
+        if self._left() < compile_s:
+            self.notes.append(f"{blurred}: there was no time to compile it without dropout")
+            return True
+        started = self.clock()
+        try:
+            errors = self.judge.errors_without_dropout(
+                candidate, lambda function: self._within(self._left(), function)
+            )
+            if isinstance(errors, str):
+                self.notes.append(f"{blurred}: {errors}")
+                return True
+            objection = self.judge.strict_objection(errors)
+            if objection is not None:
+                raise _OutError("wrong", objection)
+        except _OutError as out:
+            if out.status == "timed out":
+                self.notes.append(f"{blurred}: without dropout it was {out.reason}")
+                return True
+            self._rule_out(name, out.status, out.reason, compile_s + self.clock() - started)
+            return False
+        finally:
+            self.judge.set_back()
+        self.results[name] = replace(result, loss_error=errors.loss, gradient_error=errors.gradient)
+        return True
+
+    # -- Parts -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_force(self, candidate: Candidate) -> Iterator[None]:
+        """Have a candidate in force; if it cannot be, it is out."""
+        try:
+            undo = candidate.apply()
+        except Exception as error:
+            raise self._failed(error) from None
+        try:
+            yield
+        finally:
+            undo()
+
+    def _within(self, limit: float, function: Callable[[], R]) -> R:
+        """Call a function under a limit, and turn whatever it raises into `_OutError`."""
+        started = self.clock()
+        try:
+            result: R = self.call_within(limit, function)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            # An interruption may be no Exception, or one that the compiler has wrapped.
+            took = self.clock() - started
+            if took >= limit or isinstance(error, TimeoutError):
+                raise _OutError("timed out", f"not done in {took:.0f} s") from None
+            if not isinstance(error, Exception):
+                raise
+            raise self._failed(error) from None
+        return result
+
+    def _failed(self, error: Exception) -> _OutError:
+        logger.info("a way of compiling failed", exc_info=error)
+        return _OutError("failed", first_line(error))
+
+    def _rule_out(self, name: str, status: Status, reason: str, spent: float | None = None) -> None:
+        before = self.results.get(name, CandidateResult(name=name, status=status))
+        compile_s = before.compile_s if spent is None else spent
+        self.results[name] = replace(before, status=status, reason=reason, compile_s=compile_s)
+
+    def _measured(self) -> list[CandidateResult]:
+        """Return those that are in the running, in the order given."""
+        found = (self.results.get(c.name) for c in self.candidates)
+        return [r for r in found if r is not None and r.status == "measured"]
+
+    def _left(self) -> float:
+        return self.started + self.budget_s - self.clock()
+
+
+def _peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
+    if device.type != "cuda":
+        run()
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
