@@ -17,7 +17,7 @@ from torchfast._core.compare import differences
 from torchfast._core.rng import get_rng_state
 from torchfast.compiler.candidates import Candidate, mode_choices
 from torchfast.compiler.parity import ParityTolerance
-from torchfast.compiler.search import search
+from torchfast.compiler.search import _peak_bytes, search
 
 CPU = torch.device("cpu")
 BATCH = (torch.randn(16, 8), torch.randint(0, 4, (16,)))
@@ -357,6 +357,34 @@ def test_an_error_of_the_reference_is_raised_and_nothing_is_left():
         lab.search(lab.candidate("a"))
     assert differences(before, lab.model.state_dict()) == []
     assert all(p.grad is None for p in lab.model.parameters())
+
+
+def test_the_peak_of_each_is_that_of_one_unit(monkeypatch):
+    lab = Lab()
+    peaks = {"eager": 300, "lean": 200}
+    units = []
+
+    def peak_bytes(run):
+        before = len(lab.log)
+        run()
+        units.append(len(lab.log) - before)
+        return peaks[lab.in_force]
+
+    receipt = lab.search(lab.candidate("lean", 0.5), peak_bytes=peak_bytes)
+    assert {c.name: c.peak_bytes for c in receipt.candidates} == peaks
+    assert units == [1, 1]
+
+
+def test_on_cuda_the_peak_is_asked_of_the_allocator(monkeypatch):
+    calls = []
+    cuda = torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda d: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda d: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: 123)
+    assert _peak_bytes(cuda, lambda: calls.append("run")) == 123
+    assert calls == ["reset", "run", "wait"]
+    assert _peak_bytes(CPU, lambda: calls.append("run")) is None
+    assert calls[-1] == "run"
 
 
 # -- Random numbers --------------------------------------------------------------------------------

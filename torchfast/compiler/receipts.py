@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -27,7 +26,7 @@ import os
 import platform
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,8 +280,14 @@ class Found(NamedTuple):
     reason: str
 
 
-def find_receipt(folder: str | os.PathLike[str], key: ReceiptKey) -> Found:
-    """Return the receipt of a key from a folder, or the reason why there is none. Never raises."""
+def find_receipt(folder: str | os.PathLike[str], key: ReceiptKey, names: Collection[str]) -> Found:
+    """Return a receipt from a folder, or the reason why there is none. Never raises.
+
+    Args:
+        folder: Where `save_receipt` put it.
+        key: What the answer depends on.
+        names: The candidates that there are to choose from; a receipt of others is of no use.
+    """
     path = Path(folder) / key.file_name
     try:
         receipt = _read(path)
@@ -293,6 +298,9 @@ def find_receipt(folder: str | os.PathLike[str], key: ReceiptKey) -> Found:
         return Found(None, f"{path} is ignored: {error}")
     if different is not None:
         return Found(None, f"{path} is ignored: it was {different}")
+    known = {candidate.name for candidate in receipt.candidates}
+    if known != set(names):
+        return Found(None, f"{path} is ignored: it is about {sorted(known)}, not {sorted(names)}")
     return Found(receipt, f"{path}, of {receipt.created}")
 
 
@@ -358,7 +366,6 @@ def _version_of(*distributions: str) -> str:
     return "none"
 
 
-@functools.cache
 def _processor() -> str:
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
@@ -69,7 +69,7 @@ def search(
     device: torch.device,
     budget_s: float,
     batch: object = None,
-    options: Mapping[str, Any] | None = None,
+    key: ReceiptKey | None = None,
     tolerance: ParityTolerance | None = None,
     smallest: float = 0.02,
     call_within: CallWithin | None = None,
@@ -86,8 +86,9 @@ def search(
         model: What trains.
         device: Where.
         budget_s: The seconds for all of it.
-        batch: What ``work`` runs on, for the receipt; its tensors are put back too.
-        options: What else the answer depends on, for the receipt.
+        batch: What ``work`` runs on; its tensors are put back too.
+        key: What the answer depends on, for the receipt; by default made of model, batch and
+            device.
         tolerance: How far results may be off; by the precision of the step by default.
         smallest: The smallest difference in speed that matters, as a part.
         call_within: ``call_within(seconds, function)`` calls and interrupts a function. Without it
@@ -112,7 +113,8 @@ def search(
         raise ValueError(f"candidates must be one or more, each name once, got {names}")
     check_callable("work", work, "work()")
     check_positive("budget_s", budget_s)
-    key = ReceiptKey.of(model, batch, device, options or {})
+    if key is None:
+        key = ReceiptKey.of(model, batch, device, {})
     started = clock()
     state = SavedState([model, *held_by(work), *tensors(batch)], device)
     try:
