@@ -234,14 +234,24 @@ def no_text(path):
     path.write_bytes(b"\xff\xfe\x00")
 
 
-@pytest.mark.parametrize("plant", [pipe, too_large, link, no_text, os.mkdir])
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (pipe, "no regular file"),
+        (os.mkdir, "no regular file"),
+        (too_large, "a receipt at most"),
+        (link, "symbolic links"),
+        (no_text, "decode"),
+    ],
+)
 @pytest.mark.timeout(20)
-def test_what_is_no_file_of_ours_is_passed_over(tmp_path, plant):
+def test_what_is_no_file_of_ours_is_passed_over(tmp_path, plant, words):
     path = tmp_path / make_key().file_name
     plant(path)
     found = find_receipt(tmp_path, make_key(), NAMES)
     assert found.receipt is None
     assert "is ignored" in found.reason
+    assert words in found.reason
 
 
 def test_no_folder_is_no_receipt(tmp_path):
@@ -325,6 +335,8 @@ def test_options_that_json_lacks_are_refused():
         make_key(options={"backend": print})
     with pytest.raises(TypeError, match="options must hold only what JSON can"):
         make_key(options={"timeout": float("nan")})
+    one, two = make_key(options={"a": 1, "b": 2}), make_key(options={"b": 2, "a": 1})
+    assert one.file_name == two.file_name
     # Tuples come back as lists: the key is in the form that it will be read in.
     assert make_key(options={"regions": ("a", "b")}) == make_key(options={"regions": ["a", "b"]})
 

@@ -204,7 +204,7 @@ class Receipt:
             ValueError: It is damaged, or of another format.
         """
         try:
-            content = json.loads(text, parse_constant=_no_constant)
+            content = json.loads(text)
         except RecursionError as error:
             raise ValueError("it is nested too deeply for a receipt") from error
         if not isinstance(content, dict):
@@ -377,13 +377,16 @@ def _processor() -> str:
 def _read(path: Path) -> Receipt:
     # Not blocking, or a pipe under its name would hang; no link that leads elsewhere.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb") as file:
-        state = os.fstat(file.fileno())
+    try:
+        state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
             raise ValueError("it is no regular file")
         if state.st_size > _MOST_BYTES:
             raise ValueError(f"it has {state.st_size} bytes, a receipt at most {_MOST_BYTES}")
-        return Receipt.from_json(file.read(_MOST_BYTES).decode())
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return Receipt.from_json(file.read(_MOST_BYTES).decode())
+    finally:
+        os.close(descriptor)
 
 
 def _why_not(folder: Path, key: ReceiptKey) -> str:
@@ -399,10 +402,6 @@ def _why_not(folder: Path, key: ReceiptKey) -> str:
 def _digest(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"it holds {name}, which is no JSON")
 
 
 def _row(candidate: CandidateResult) -> tuple[str, ...]:
