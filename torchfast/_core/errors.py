@@ -8,6 +8,7 @@
     ├── UnsupportedOptimizerError (RuntimeError)  an update that is not one step() call
     ├── LossError (RuntimeError)                  a loss that cannot be differentiated
     ├── CaptureError (RuntimeError)               a step that cannot be captured into a graph
+    ├── CompileError (RuntimeError)               a region that cannot be compiled
     ├── NonFiniteError (RuntimeError)             too many updates in a row skipped for NaN
     ├── ClosedError (RuntimeError)                use after close()
     ├── EmptyEpochError (RuntimeError)            an epoch that yielded no batch
@@ -49,6 +50,10 @@ class LossError(TorchFastError, RuntimeError):
 
 class CaptureError(TorchFastError, RuntimeError):
     """A step cannot be captured into a graph; the state is as it was before."""
+
+
+class CompileError(TorchFastError, RuntimeError):
+    """A region or function cannot be compiled; ``__cause__`` is the compiler's own error."""
 
 
 class NonFiniteError(TorchFastError, RuntimeError):

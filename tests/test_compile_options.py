@@ -1,0 +1,79 @@
+"""What can be said about compilation, and what cannot."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from torchfast import PlanError
+from torchfast.compiler import CompiledModule, CompileOptions
+from torchfast.compiler.compiled_module import compile_callable
+
+
+def test_what_is_changed_is_shown_and_json_ready():
+    assert CompileOptions().changed == {}
+    options = CompileOptions(
+        mode="reduce-overhead",
+        regions=[nn.Linear, "blocks.*"],
+        dynamic=False,
+        timeout_s=math.inf,
+        cache=Path("cache"),
+    )
+    assert options.regions == (nn.Linear, "blocks.*")
+    assert options.changed == {
+        "mode": "reduce-overhead",
+        "regions": ["Linear", "blocks.*"],
+        "dynamic": False,
+        "timeout_s": math.inf,
+        "cache": "cache",
+    }
+    assert json.loads(json.dumps(options.changed))["regions"] == ["Linear", "blocks.*"]
+    assert repr(CompileOptions(fullgraph=True)) == "CompileOptions(fullgraph=True)"
+    assert CompileOptions(backend=print).changed == {"backend": "print"}
+    assert hash(CompileOptions(regions=["a"])) == hash(CompileOptions(regions=("a",)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"mode": "fast"}, PlanError, r"mode must be one of \["),
+        ({"mode": 1}, TypeError, "mode must be one of"),
+        ({"regions": "block"}, PlanError, r"for one path write \('block',\)"),
+        ({"regions": 3}, TypeError, "regions must be one of"),
+        ({"regions": (3,)}, TypeError, "regions must hold paths such as"),
+        ({"regions": (int,)}, TypeError, "regions must hold paths such as"),
+        ({"regions": ()}, PlanError, "regions must name at least one region"),
+        ({"dynamic": 1}, TypeError, "dynamic must be True or False"),
+        ({"fullgraph": None}, TypeError, "fullgraph must be True or False"),
+        ({"backend": 3}, TypeError, "backend must be the name of a torch.compile backend"),
+        ({"backend": "eager", "mode": "max-autotune"}, PlanError, "has a meaning for backend="),
+        ({"on_failure": "warn"}, PlanError, "on_failure must be one of"),
+        ({"timeout_s": 0}, ValueError, "timeout_s must be > 0"),
+        ({"timeout_s": None}, TypeError, "timeout_s must be a number > 0"),
+        ({"cache": 3}, TypeError, "cache must be the path of a folder or None"),
+        ({"mark_dynamic": "yes"}, TypeError, "mark_dynamic must be True or False"),
+        ({"option": {}}, TypeError, r"CompileOptions\(\) has no argument 'option'"),
+    ],
+)
+def test_what_cannot_be_said(arguments, error, words):
+    with pytest.raises(error, match=words):
+        CompileOptions(**arguments)
+
+
+def test_the_handle_says_the_same():
+    with pytest.raises(PlanError, match="regions must be one of"):
+        CompiledModule(nn.Linear(2, 2), regions="block")
+    with pytest.raises(TypeError, match="did you mean 'regions'"):
+        CompiledModule(nn.Linear(2, 2), region="blocks")
+
+
+def test_auto_is_for_plans():
+    assert CompileOptions(mode="auto").mode == "auto"
+    with pytest.raises(ValueError, match="mode='auto' has to be measured first"):
+        CompiledModule(nn.Linear(2, 2), mode="auto")
+    with pytest.raises(ValueError, match="mode='auto' has to be measured first"):
+        compile_callable(print, CompileOptions(mode="auto"))

@@ -1,0 +1,335 @@
+"""torch.compile made dependable.
+
+``torch.compile`` turns Python that handles tensors into fused kernels. It does so at the first
+call, which takes from seconds to minutes, and again for each change that its guards notice: a size,
+a dtype, a flag. It helps models whose steps launch many small kernels, most of those that are not
+one large matrix product. It does not help where the time goes to few large kernels, or where sizes
+change all the time.
+
+`CompiledModule` compiles a model in place: the object, its type, its keys and hooks stay, copies
+and files hold the eager model, and `close` takes it all back. It compiles the blocks that repeat
+once and not each (see `torchfast.compiler.regions`), and it knows what became of them:
+
+- A region that cannot be compiled runs eagerly, with one warning that says why; so does one whose
+  compilation takes too long. An exception of the model's own passes as it is.
+- A region of which nothing was compiled is never called compiled. Torch leaves code alone silently
+  under a ``TorchDispatchMode``, where the compiler is switched off, and after too many compiles.
+
+Forbidden: a model that ``torch.compile(model)`` has wrapped already, and two handles on one model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+
+from torchfast._core.arguments import check_callable, explain_keywords
+from torchfast._core.closing import Closing
+from torchfast._core.decisions import Decision, Report
+from torchfast._core.errors import ClosedError
+from torchfast.compiler.in_place import Region, RegionKind, region_of
+from torchfast.compiler.options import CompileOptions, Mode, Regions, compile_decision
+from torchfast.compiler.regions import RegionChoice, choose_regions
+
+
+@final
+class CompiledModule(Closing):
+    """Compile a model in place, by region.
+
+    Args:
+        model: The model. It stays the same object, and calling it runs the compiled code.
+        mode: As in ``torch.compile``.
+        regions: What is compiled in one piece; see `CompileOptions`.
+        dynamic: As in ``torch.compile``.
+        fullgraph: A graph break is an error.
+        cache: Folder in which what was compiled is kept for later runs.
+        on_failure: ``"eager"`` or ``"raise"``.
+        timeout_s: Longest time that one call may spend on compiling one kind of region.
+        backend: As in ``torch.compile``.
+
+    Raises:
+        TypeError: Not a module.
+        ValueError: A model that is compiled already, or a region that it does not have.
+        CompileError: Under ``on_failure="raise"``, a backend that does not exist; from the model's
+            call, what cannot be compiled.
+
+    Numerics: May differ by rounding: fused operations keep intermediate results in higher
+        precision. Dropout draws other numbers.
+    Synchronizes: While it compiles only.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> with CompiledModule(model, backend="eager") as compiled:
+        ...     y = model(torch.ones(2, 4))
+        ...     print(compiled.status)
+        {'': 'compiled'}
+    """
+
+    @explain_keywords
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mode: Mode = "default",
+        regions: Regions = "auto",
+        dynamic: bool | None = None,
+        fullgraph: bool = False,
+        cache: str | None = None,
+        on_failure: Literal["eager", "raise"] = "eager",
+        timeout_s: float = 300.0,
+        backend: str | Callable[..., Any] = "inductor",
+    ) -> None:
+        self.options = CompileOptions(
+            mode=mode,
+            regions=regions,
+            dynamic=dynamic,
+            fullgraph=fullgraph,
+            cache=cache,
+            on_failure=on_failure,
+            timeout_s=timeout_s,
+            backend=backend,
+        )
+        _check_resolved(self.options)
+        _check_model(model)
+        self._model = weakref.ref(model)
+        self._name = type(model).__name__
+        choice = choose_regions(model, self.options.regions)
+        self._explanation = str(choice)
+        self._kinds, self._regions = _made(choice, self.options)
+        self._is_closed = False
+        for region in self._regions:
+            region.install()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.model(*args, **kwargs)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, the object that was given.
+
+        Raises:
+            ClosedError: It is gone; this handle does not keep it.
+        """
+        model = self._model()
+        if model is None:
+            raise ClosedError(
+                f"the {self._name} of this CompiledModule no longer exists: a CompiledModule does "
+                "not keep its model; keep a reference to the model yourself"
+            )
+        return model
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The paths of the regions, ``""`` for the whole model."""
+        return tuple(region.path for region in self._regions)
+
+    @property
+    def status(self) -> dict[str, str]:
+        """Of each region ``"not called"``, ``"compiled"``, or ``"eager: "`` and why."""
+        return {region.path: region.status for region in self._regions}
+
+    @property
+    def explanation(self) -> str:
+        """What was chosen to be compiled, and why, in words."""
+        return self._explanation
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model is eager again."""
+        return self._is_closed
+
+    def decisions(self) -> list[Decision]:
+        """Return what was asked for and what became of it, a decision for each kind of region."""
+        asked = self._explanation
+        if any(region.was_compiled_by_user for region in self._regions):
+            asked += "; what model.compile() had made is set aside until close()"
+        return [
+            compile_decision("applied" if self._is_applied else "stepped aside", asked),
+            *(_decision(kind, self._of(kind)) for kind in self._kinds),
+        ]
+
+    def report(self) -> Report:
+        """Return the decisions and the counts, for a person or as JSON."""
+        states = [region.status for region in self._regions]
+        counters: dict[str, int | float | str] = {
+            "regions": len(states),
+            "kinds": len(self._kinds),
+            "compiled": states.count("compiled"),
+            "eager": sum(state.startswith("eager") for state in states),
+            "graphs": sum(kind.conversion.graphs for kind in self._kinds),
+            "compile_s": round(sum(kind.conversion.seconds for kind in self._kinds), 3),
+        }
+        return Report(
+            title=f"CompiledModule({self._name})",
+            decisions=tuple(self.decisions()),
+            counters=counters,
+        )
+
+    def close(self) -> None:
+        """Give the eager model back, or what ``model.compile()`` had made of it."""
+        if not self._is_closed:
+            self._is_closed = True
+            for region in self._regions:
+                region.undo()
+
+    def __repr__(self) -> str:
+        """Return the model's class and what is compiled of it."""
+        state = "closed" if self._is_closed else self._explanation
+        return f"CompiledModule({self._name}: {state})"
+
+    @property
+    def _is_applied(self) -> bool:
+        return any(kind.eager_because is None for kind in self._kinds)
+
+    def _of(self, kind: RegionKind) -> list[Region]:
+        return [region for region in self._regions if region.kind is kind]
+
+
+@final
+class CompiledCallable(Closing):
+    """A function compiled as a whole, such as one that calls a model and its loss.
+
+    Args:
+        function: What is compiled; it is not changed.
+        options: How; `CompileOptions.regions` has no meaning here.
+
+    Raises:
+        TypeError: Something that cannot be called.
+        CompileError: As for `CompiledModule`.
+
+    Numerics: May differ by rounding, as for `CompiledModule`.
+    Synchronizes: While it compiles only.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: CompileOptions) -> None:
+        check_callable("function", function, "function(...)")
+        _check_resolved(options)
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            raise ValueError(
+                f"function {_name(function)} is compiled already: it is what torch.compile "
+                "returned; pass the function that was given to torch.compile"
+            )
+        self.options = options
+        self._function = function
+        self._kind = RegionKind(_name(function), "", options, is_function=True)
+        self._region = Region("", None, self._kind)
+        self._is_closed = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        if self._is_closed or torch.compiler.is_compiling():
+            return self._function(*args, **kwargs)
+        return self._kind.run(self._region, self._function, args, kwargs)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function, as it was given."""
+        return self._function
+
+    @property
+    def status(self) -> str:
+        """``"not called"``, ``"compiled"``, or ``"eager: "`` and why."""
+        return self._region.status
+
+    def decisions(self) -> list[Decision]:
+        """Return what became of it."""
+        return [_decision(self._kind, [self._region])]
+
+    def report(self) -> Report:
+        """Return the decisions and the counts, for a person or as JSON."""
+        counters: Mapping[str, int | float | str] = {
+            "graphs": self._kind.conversion.graphs,
+            "compile_s": round(self._kind.conversion.seconds, 3),
+        }
+        return Report(
+            title=f"CompiledCallable({_name(self._function)})",
+            decisions=tuple(self.decisions()),
+            counters=counters,
+        )
+
+    def close(self) -> None:
+        """Call the function as it is from now on."""
+        self._is_closed = True
+
+
+def compile_callable(
+    function: Callable[..., Any], options: CompileOptions | None = None
+) -> CompiledCallable:
+    """Compile a function as a whole, with all that it calls.
+
+    Regions inside it are compiled as parts of it.
+
+    Args:
+        function: Such as ``loss_fn(model, batch)``.
+        options: How; by default as `CompileOptions` is.
+
+    Example:
+        >>> double = compile_callable(lambda x: x * 2, CompileOptions(backend="eager"))
+        >>> double(torch.ones(2)).tolist(), double.status
+        ([2.0, 2.0], 'compiled')
+    """
+    return CompiledCallable(function, options or CompileOptions())
+
+
+def _check_resolved(options: CompileOptions) -> None:
+    if options.mode == "auto":
+        raise ValueError(
+            "mode='auto' has to be measured first, which a plan does; give one of the other modes"
+        )
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r} ({type(model).__name__})")
+    for path, module in model.named_modules():
+        where = f"its module {path}" if path else f"{type(model).__name__}"
+        if hasattr(module, "_torchdynamo_orig_callable"):
+            raise ValueError(
+                f"model is compiled already: {where} is what torch.compile returned; give the "
+                "module that was given to torch.compile, or leave it as it is and do without "
+                "CompiledModule"
+            )
+        if region_of(module) is not None:
+            raise ValueError(
+                f"model is compiled by another CompiledModule already ({where}); close that first"
+            )
+
+
+def _made(
+    choice: RegionChoice, options: CompileOptions
+) -> tuple[tuple[RegionKind, ...], tuple[Region, ...]]:
+    kinds, regions = [], []
+    for chosen in choice.kinds:
+        number = len(chosen.regions)
+        kind = RegionKind(chosen.class_name, chosen.names, options, num_regions=number)
+        kinds.append(kind)
+        regions += [Region(path, module, kind) for path, module in chosen.regions]
+    return tuple(kinds), tuple(regions)
+
+
+def _decision(kind: RegionKind, regions: list[Region]) -> Decision:
+    states = [region.state for region in regions]
+    conversion = kind.conversion
+    if kind.eager_because is not None:
+        return compile_decision("stepped aside", f"{kind} runs eagerly: {kind.eager_because}")
+    if "eager" in states or kind.remarks:
+        why = kind.eager_for_now or "; ".join(kind.remarks)
+        return compile_decision("stepped aside", f"{kind} runs eagerly in part: {why}")
+    if "compiled" not in states:
+        return compile_decision("applied", f"{kind}: not called yet")
+    uncalled = states.count("not called")
+    return compile_decision(
+        "applied",
+        f"{kind}: compiled, {conversion.graphs} graphs in {conversion.seconds:.1f} s"
+        + (f"; {uncalled} not called yet" if uncalled else ""),
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    name: str = getattr(function, "__name__", type(function).__name__)
+    return name

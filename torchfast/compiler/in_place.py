@@ -1,0 +1,330 @@
+"""Modules compiled where they stand.
+
+A module is called by ``module(x)``, which looks for ``module._compiled_call_impl`` first. There
+stands a `Region`: one attribute of the object, which torch leaves out of copies and files. The
+object, its class, keys, hooks and ``repr`` stay, and `Region.undo` takes the attribute away, or
+puts back what ``module.compile()`` had left there.
+
+What is compiled is a function of this file that takes the module as an argument, so that
+
+- modules of torch's own classes are compiled. ``Linear().compile()`` does nothing, silently, since
+  torch leaves frames of its own files alone.
+- equal modules share compiled code: parameters come in as inputs of the graph.
+
+Each kind of region gets a code object of its own (`RegionKind`). With one for all, torch would
+count their graphs together and run the ninth kind eagerly, silently.
+
+Global module hooks (`torch.nn.modules.module.register_module_forward_hook`), which compiled code
+cannot notice, make regions run eagerly while there are any.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import weakref
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from torchfast._core.errors import CompileError
+from torchfast.compiler.causes import explained
+from torchfast.compiler.conversion import FrameConversion, GaveUpError, is_graph_break, why_off
+from torchfast.compiler.options import CompileOptions
+
+logger = logging.getLogger(__name__)
+
+State: TypeAlias = Literal["not called", "compiled", "eager"]
+
+_NOTHING = (
+    "no graph came of it, as where a graph break lies within a module of torch's own class, such as "
+    "Sequential, whose frames torch leaves alone"
+)
+_SLOT = "_compiled_call_impl"
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+# Torch remembers the sizes that it has seen by file, line and name of a function: two of one name
+# would make each other's sizes dynamic.
+_NUMBERS = itertools.count()
+
+
+def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _call_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+@final
+class RegionKind:
+    """Equal regions, which share their compiled code and their fate.
+
+    Args:
+        class_name: What they are.
+        names: The regions in words.
+        options: How they are compiled.
+        num_regions: How many there are.
+        is_function: Whether they are functions and not modules.
+
+    Attributes:
+        code_name: The name under which torch reports on their code.
+        eager_because: Why they run as they are, and what to do about it; None if they do not.
+        eager_for_now: Why the last call ran eagerly, where later ones may not.
+        remarks: What was said once, by warnings.
+    """
+
+    def __init__(
+        self,
+        class_name: str,
+        names: str,
+        options: CompileOptions,
+        *,
+        num_regions: int = 1,
+        is_function: bool = False,
+    ) -> None:
+        template = _call_function if is_function else _call_module
+        word = re.sub(r"\W", "_", class_name)
+        self.code_name = f"region_{next(_NUMBERS)}_{word}"
+        code = template.__code__.replace(co_name=self.code_name, co_qualname=self.code_name)
+        self.class_name = class_name
+        self.names = names
+        self.num_regions = num_regions
+        self.eager_because: str | None = None
+        self.eager_for_now: str | None = None
+        self.remarks: list[str] = []
+        self.conversion = FrameConversion(
+            code,
+            num_regions=num_regions,
+            timeout_s=options.timeout_s,
+            fullgraph=options.fullgraph,
+        )
+        self._options = options
+        self._raises = False
+        self._eager: Callable[..., Any] = template
+        self._is_watched = False
+        self._compiled: Callable[..., Any] = template
+        function = FunctionType(code, template.__globals__, self.code_name)
+        try:
+            self._compiled = _compiled(function, options)
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._is_watched = self.conversion.attach(self._compiled)
+
+    def __str__(self) -> str:
+        return f"{self.names} ({self.class_name})" if self.names else self.class_name
+
+    def run(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a region of this kind; ``region`` is what is to know what came of it."""
+        if self.eager_because is not None or _has_global_hooks():
+            return self._run_eagerly(region, target, args, kwargs)
+        conversion = self.conversion
+        try:
+            result = self._compiled(target, *args, **kwargs)
+        except GaveUpError:
+            return self._run_after_giving_up(target, args, kwargs)
+        except RuntimeError as error:
+            conversion.end_call()
+            if self._options.fullgraph and "found no compiled frames" in str(error):
+                self._explain(error)
+                message = self._error()
+                self.eager_because = None  # it may be off for now only
+                raise message from error
+            raise
+        except BaseException:
+            # The user's own: whatever failed before it in the compiler is its echo.
+            conversion.end_call()
+            raise
+        if conversion.has_news or (region is not None and region.state != "compiled"):
+            self._settle(region)
+        return result
+
+    def _run_eagerly(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
+        if self._raises:
+            raise self._error()
+        if self.eager_because is None:
+            self.eager_for_now = (
+                "global module hooks are registered, and while they are regions run eagerly: "
+                "register hooks on modules instead"
+            )
+            self._remark(self.eager_for_now)
+        self._leave_eager(region)
+        return self._eager(target, *args, **kwargs)
+
+    def _run_after_giving_up(self, target: Any, args: Any, kwargs: Any) -> Any:
+        error = self.conversion.failure
+        self.conversion.end_call()
+        # An error of the user's code comes out as itself.
+        result = self._eager(target, *args, **kwargs)
+        assert error is not None
+        if is_graph_break(error):
+            self._explain(error)
+            self._raises = True
+            raise self._error() from error
+        self._fail(error)
+        return result
+
+    def _settle(self, region: Region | None) -> None:
+        """Take account of a call that has returned."""
+        conversion = self.conversion
+        failure, reached_limit = conversion.failure, conversion.reached_limit
+        conversion.end_call()
+        if failure is not None:
+            self._fail(failure)
+            return
+        off = why_off()
+        if off is not None:
+            self._leave_eager(region)
+            self.eager_for_now = f"{off}; it is tried again at each call"
+            self._remark(self.eager_for_now)
+        elif not conversion.graphs:
+            self._leave_eager(region)
+            reason = conversion.skip_reason or _NOTHING
+            self.eager_because = f"{reason}. Remedy: compile other regions, to leave it out"
+            logger.warning("%s is not compiled: %s.", self, self.eager_because)
+        elif reached_limit:
+            self._leave_eager(region)
+            self._remark(
+                "the recompile limit is reached, and what differs from the calls compiled so far "
+                "runs eagerly: give it fewer different sizes and values, or dynamic=True"
+            )
+        else:
+            self.eager_for_now = None
+            if region is not None:
+                region.state = "compiled"
+            if conversion.skip_reason is not None:
+                conversion.leave_own_frame()
+
+    def _fail(self, error: BaseException) -> None:
+        """Run eagerly from now on, or raise, as the options say."""
+        self._explain(error)
+        self._compiled = self._eager  # what was compiled is of no more use
+        if self._options.on_failure == "raise":
+            raise self._error() from error
+        logger.warning("%s runs eagerly: %s.", self, self.eager_because)
+
+    def _explain(self, error: BaseException) -> None:
+        cause, remedy = explained(error, self._options.timeout_s)
+        self.eager_because = f"{cause}. Remedy: {remedy}"
+        self._raises = self._options.on_failure == "raise"
+
+    def _error(self) -> CompileError:
+        return CompileError(f"{self} cannot be compiled: {self.eager_because}.")
+
+    @staticmethod
+    def _leave_eager(region: Region | None) -> None:
+        if region is not None and region.state == "not called":
+            region.state = "eager"
+
+    def _remark(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.remarks:
+            self.remarks.append(text)
+            logger.warning("%s: %s.", self, text)
+
+
+@final
+class Region:
+    """A module that is compiled where it stands; it does not keep the module alive.
+
+    Args:
+        path: Where it stands, ``""`` for the model itself.
+        module: The module; None if it only keeps the state of a function.
+        kind: Whose code it shares.
+
+    Attributes:
+        state: ``"not called"``, ``"compiled"`` or ``"eager"``.
+    """
+
+    __slots__ = ("__weakref__", "_before", "_target", "kind", "path", "state")
+
+    def __init__(self, path: str, module: nn.Module | None, kind: RegionKind) -> None:
+        self.path = path
+        self.kind = kind
+        self.state: State = "not called"
+        self._target = weakref.ref(module) if module is not None else _nothing
+        self._before: tuple[Any, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        module: Any = self._target()
+        if torch.compiler.is_compiling():
+            # As a part of something larger it is compiled with that.
+            return module._call_impl(*args, **kwargs)
+        return self.kind.run(self, module, args, kwargs)
+
+    def install(self) -> None:
+        """Stand in the module's way."""
+        module = self._target()
+        assert module is not None
+        attributes = vars(module)
+        self._before = (attributes[_SLOT],) if _SLOT in attributes else ()
+        attributes[_SLOT] = self
+
+    def undo(self) -> None:
+        """Put back what was there, unless something else stands there by now."""
+        module = self._target()
+        if module is None or vars(module).get(_SLOT) is not self:
+            return
+        if self._before:
+            vars(module)[_SLOT] = self._before[0]
+        else:
+            del vars(module)[_SLOT]
+
+    @property
+    def was_compiled_by_user(self) -> bool:
+        """Whether ``module.compile()`` had been called before; that is set aside."""
+        return bool(self._before) and self._before[0] is not None
+
+    @property
+    def status(self) -> str:
+        """``"not called"``, ``"compiled"`` or ``"eager: "`` and why."""
+        kind = self.kind
+        because = kind.eager_because or kind.eager_for_now or "; ".join(kind.remarks)
+        is_eager = kind.eager_because is not None or self.state == "eager"
+        return f"eager: {because}" if is_eager else self.state
+
+    # Copies of a module that take all its attributes along would call this one's parameters.
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """Return the region that stands in a module's way, if it is one of ours."""
+    there = vars(module).get(_SLOT)
+    return there if isinstance(there, Region) else None
+
+
+def _nothing() -> None:
+    return None
+
+
+def _has_global_hooks() -> bool:
+    first, second, third, fourth = _GLOBAL_HOOKS
+    return bool(first or second or third or fourth)
+
+
+def _compiled(function: Callable[..., Any], options: CompileOptions) -> Callable[..., Any]:
+    # Other backends take no mode.
+    mode: dict[str, Any] = {} if options.mode == "default" else {"mode": options.mode}
+    compiled: Callable[..., Any] = torch.compile(
+        function,
+        backend=options.backend,
+        fullgraph=options.fullgraph,
+        dynamic=options.dynamic,
+        **mode,
+    )
+    return compiled

@@ -1,0 +1,145 @@
+"""What a user can say about compilation."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+from torchfast._core.arguments import (
+    check_choice,
+    check_flag,
+    check_positive,
+    explain_init_keywords,
+)
+from torchfast._core.decisions import Decision, Outcome
+from torchfast._core.errors import PlanError
+
+Mode: TypeAlias = Literal[
+    "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", "auto"
+]
+Regions: TypeAlias = (
+    Literal["auto", "blocks", "whole"] | tuple[str | type[nn.Module], ...] | list[Any]
+)
+
+MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", "auto")
+_REGION_WORDS = ("auto", "blocks", "whole")
+
+
+def compile_decision(outcome: Outcome, detail: str) -> Decision:
+    """Return what became of the lever, as a value."""
+    return Decision(lever="compile", outcome=outcome, detail=detail)
+
+
+@explain_init_keywords
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """How a model is compiled.
+
+    Args:
+        mode: What the compiler optimises for, as in ``torch.compile``. ``"auto"`` measures.
+        regions: ``"blocks"`` compiles the repeated blocks, each kind once; ``"whole"`` the model
+            in one piece; ``"auto"`` takes whole for models that are small enough. Or name them:
+            paths, in which ``*`` stands for one name (``("layers.*",)``), and module classes.
+        dynamic: As in ``torch.compile``: ``None`` compiles for the sizes seen, and for any size
+            where a size changes.
+        fullgraph: A graph break is an error, whatever ``on_failure`` says.
+        backend: As in ``torch.compile``; a mode has a meaning for ``"inductor"`` only.
+        on_failure: ``"eager"`` runs what cannot be compiled as it is, with one warning;
+            ``"raise"`` raises `CompileError`.
+        timeout_s: Longest time that one call may spend on compiling one kind of region, which
+            then runs eagerly; ``math.inf`` for no limit.
+        cache: Folder in which what was compiled is kept for later runs.
+        mark_dynamic: After a recompilation because of a size, compile for any size of that
+            dimension.
+
+    Raises:
+        PlanError: A choice that does not exist, or a mode for a backend that has none.
+
+    Example:
+        >>> CompileOptions(regions="blocks", fullgraph=True)
+        CompileOptions(regions='blocks', fullgraph=True)
+    """
+
+    mode: Mode = "default"
+    regions: Regions = "auto"
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    backend: str | Callable[..., Any] = "inductor"
+    on_failure: Literal["eager", "raise"] = "eager"
+    timeout_s: float = 300.0
+    cache: str | os.PathLike[str] | None = None
+    mark_dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES, PlanError)
+        object.__setattr__(self, "regions", _checked_regions(self.regions))
+        if self.dynamic is not None:
+            check_flag("dynamic", self.dynamic)
+        check_flag("fullgraph", self.fullgraph)
+        if not isinstance(self.backend, str) and not callable(self.backend):
+            raise TypeError(
+                "backend must be the name of a torch.compile backend or a callable "
+                f"(graph, inputs) -> callable, got {self.backend!r}"
+            )
+        if self.mode != "default" and self.backend != "inductor":
+            raise PlanError(
+                f"mode={self.mode!r} has a meaning for backend='inductor' only, "
+                f"got backend={self.backend!r}; leave one of them out"
+            )
+        check_choice("on_failure", self.on_failure, ("eager", "raise"), PlanError)
+        check_positive("timeout_s", self.timeout_s)
+        if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
+            raise TypeError(f"cache must be the path of a folder or None, got {self.cache!r}")
+        check_flag("mark_dynamic", self.mark_dynamic)
+
+    @property
+    def changed(self) -> dict[str, object]:
+        """The options that are not as by default, JSON-ready: classes and callables by name."""
+        default = type(self).__dataclass_fields__
+        values = {name: getattr(self, name) for name in default}
+        return {name: _plain(v) for name, v in values.items() if v != default[name].default}
+
+    def __repr__(self) -> str:
+        """Return the call that makes these options, defaults left out."""
+        return f"CompileOptions({', '.join(f'{k}={v!r}' for k, v in self.changed.items())})"
+
+
+def _checked_regions(value: Any) -> Any:
+    if isinstance(value, str):
+        if value not in _REGION_WORDS:
+            raise PlanError(
+                f"regions must be one of {list(_REGION_WORDS)} or a tuple of paths and module "
+                f"classes, got {value!r}; for one path write ({value!r},)"
+            )
+        return value
+    if not isinstance(value, tuple | list):
+        raise TypeError(
+            f"regions must be one of {list(_REGION_WORDS)} or a tuple of paths and module classes, "
+            f"got {value!r} ({type(value).__name__})"
+        )
+    for item in value:
+        is_class = inspect.isclass(item) and issubclass(item, nn.Module)
+        if not is_class and not isinstance(item, str):
+            raise TypeError(
+                "regions must hold paths such as 'layers.*' and subclasses of torch.nn.Module, "
+                f"got {item!r} ({type(item).__name__})"
+            )
+    if not value:
+        raise PlanError("regions must name at least one region, got none; use compile=False")
+    return tuple(value)
+
+
+def _plain(value: Any) -> object:
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, str | int | float) or value is None:
+        return value
+    name: str = getattr(value, "__qualname__", type(value).__qualname__)
+    return name
