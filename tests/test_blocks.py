@@ -152,7 +152,9 @@ def test_nothing_repeats(model):
 
 def test_chains_of_blocks_are_passed_through():
     chains = [nn.Sequential(*blocks({}, {}, {})) for _ in range(2)]
-    assert found(nn.Sequential(*chains)) == [("Block", tuple(f"{i}.{j}" for i in "01" for j in "012"))]
+    assert found(nn.Sequential(*chains)) == [
+        ("Block", tuple(f"{i}.{j}" for i in "01" for j in "012"))
+    ]
 
 
 def test_the_layers_of_torchs_own_encoder():

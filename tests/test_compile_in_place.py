@@ -115,7 +115,10 @@ def test_training_is_the_same(make, regions):
 
 
 def test_training_through_inductor_is_the_same(tmp_path, monkeypatch):
+    from torch._inductor import config
+
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(config, "compile_threads", 1)  # leaves no pool of processes behind
     eager = copy.deepcopy(model := Net(depth=2))
     with CompiledModule(model, regions="blocks") as handle:
         loss = model(tokens()).pow(2).mean()

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 State: TypeAlias = Literal["not called", "compiled", "eager"]
 
 _NOTHING = (
-    "no graph came of it, as where a graph break lies within a module of torch's own class, such as "
-    "Sequential, whose frames torch leaves alone"
+    "no graph came of it, as where a graph break lies within a module of torch's own class, such "
+    "as Sequential, whose frames torch leaves alone"
 )
 _SLOT = "_compiled_call_impl"
 _GLOBAL_HOOKS = (

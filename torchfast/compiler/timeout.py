@@ -11,6 +11,12 @@ only, so ``SIGALRM`` and its timers stay the program's. In other threads, and wh
 such signals, the interpreter is asked to raise at the next line of Python, which a wait does not
 reach until it is over.
 
+An exception must not come anywhere. C++ that calls Python to look something up (guards, dispatch
+rules, weak references, destructors) ends the process if that raises, and a ``with`` block that is
+being entered or left would leave a lock or a setting behind. So the call is interrupted only where
+it is in plain Python: in the tracer, in the code generator, in a wait, in code that is not torch's.
+Elsewhere it is looked at again shortly after.
+
 What cannot be stopped: C++ that does not return to Python, such as LLVM inside a Triton compile or
 a kernel that hangs in autotuning. The call ends when that returns, and counts as too long.
 """
@@ -20,7 +26,9 @@ from __future__ import annotations
 import ctypes
 import math
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar, final
@@ -28,6 +36,25 @@ from typing import Any, TypeVar, final
 R = TypeVar("R")
 
 _AGAIN_S = 1.0
+_SOON_S = 0.02
+# After so long nowhere but at places that are not known to be plain, it is raised there too.
+_PATIENCE_S = 30.0
+_FRAGILE_FUNCTIONS = frozenset(("__enter__", "__exit__", "__del__", "_remove"))
+_FRAGILE_FILES = (
+    "/torch/_dynamo/guards.py",
+    "/torch/_library/",
+    "/torch/_ops.py",
+    "/weakref.py",
+    "/_weakrefset.py",
+    "<frozen importlib",
+)
+_PLAIN_PARTS_OF_TORCH = (
+    "/torch/_dynamo/symbolic_convert.py",
+    "/torch/_dynamo/variables/",
+    "/torch/_inductor/",
+    "/torch/fx/",
+    "/torch/utils/_sympy/",
+)
 
 
 class CallTimeoutError(BaseException):
@@ -76,6 +103,7 @@ class _Watch:
     def __init__(self, seconds: float) -> None:
         self.is_over = False
         self._seconds = seconds
+        self._end = self._next = time.monotonic() + seconds
         self._wake = threading.Event()
         self._thread_id = threading.get_ident()
         self._signal = _unused_signal()
@@ -105,17 +133,43 @@ class _Watch:
     def _run(self) -> None:
         wait_s = self._seconds
         while not self._wake.wait(min(wait_s, threading.TIMEOUT_MAX)):
-            wait_s = _AGAIN_S
             if self.is_over:
                 return
             if self._signal is not None:
+                # The handler decides, by the frame in which it finds the thread.
                 signal.pthread_kill(self._thread_id, self._signal)
-            else:
+                wait_s = _SOON_S
+            elif self._may_raise(sys._current_frames().get(self._thread_id)):
                 _raise_in(self._thread_id, CallTimeoutError)
+                wait_s = _AGAIN_S
+            else:
+                wait_s = _SOON_S
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if not self.is_over:
+        if not self.is_over and time.monotonic() >= self._next and self._may_raise(frame):
+            self._next = time.monotonic() + _AGAIN_S
             raise CallTimeoutError
+
+    def _may_raise(self, frame: FrameType | None) -> bool:
+        """Whether an exception in a frame does no harm, or less than to wait on."""
+        if frame is None or not (self._is_plain(frame) or self._is_impatient()):
+            return False
+        while frame is not None and frame.f_code is not call_within.__code__:
+            code = frame.f_code
+            if code.co_name in _FRAGILE_FUNCTIONS:
+                return False
+            if any(part in code.co_filename for part in _FRAGILE_FILES):
+                return False
+            frame = frame.f_back
+        return True
+
+    @staticmethod
+    def _is_plain(frame: FrameType) -> bool:
+        file = frame.f_code.co_filename
+        return "/torch/" not in file or any(part in file for part in _PLAIN_PARTS_OF_TORCH)
+
+    def _is_impatient(self) -> bool:
+        return time.monotonic() > self._end + _PATIENCE_S
 
 
 def _unused_signal() -> signal.Signals | int | None:
