@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 
@@ -228,8 +228,7 @@ def _settings(num_regions: int) -> Iterator[None]:
             stack.enter_context(functorch.patch({eager_backward: True}))
         stack.enter_context(warnings.catch_warnings())
         # With warnings as errors, those of the compiler's own code would end the compile.
-        for action, *rest in list(warnings.filters):
-            if action == "error":
-                warnings.filters[warnings.filters.index((action, *rest))] = ("default", *rest)
+        filters = cast(list[Any], warnings.filters)
+        filters[:] = [("default", *f[1:]) if f[0] == "error" else f for f in filters]
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
         yield

@@ -295,9 +295,6 @@ class Region:
         return f"eager: {because}" if is_eager else self.state
 
     # Copies of a module that take all its attributes along would call this one's parameters.
-    def __deepcopy__(self, memo: object) -> None:
-        return None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
