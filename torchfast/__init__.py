@@ -13,6 +13,7 @@ from torchfast._core.errors import (
     CheckpointCorruptError,
     CheckpointWriteError,
     ClosedError,
+    CompileError,
     EmptyEpochError,
     IterationError,
     LossError,
@@ -25,7 +26,15 @@ from torchfast._core.errors import (
     UnsupportedDeviceError,
     UnsupportedOptimizerError,
 )
+from torchfast._core.version import __version__ as __version__
 from torchfast.checkpoint import Checkpoint, CheckpointManager, import_state_dict
+from torchfast.compiler import (
+    CompiledCallable,
+    CompiledModule,
+    CompileOptions,
+    CompileRecord,
+    compile_callable,
+)
 from torchfast.data import (
     LoaderStatistics,
     MonitoredDataLoader,
@@ -53,6 +62,11 @@ __all__ = [
     "CheckpointManager",
     "CheckpointWriteError",
     "ClosedError",
+    "CompileError",
+    "CompileOptions",
+    "CompileRecord",
+    "CompiledCallable",
+    "CompiledModule",
     "Decision",
     "EMAOptions",
     "EmptyEpochError",
@@ -82,8 +96,7 @@ __all__ = [
     "WorkerMeasurement",
     "WorkerSweep",
     "build_dataloader",
+    "compile_callable",
     "import_state_dict",
     "sweep_workers",
 ]
-
-__version__ = "0.1.0"

@@ -4,8 +4,8 @@ One field a lever, each a plain scalar or an options object. A plan decides noth
 step reads it, asks the device what is possible, and says in its report what came of it.
 
 A step applies a plan in this order: channels_last, which lays the storage of parameters out anew
-but keeps the parameter objects, and with them the optimizer's state; then the optimizer's form;
-then the graph, which holds all of it.
+but keeps the parameter objects, and with them the optimizer's state; then compilation, in place;
+then the optimizer's form; then the graph, which holds all of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from torchfast._core.arguments import check_choice, explain_init_keywords, suggestion
 from torchfast._core.errors import PlanError
+from torchfast.compiler import CompileOptions
 from torchfast.graphs import CUDAGraphOptions
 from torchfast.precision import NonfiniteOptions, PrecisionOptions
 
@@ -33,7 +34,7 @@ class Plan:
     - ``"eager"``: nothing, the plain loop.
     - ``"exact"``: only what cannot change a number: the whole step in one CUDA graph.
     - ``"fast"``: that, and bf16 where the device computes it natively, channels_last for
-      convolutions, the fused optimizer. Close, not exact.
+      convolutions, on CUDA torch.compile, the fused optimizer. Close, not exact.
 
     Args:
         precision: ``"as_given"``, ``"auto"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"`` or
@@ -43,14 +44,16 @@ class Plan:
         nonfinite: What to do about a NaN or infinite loss or gradient: ``"propagate"``, as a
             plain loop does, ``"skip"``, which leaves parameters, optimizer state and buffers as
             they were, or `NonfiniteOptions`.
+        compile: Compile the loss function with the model: True, False, ``"auto"`` (on CUDA devices
+            only) or `CompileOptions`.
         cuda_graph: Capture the whole step into one CUDA graph: True, False or `CUDAGraphOptions`.
 
     Raises:
         PlanError: A value that does not exist, or fields that contradict each other.
 
     Example:
-        >>> Plan.preset("fast").replace(precision="fp16")
-        Plan(precision='fp16', channels_last=True, optimizer='fused', cuda_graph=True)
+        >>> Plan.preset("exact").replace(precision="fp16")
+        Plan(precision='fp16', cuda_graph=True)
         >>> Plan.from_json(Plan(precision="bf16").to_json())
         Plan(precision='bf16')
     """
@@ -59,6 +62,7 @@ class Plan:
     channels_last: bool = False
     optimizer: Literal["as_given", "fused"] = "as_given"
     nonfinite: Literal["propagate", "skip"] | NonfiniteOptions = "propagate"
+    compile: bool | Literal["auto"] | CompileOptions = False
     cuda_graph: bool | CUDAGraphOptions = False
 
     PRESETS: ClassVar[tuple[str, ...]] = ("eager", "exact", "fast")
@@ -73,6 +77,12 @@ class Plan:
         nonfinite = NonfiniteOptions.of(self.nonfinite)
         if nonfinite.stop_after is None:
             object.__setattr__(self, "nonfinite", nonfinite.action)
+        if not isinstance(self.compile, bool | CompileOptions) and self.compile != "auto":
+            raise TypeError(
+                f"compile must be True, False, 'auto' or CompileOptions, got {self.compile!r}"
+            )
+        if self.compile == CompileOptions():
+            object.__setattr__(self, "compile", True)
         if not isinstance(self.cuda_graph, bool | CUDAGraphOptions):
             raise TypeError(
                 f"cuda_graph must be True, False or CUDAGraphOptions, got {self.cuda_graph!r}"
@@ -85,7 +95,13 @@ class Plan:
         """Return the preset plan of this name."""
         check_choice("plan", name, cls.PRESETS, PlanError)
         if name == "fast":
-            return cls(precision="auto", channels_last=True, optimizer="fused", cuda_graph=True)
+            return cls(
+                precision="auto",
+                channels_last=True,
+                optimizer="fused",
+                compile="auto",
+                cuda_graph=True,
+            )
         return cls(cuda_graph=name == "exact")
 
     @classmethod
@@ -109,6 +125,13 @@ class Plan:
     def nonfinite_options(self) -> NonfiniteOptions:
         """What to do about what is not finite, as an options object."""
         return NonfiniteOptions.of(self.nonfinite)
+
+    @property
+    def compile_options(self) -> CompileOptions | None:
+        """How the loss function is compiled, as an options object; None if it is not."""
+        if isinstance(self.compile, CompileOptions):
+            return self.compile
+        return CompileOptions() if self.compile else None
 
     @property
     def graph_options(self) -> CUDAGraphOptions | None:
@@ -147,6 +170,8 @@ class Plan:
                 values["precision"] = PrecisionOptions(**values["precision"])
             if isinstance(values.get("nonfinite"), dict):
                 values["nonfinite"] = NonfiniteOptions(**values["nonfinite"])
+            if isinstance(values.get("compile"), dict):
+                values["compile"] = CompileOptions(**values["compile"])
             if isinstance(values.get("cuda_graph"), dict):
                 values["cuda_graph"] = CUDAGraphOptions(**values["cuda_graph"])
             return cls(**values)
@@ -171,6 +196,6 @@ def _to_plain(value: Any) -> Any:
         return {"format": value.format, **value.scaling}
     if isinstance(value, NonfiniteOptions):
         return dataclasses.asdict(value)
-    if isinstance(value, CUDAGraphOptions):
+    if isinstance(value, CUDAGraphOptions | CompileOptions):
         return value.changed
     return value

@@ -56,6 +56,7 @@ from torchfast._core.reachable import weak_method
 from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast._core.state import FORMAT, check_training_state
 from torchfast._core.weights import combine
+from torchfast.compiled_loss import CompiledLoss
 from torchfast.ema import EMAOptions, WeightAverage
 from torchfast.levers import apply_levers
 from torchfast.plan import Plan
@@ -73,7 +74,7 @@ class TrainStep:
     """One optimizer update as a callable.
 
     Faster than a plain loop because the whole step is one graph where a graph can hold it, because
-    nothing in it waits for the device, and as far as its plan goes (fused update, bf16).
+    nothing in it waits for the device, and as far as its plan goes (fused update, bf16, compiled).
 
     Args:
         model: Any module; trained in place.
@@ -157,6 +158,7 @@ class TrainStep:
         # Nothing below refuses an argument, and nothing above has changed a form or a layout.
         release(self.optimizer)
         self._layout = ChannelsLast(model, self.plan.channels_last)
+        self._compiled = CompiledLoss(model, loss_fn, self.plan, self.device)
         levers = apply_levers(self.optimizer, self.plan, model, self.device, can_skip=can_skip)
         self._form, self._graph_decisions = levers.form, levers.decisions
         self._layout.align(self.optimizer)
@@ -247,9 +249,9 @@ class TrainStep:
         self._after_update(skipped)
 
     def compute_loss(self, batch: Any, model: nn.Module | None = None) -> LossParts:
-        """Run ``loss_fn`` as a step does, on the model or on its average, without a backward."""
+        """Run ``loss_fn`` as it was given, on the model or on its average, without a backward."""
         with self._precision.step():
-            return self._forward(batch, model)
+            return self._forward(batch, self._loss_fn, self.model if model is None else model)
 
     @property
     def ema_model(self) -> nn.Module | None:
@@ -323,7 +325,11 @@ class TrainStep:
 
         Synchronizes: Under fp16 and ``nonfinite="skip"``, to read what was skipped.
         """
-        counters = {"steps": self.num_steps, **self._guard.counters()}
+        counters = {
+            "steps": self.num_steps,
+            **self._guard.counters(),
+            **self._compiled.counters(),
+        }
         if self._graph is not None:
             counters |= self._graph.counters()
         title = f"plan {self._plan_name!r} on {self.device}"
@@ -338,6 +344,7 @@ class TrainStep:
         with ExitStack() as stack:  # all of it, whatever fails, the last first
             stack.callback(self._average.align)
             stack.callback(self._layout.close, self.optimizer)
+            stack.callback(self._compiled.close)
             stack.callback(self._form.close)
             if self._graph is not None:
                 stack.callback(self._graph.close)
@@ -406,19 +413,19 @@ class TrainStep:
     def _after_update(self, skipped: Tensor | None) -> None:
         """Do what the host does after an update."""
         self.num_steps += 1
+        self._compiled.after_step()
         self._average.after_update()
         self._guard.note(skipped, self.num_steps)
         if self._steps_scheduler:
             self.lr_scheduler.step()
 
-    def _forward(self, batch: Any, model: nn.Module | None = None) -> LossParts:
+    def _forward(self, batch: Any, loss_fn: LossFn, model: nn.Module) -> LossParts:
         moved = to_device(batch, self.device, channels_last=self._layout.active)
         with self._precision.forward():
-            result = self._loss_fn(self.model if model is None else model, moved)
-        return unpack_loss(result)
+            return unpack_loss(loss_fn(model, moved))
 
     def _backward(self, batch: Any, num_micro_batches: int) -> LossParts:
-        loss, metrics, weight = self._forward(batch)
+        loss, metrics, weight = self._forward(batch, self._compiled, self.model)
         check_differentiable(loss)
         if weight is None and num_micro_batches > 1:
             loss = loss / num_micro_batches
@@ -430,6 +437,7 @@ class TrainStep:
             device_decision(self.device, self.model),
             self._precision.decision,
             self._layout.decision,
+            *self._compiled.decisions(),
             self._form.decision,
             *self._guard.decisions(),
             *self._average.decisions(),

@@ -1,1 +1,17 @@
-"""torch.compile made dependable: regions, failures, caches, and what really happened."""
+"""torch.compile made dependable: by region, in place, undone, and never silently eager."""
+
+from torchfast.compiler.compiled_module import CompiledCallable, CompiledModule, compile_callable
+from torchfast.compiler.options import CompileOptions, Mode, compile_decision
+from torchfast.compiler.record import CompileRecord
+from torchfast.compiler.regions import choose_regions
+
+__all__ = [
+    "CompileOptions",
+    "CompileRecord",
+    "CompiledCallable",
+    "CompiledModule",
+    "Mode",
+    "choose_regions",
+    "compile_callable",
+    "compile_decision",
+]

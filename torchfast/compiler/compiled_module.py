@@ -14,14 +14,17 @@ once and not each (see `torchfast.compiler.regions`), and it knows what became o
   compilation takes too long. An exception of the model's own passes as it is.
 - A region of which nothing was compiled is never called compiled. Torch leaves code alone silently
   under a ``TorchDispatchMode``, where the compiler is switched off, and after too many compiles.
+- The report has graph breaks with their lines, recompiles with what changed, and what to do.
+- With ``cache``, what was compiled is kept in a folder for the next run.
 
 Forbidden: a model that ``torch.compile(model)`` has wrapped already, and two handles on one model.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, final
 
 import torch
@@ -31,6 +34,7 @@ from torchfast._core.arguments import check_callable, explain_keywords
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import ClosedError
+from torchfast.compiler.account import CompileAccount
 from torchfast.compiler.in_place import Region, RegionKind, region_of
 from torchfast.compiler.options import CompileOptions, Mode, Regions, compile_decision
 from torchfast.compiler.regions import RegionChoice, choose_regions
@@ -46,10 +50,13 @@ class CompiledModule(Closing):
         regions: What is compiled in one piece; see `CompileOptions`.
         dynamic: As in ``torch.compile``.
         fullgraph: A graph break is an error.
-        cache: Folder in which what was compiled is kept for later runs.
+        cache: Folder in which what was compiled is kept for later runs. What is in it is run as
+            this user: name one that nobody else writes to.
         on_failure: ``"eager"`` or ``"raise"``.
         timeout_s: Longest time that one call may spend on compiling one kind of region.
         backend: As in ``torch.compile``.
+        mark_dynamic: After a recompilation because of a size, compile for any size of that
+            dimension.
 
     Raises:
         TypeError: Not a module.
@@ -78,10 +85,11 @@ class CompiledModule(Closing):
         regions: Regions = "auto",
         dynamic: bool | None = None,
         fullgraph: bool = False,
-        cache: str | None = None,
+        cache: str | os.PathLike[str] | None = None,
         on_failure: Literal["eager", "raise"] = "eager",
         timeout_s: float = 300.0,
         backend: str | Callable[..., Any] = "inductor",
+        mark_dynamic: bool = False,
     ) -> None:
         self.options = CompileOptions(
             mode=mode,
@@ -92,12 +100,14 @@ class CompiledModule(Closing):
             on_failure=on_failure,
             timeout_s=timeout_s,
             backend=backend,
+            mark_dynamic=mark_dynamic,
         )
         _check_resolved(self.options)
         _check_model(model)
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         choice = choose_regions(model, self.options.regions)
+        self._account = CompileAccount(model, self.options)
         self._explanation = str(choice)
         self._kinds, self._regions = _made(choice, self.options)
         self._is_closed = False
@@ -151,7 +161,16 @@ class CompiledModule(Closing):
         return [
             compile_decision("applied" if self._is_applied else "stepped aside", asked),
             *(_decision(kind, self._of(kind)) for kind in self._kinds),
+            *self._account.decisions(self._code_names),
         ]
+
+    def after_step(self) -> None:
+        """Say that a step of the training is done, in a loop of your own.
+
+        After some ten of them what was compiled is kept in the cache, and what is compiled again
+        later is warned of, once, with its cause.
+        """
+        self._account.after_step()
 
     def report(self) -> Report:
         """Return the decisions and the counts, for a person or as JSON."""
@@ -161,8 +180,7 @@ class CompiledModule(Closing):
             "kinds": len(self._kinds),
             "compiled": states.count("compiled"),
             "eager": sum(state.startswith("eager") for state in states),
-            "graphs": sum(kind.conversion.graphs for kind in self._kinds),
-            "compile_s": round(sum(kind.conversion.seconds for kind in self._kinds), 3),
+            **self._account.counters(self._code_names),
         }
         return Report(
             title=f"CompiledModule({self._name})",
@@ -176,6 +194,7 @@ class CompiledModule(Closing):
             self._is_closed = True
             for region in self._regions:
                 region.undo()
+            self._account.close()
 
     def __repr__(self) -> str:
         """Return the model's class and what is compiled of it."""
@@ -185,6 +204,10 @@ class CompiledModule(Closing):
     @property
     def _is_applied(self) -> bool:
         return any(kind.eager_because is None for kind in self._kinds)
+
+    @property
+    def _code_names(self) -> list[str]:
+        return [kind.code_name for kind in self._kinds]
 
     def _of(self, kind: RegionKind) -> list[Region]:
         return [region for region in self._regions if region.kind is kind]
@@ -197,6 +220,8 @@ class CompiledCallable(Closing):
     Args:
         function: What is compiled; it is not changed.
         options: How; `CompileOptions.regions` has no meaning here.
+        model: Whose structure names the place in the cache; needed with one.
+        context: What else the place depends on, as text.
 
     Raises:
         TypeError: Something that cannot be called.
@@ -206,7 +231,14 @@ class CompiledCallable(Closing):
     Synchronizes: While it compiles only.
     """
 
-    def __init__(self, function: Callable[..., Any], options: CompileOptions) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: CompileOptions,
+        *,
+        model: nn.Module | None = None,
+        context: str = "",
+    ) -> None:
         check_callable("function", function, "function(...)")
         _check_resolved(options)
         if hasattr(function, "_torchdynamo_orig_callable"):
@@ -216,6 +248,7 @@ class CompiledCallable(Closing):
             )
         self.options = options
         self._function = function
+        self._account = CompileAccount(model, options, context)
         self._kind = RegionKind(_name(function), "", options, is_function=True)
         self._region = Region("", None, self._kind)
         self._is_closed = False
@@ -238,27 +271,35 @@ class CompiledCallable(Closing):
 
     def decisions(self) -> list[Decision]:
         """Return what became of it."""
-        return [_decision(self._kind, [self._region])]
+        return [
+            _decision(self._kind, [self._region]),
+            *self._account.decisions([self._kind.code_name]),
+        ]
+
+    def after_step(self) -> None:
+        """Say that a step of the training is done: see `CompiledModule.after_step`."""
+        self._account.after_step()
 
     def report(self) -> Report:
         """Return the decisions and the counts, for a person or as JSON."""
-        counters: Mapping[str, int | float | str] = {
-            "graphs": self._kind.conversion.graphs,
-            "compile_s": round(self._kind.conversion.seconds, 3),
-        }
         return Report(
             title=f"CompiledCallable({_name(self._function)})",
             decisions=tuple(self.decisions()),
-            counters=counters,
+            counters=self._account.counters([self._kind.code_name]),
         )
 
     def close(self) -> None:
         """Call the function as it is from now on."""
         self._is_closed = True
+        self._account.close()
 
 
 def compile_callable(
-    function: Callable[..., Any], options: CompileOptions | None = None
+    function: Callable[..., Any],
+    options: CompileOptions | None = None,
+    *,
+    model: nn.Module | None = None,
+    context: str = "",
 ) -> CompiledCallable:
     """Compile a function as a whole, with all that it calls.
 
@@ -267,13 +308,15 @@ def compile_callable(
     Args:
         function: Such as ``loss_fn(model, batch)``.
         options: How; by default as `CompileOptions` is.
+        model: The model that it calls; its structure names the place in the cache.
+        context: What else the place depends on, as text.
 
     Example:
         >>> double = compile_callable(lambda x: x * 2, CompileOptions(backend="eager"))
         >>> double(torch.ones(2)).tolist(), double.status
         ([2.0, 2.0], 'compiled')
     """
-    return CompiledCallable(function, options or CompileOptions())
+    return CompiledCallable(function, options or CompileOptions(), model=model, context=context)
 
 
 def _check_resolved(options: CompileOptions) -> None:

@@ -36,6 +36,8 @@ from torchfast._core.errors import CompileError
 from torchfast.compiler.causes import explained
 from torchfast.compiler.conversion import FrameConversion, GaveUpError, is_graph_break, why_off
 from torchfast.compiler.options import CompileOptions
+from torchfast.compiler.record import CompileRecord
+from torchfast.compiler.steady_watch import SteadyWatch
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,11 @@ class RegionKind:
             fullgraph=options.fullgraph,
         )
         self._options = options
+        self._sizes = (
+            SteadyWatch(CompileRecord(), mark_dynamic=True, name=self.code_name)
+            if options.mark_dynamic
+            else None
+        )
         self._raises = False
         self._eager: Callable[..., Any] = template
         self._is_watched = False
@@ -129,6 +136,8 @@ class RegionKind:
         if self.eager_because is not None or _has_global_hooks():
             return self._run_eagerly(region, target, args, kwargs)
         conversion = self.conversion
+        if self._sizes is not None and self._sizes.dimensions:
+            self._sizes.mark({"args": args, "kwargs": kwargs})
         try:
             result = self._compiled(target, *args, **kwargs)
         except GaveUpError:
@@ -179,6 +188,8 @@ class RegionKind:
         conversion = self.conversion
         failure, reached_limit = conversion.failure, conversion.reached_limit
         conversion.end_call()
+        if self._sizes is not None:
+            self._sizes.check()
         if failure is not None:
             self._fail(failure)
             return

@@ -33,6 +33,7 @@ class SteadyWatch:
     Args:
         record: The record that listens.
         mark_dynamic: Note dimensions whose size changed, for `mark`.
+        name: Only what belongs to the function whose code object has this name.
 
     Example:
         >>> import torch
@@ -48,11 +49,14 @@ class SteadyWatch:
     """
 
     @explain_keywords
-    def __init__(self, record: CompileRecord, *, mark_dynamic: bool = False) -> None:
+    def __init__(
+        self, record: CompileRecord, *, mark_dynamic: bool = False, name: str | None = None
+    ) -> None:
         if not isinstance(record, CompileRecord):
             raise TypeError(f"record must be a CompileRecord, got {type(record).__name__}")
         self._record = record
         self._mark_dynamic = check_flag("mark_dynamic", mark_dynamic)
+        self._name = name
         self._is_steady = False
         self._num_noted = 0
         self._num_recompiles = 0
@@ -109,6 +113,8 @@ class SteadyWatch:
 
     def _take(self) -> tuple[tuple[Recompile, ...], tuple[LimitReached, ...]]:
         summary = self._record.summary()
+        if self._name is not None:
+            summary = summary.of(self._name)
         recompiles = summary.recompiles[self._num_recompiles :]
         limits = summary.limits[self._num_limits :]
         self._num_noted = self._record.num_noted

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Final, Literal, final
 
 from torchfast._core.arguments import check_int, check_positive, explain_keywords
+from torchfast._core.version import __version__
 from torchfast.compiler.store_artifacts import (
     Artifacts,
     ArtifactSource,
@@ -260,7 +261,7 @@ class CacheStore:
             payload_bytes=len(payload),
             payload_sha256=sha256(payload).hexdigest(),
             written_at=utc_now(),
-            torchfast=_version(),
+            torchfast=__version__,
         )
         pieces = encode(header, payload)
         if sum(map(len, pieces)) > self.max_bytes:
@@ -365,9 +366,3 @@ def _folder_path(folder: object) -> Path:
 def _printable(text: str) -> str:
     # A path need not be text; a log file would not take it.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _version() -> str:
-    from torchfast import __version__
-
-    return __version__

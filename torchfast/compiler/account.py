@@ -1,0 +1,107 @@
+"""What the owner of compiled code keeps about it: a record, a watch, and a place in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+from torch import nn
+from typing_extensions import override
+
+from torchfast._core.closing import Closing
+from torchfast._core.decisions import Decision
+from torchfast.compiler.options import CompileOptions, compile_decision
+from torchfast.compiler.record import CompileRecord
+from torchfast.compiler.steady_watch import SteadyWatch
+from torchfast.compiler.store import CacheStore
+from torchfast.compiler.store_key import store_key
+from torchfast.compiler.summary import CompileSummary
+
+# Steps after which nothing should have to be compiled any more: the warm-up of a graph, its capture
+# and check, and some for a second shape.
+STEADY_AFTER = 10
+# Of the steps after that one in so many looks for news.
+LOOK_EVERY = 8
+
+
+@final
+class CompileAccount(Closing):
+    """Knows what becomes of the code of some functions.
+
+    Args:
+        model: Whose structure names the place in the cache.
+        options: How it is compiled, and where it is kept.
+        context: What else is done to the model, such as a plan, as text.
+    """
+
+    def __init__(self, model: nn.Module | None, options: CompileOptions, context: str = "") -> None:
+        self._record = CompileRecord()
+        self._watch = SteadyWatch(self._record)
+        self._num_steps = 0
+        self._is_closed = False
+        self._store: CacheStore | None = None
+        if options.cache is not None:
+            if model is None:
+                raise ValueError(
+                    f"cache={options.cache!r} needs the model that is compiled, got model=None; "
+                    "what is kept is found again by the model's structure"
+                )
+            self._store = CacheStore(options.cache)
+            # Now, for what is compiled already stays as it is, and looks otherwise.
+            self._key = store_key(model, options=options.changed, plan=context)
+            self._store.load(self._key)
+
+    def after_step(self) -> None:
+        """Note that a step is done: in the first ones everything should be compiled."""
+        self._num_steps += 1
+        if self._num_steps == STEADY_AFTER:
+            self._watch.begin()
+            self.save()
+        elif self._num_steps > STEADY_AFTER and self._num_steps % LOOK_EVERY == 0:
+            self._watch.check()
+
+    def save(self) -> None:
+        """Keep what was compiled in the cache, if there is one. Never raises."""
+        if self._store is not None:
+            self._store.save(self._key)
+
+    def summary_of(self, code_names: Sequence[str]) -> list[CompileSummary]:
+        """Return what became of each function."""
+        summary = self._record.summary()
+        return [summary.of(name) for name in code_names]
+
+    def decisions(self, code_names: Sequence[str]) -> list[Decision]:
+        """Return what needs attention, each once, and what became of the cache."""
+        found: dict[str, Decision] = {}
+        for name, summary in zip(code_names, self.summary_of(code_names), strict=True):
+            # Of its own failure a region tells itself.
+            frames = [f for f in summary.frames if (f.code.name, f.outcome) != (name, "given up")]
+            for decision in replace(summary, frames=tuple(frames)).decisions()[1:]:
+                found.setdefault(decision.detail, decision)
+        if self._store is not None:
+            outcome = self._store.outcome()
+            is_wrong = outcome.status in ("ignored", "incompatible", "loaded but nothing was used")
+            found[""] = compile_decision(
+                "stepped aside" if is_wrong else "applied", f"cache: {outcome}"
+            )
+        return list(found.values())
+
+    def counters(self, code_names: Sequence[str]) -> dict[str, int | float]:
+        """Return the sums of what was counted, and how the caches of the process were used."""
+        totals: dict[str, int | float] = {}
+        for summary in self.summary_of(code_names):
+            for name, value in summary.counters().items():
+                totals[name] = round(totals.get(name, 0) + value, 3)
+        caches = self._record.summary().caches
+        if caches is not None:
+            totals |= {f"cache_{name}": value for name, value in caches.counts().items()}
+        return totals
+
+    @override
+    def close(self) -> None:
+        """Keep what was compiled, and listen no more."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.save()
+            self._record.close()
