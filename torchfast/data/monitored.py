@@ -6,23 +6,33 @@ Python waits. And its timeout covers only the wait for a message: the tensors be
 fetched from the worker's own process, for which it waits without end if the worker was stopped
 after it sent it. Here a watch sees that too, the error names the worker and its process, all
 workers are ended at once, and the loader can be iterated again.
+
+With ``recycle_memory`` the workers make their batches in shared memory that is used again; see
+``shared_pool.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import signal
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
 
 from torch.utils.data import DataLoader, _utils
 
+from torchfast._core.arguments import check_flag
 from torchfast._core.decisions import Report
+from torchfast.data.pool_receiver import Pin, PooledIterator, PoolStatistics
+from torchfast.data.pooled_collate import PooledCollate, PooledStart
+from torchfast.data.shared_pool import SPARE_BLOCKS
 
 # How torch's own errors begin. An exception of the data set begins otherwise, and goes through.
 _HANGS = "DataLoader timed out after"
@@ -39,7 +49,14 @@ class MonitoredDataLoader(DataLoader[Any]):
     worker that dies, or does not deliver within ``timeout``, is an error that names it; none is
     left behind.
 
+    Args:
+        *args: As for torch's.
+        recycle_memory: Whether workers make batches in shared memory that is used again once all
+            tensors of a batch are gone. For the consumer they are tensors as any other.
+        **kwargs: As for torch's.
+
     Raises:
+        TypeError: ``recycle_memory`` is no bool.
         RuntimeError: While iterating, a worker died, or delivered nothing for ``timeout`` seconds.
 
     Numerics: Exact.
@@ -48,13 +65,52 @@ class MonitoredDataLoader(DataLoader[Any]):
 
     _report: Report | None = None
 
+    def __init__(self, *args: Any, recycle_memory: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recycle_memory = check_flag("recycle_memory", recycle_memory)
+        self._memory = PoolStatistics()
+        self._pin: Pin | None = None
+
     def report(self) -> Report:
-        """Return what was chosen for this loader, and why."""
-        return self._report or Report(title="DataLoader, as given", decisions=())
+        """Return what was chosen for this loader, and why, and what its memory did."""
+        report = self._report or Report(title="DataLoader, as given", decisions=())
+        if not self.recycle_memory or self.num_workers == 0:
+            return report
+        return replace(report, counters={**report.counters, **asdict(self._memory)})
+
+    def memory(self) -> PoolStatistics:
+        """Return what became of batches and of the memory that is used again."""
+        return replace(self._memory)
+
+    @contextmanager
+    def pinned_by(self, pin: Pin | None) -> Iterator[None]:
+        """Let an iteration that begins in the body have its shared memory pinned where it is.
+
+        Only for a consumer that holds each batch until no copy reads it any more: when the tensors
+        of a batch are gone, another process writes there.
+        """
+        before, self._pin = self._pin, pin
+        try:
+            yield
+        finally:
+            self._pin = before
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iterator = super().__iter__()
+        if isinstance(iterator, PooledIterator):
+            iterator.receiver.pin = self._pin
         return iterator if self.num_workers == 0 else _MonitoredIterator(self, iterator)
+
+    def _get_iterator(self) -> Any:
+        if not self.recycle_memory or self.num_workers == 0:
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        # The workers' functions are theirs: this loader shows those that it was given.
+        theirs = copy.copy(self)
+        ahead = self.prefetch_factor or 0
+        theirs.collate_fn = PooledCollate(self.collate_fn, ahead + SPARE_BLOCKS)
+        theirs.worker_init_fn = PooledStart(theirs.collate_fn, self.worker_init_fn)
+        return PooledIterator(theirs, self._memory)
 
 
 class _MonitoredIterator:
