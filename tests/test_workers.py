@@ -222,12 +222,14 @@ def test_workers_stay_unless_that_would_be_wrong_or_waste(cores):
 
 
 def test_memory_is_pinned_for_cuda_and_workers_only(monkeypatch):
-    def pins(kind, count):
+    def pins(kind, count, recycle=False):
         device = None if kind is None else torch.device(kind)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
-        return build_dataloader(Quick(), 2, num_workers=count).pin_memory
+        loader = build_dataloader(Quick(), 2, num_workers=count, recycle_memory=recycle)
+        return loader.pin_memory
 
     assert pins("cuda", 2)
+    assert not pins("cuda", 2, recycle="auto")  # a PrefetchingLoader pins the workers' memory
     assert not pins("cuda", 0)
     assert not pins(None, 2)
     assert not pins("mps", 2)

@@ -44,6 +44,7 @@ from torchfast.data.arrival import DirectMove, Finish
 from torchfast.data.epoch_ahead import EpochAhead
 from torchfast.data.feed import DirectFeed, Feed, RingFeed
 from torchfast.data.loader_report import direct_decision, loader_report
+from torchfast.data.monitored import memory_of, pinned_by, unpin
 from torchfast.data.position import Position, PositionedLoader
 from torchfast.data.ring import Ring
 from torchfast.data.stager import Fetching
@@ -288,16 +289,18 @@ class PrefetchingLoader(Closing):
         self._upstream.rewind()
 
     def _open(self, limit: int | None) -> Feed:
-        batches = self._upstream.begin()
-        if self._check is not None:
-            batches = self._check.checked(batches)
         if self._ring is None or self._ring.is_broken:
             transport = transport_for(self.device)
-            if transport is None:
-                return DirectFeed(
-                    batches, DirectMove(self._transfer_dtype, self._finish), self._counters
-                )
-            self._ring = self._make_ring(transport)
+            self._ring = None if transport is None else self._make_ring(transport)
+        # The ring holds what its copies read until they are done: workers may write there then.
+        with pinned_by(self.loader, None if self._ring is None else self._ring.pin):
+            batches = self._upstream.begin()
+        if self._check is not None:
+            batches = self._check.checked(batches)
+        if self._ring is None:
+            return DirectFeed(
+                batches, DirectMove(self._transfer_dtype, self._finish), self._counters
+            )
         return RingFeed(batches, self._ring, self._fetching, self._counters, limit=limit)
 
     def _make_ring(self, transport: Transport) -> Ring:
@@ -422,6 +425,7 @@ class PrefetchingLoader(Closing):
             ahead=ahead and self._fetching.is_ahead,
             has_workers=getattr(self.loader, "num_workers", 0) > 0,
             transform_draws=self._ring is not None and self._ring.finishes_late,
+            memory=memory_of(self.loader) if self._ring is not None else None,
         )
 
     @override
@@ -429,7 +433,10 @@ class PrefetchingLoader(Closing):
         """End the thread and let the memory go; a second call does nothing."""
         self._closed = True
         self._stop()
-        self._ring = None
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.settle_all()
+            unpin(self.loader, ring.pin)
 
     def _stop(self) -> None:
         """End what iterates now; it hears of it when it is asked for more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchfast._core.decisions import Decision, Report
+from torchfast.data.pool_receiver import PoolStatistics
 from torchfast.data.statistics import LoaderStatistics
 
 
@@ -17,6 +18,7 @@ def loader_report(
     ahead: bool,
     has_workers: bool,
     transform_draws: bool,
+    memory: PoolStatistics | None = None,
 ) -> Report:
     """Return the report of a `PrefetchingLoader`."""
     verdict = Decision(
@@ -36,12 +38,26 @@ def loader_report(
                 "plain loop would run it, and not beside the step; draw in the data set instead",
             )
         )
+    if memory is not None:
+        decisions.append(memory_decision(memory))
     figures = {
         name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in statistics.to_dict().items()
         if value is not None
     }
     return Report(title=title, decisions=tuple(decisions), counters=figures)
+
+
+def memory_decision(memory: PoolStatistics) -> Decision:
+    """Return how batches get out of the workers' memory, which is used again."""
+    what = f"{memory.num_blocks} blocks of the workers', {memory.num_bytes / 1e6:.1f} MB"
+    if memory.not_pinned:
+        detail = f"{what}, {memory.num_pinned} of them pinned in place: {memory.not_pinned}"
+        return Decision(lever="recycle_memory", outcome="stepped aside", detail=detail)
+    detail = f"{what}, {memory.num_pinned} of them pinned in place and read by the device there"
+    if memory.num_ordinary:
+        detail += f"; {memory.num_ordinary} batches came in other memory and were copied"
+    return Decision(lever="recycle_memory", outcome="applied", detail=detail)
 
 
 def direct_decision(device: torch.device) -> Decision:

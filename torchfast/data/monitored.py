@@ -21,7 +21,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, final
@@ -111,6 +111,25 @@ class MonitoredDataLoader(DataLoader[Any]):
         theirs.collate_fn = PooledCollate(self.collate_fn, ahead + SPARE_BLOCKS)
         theirs.worker_init_fn = PooledStart(theirs.collate_fn, self.worker_init_fn)
         return PooledIterator(theirs, self._memory)
+
+
+def pinned_by(loader: Any, pin: Pin | None) -> AbstractContextManager[None]:
+    """Let an iteration that begins in the body have its memory pinned, if the loader can."""
+    return loader.pinned_by(pin) if isinstance(loader, MonitoredDataLoader) else nullcontext()
+
+
+def unpin(loader: Any, pin: Pin) -> None:
+    """Unpin what ``pin`` pinned for workers that stay; no copy may read it any more."""
+    iterator = getattr(loader, "_iterator", None)
+    if isinstance(iterator, PooledIterator) and iterator.receiver.pin is pin:
+        iterator.receiver.unpin()
+
+
+def memory_of(loader: Any) -> PoolStatistics | None:
+    """Return what became of the memory that a loader uses again; None for any other loader."""
+    if isinstance(loader, MonitoredDataLoader) and loader.recycle_memory and loader.num_workers:
+        return loader.memory()
+    return None
 
 
 class _MonitoredIterator:

@@ -124,6 +124,12 @@ class Receiver:
         self._statistics.num_recycled += 1
         return _Unpacker(message.payload, lease.memory()).load()
 
+    def unpin(self) -> None:
+        """Unpin all blocks, and pin none until told to; no copy may read them any more."""
+        self.pin = None
+        for mapped in self._blocks.values():
+            mapped.unpin()
+
     def _mapped(self, message: Message) -> _Mapped:
         key = message.worker_id, message.number
         if message.storage is not None:
@@ -143,9 +149,7 @@ class Receiver:
 class _Unpacker(pickle.Unpickler):
     """Unpickles a batch with its tensors over a lease's memory."""
 
-    def __init__(
-        self, payload: bytes, memory: np.ndarray[Any, np.dtype[np.uint8]] | None
-    ) -> None:
+    def __init__(self, payload: bytes, memory: np.ndarray[Any, np.dtype[np.uint8]] | None) -> None:
         super().__init__(io.BytesIO(payload))
         # No method of this object: its memo would hold it, and it the memo with all tensors, until
         # the garbage collector came by.
@@ -183,7 +187,7 @@ class PooledIterator(_MultiProcessingDataLoaderIter):
 
     def _get_data(self) -> Any:
         # Also what an epoch that was left has to come is opened, and so gives its memory back.
-        index, data = super()._get_data()
+        index, data = super()._get_data()  # type: ignore[no-untyped-call]
         if isinstance(data, Message):
             batch = self.receiver.opened(data)
             if data.is_pinned:

@@ -32,7 +32,7 @@ from torchfast.data.cargo import Cargo, put_back
 from torchfast.data.layout import Layout, lay_out
 from torchfast.data.mold import Mold
 from torchfast.data.position import Position
-from torchfast.data.transport import Slot, Transport
+from torchfast.data.transport import Slot, Transport, Unpin
 
 MOST_LAYOUTS, MOST_MOLDS = (
     64,
@@ -75,6 +75,7 @@ class Ring:
 
     Attributes:
         lock: Held while anything is enqueued or allocated for a slot.
+        pin: Pins memory where it is; see `Transport`.
         is_broken: Whether a thread was left behind in it, so that it serves no other iteration.
 
     Synchronizes: `settle` waits for a copy, in the thread that stages.
@@ -93,12 +94,14 @@ class Ring:
         self.transport = transport
         # Before the memory is let go: it goes back to the consumer's stream, and a batch that was
         # dropped may still be on its way into it. Python's exit frees nothing.
-        weakref.finalize(self, transport.drain).atexit = False
         self.slots = [transport.slot() for _ in range(num_slots)]
+        weakref.finalize(self, _let_go, transport, self.slots).atexit = False
         self.free: SimpleQueue[Slot | None] = SimpleQueue()
         for slot in self.slots:
             self.free.put(slot)
         self.lock = threading.Lock()
+        # Not a method: a loader that is told of it may live longer than this.
+        self.pin = partial(_pin, self.lock, transport)
         self.is_broken = False
         self.transfer_dtype = transfer_dtype
         self.trust_pinned = trust_pinned
@@ -118,6 +121,15 @@ class Ring:
         """Wait until the slot's previous copy is done, before anything is staged in it."""
         with self.lock:
             self.transport.settle(slot)
+            slot.sources = None
+            if slot.lent is not None:
+                self.transport.settle_lent(slot)
+                slot.lent = None
+
+    def settle_all(self) -> None:
+        """Wait until no copy reads its source any more, where that is another's memory."""
+        with self.lock:
+            _settle(self.transport, self.slots)
 
     def stage(self, slot: Slot, batch: Any, position: Position) -> Staged:
         """Lay ``batch`` out in a slot that is settled, and enqueue its copies."""
@@ -131,23 +143,32 @@ class Ring:
             or (cargo.has_objects and not self._reuse)
         )
         with self.lock:
+            self._let_sources_go()
             mold = self._mold(slot, cargo)
             mold.fill(cargo.plain)
             on_device, copies = mold.cut(slot.blocks, cargo.plain)
             owned: set[int] | None = None
+            # Before a copy can begin: if what comes behind it fails, it reads them all the same.
+            slot.sources = cargo.direct
+            slot.lent = batch if cargo.has_objects else None
             if cargo.is_simple and (late or finish is None):
                 arrived = put_back(cargo.batch, iter(on_device))
                 self.transport.upload(slot, copies, None)
-                slot.held = cargo.direct
             else:
                 owned = cargo.resident | set(map(id, on_device))
                 arrive = partial(self._arrive, cargo, on_device, late)
                 arrived = self.transport.upload(slot, copies, arrive)
-                # Sources in use, and what lies in memory of the copy stream's. What the consumer
-                # owns is not held: it would live here for a round of the ring after it was let go.
+                # What lies in memory of the copy stream's. What the consumer owns is not held: it
+                # would live here for a round of the ring after it was let go.
                 foreign = [t for t in tensors(arrived) if id(t) not in owned]
-                slot.held = cargo.direct, arrived if self._reuse else foreign
+                slot.held = arrived if self._reuse else foreign
         return Staged(arrived, position, slot, owned, late, mold.layout.num_bytes)
+
+    def _let_sources_go(self) -> None:
+        """Let the sources of copies that are done go, long before their slot is used again."""
+        for slot in self.slots:
+            if slot.sources and self.transport.is_copied(slot):
+                slot.sources = None
 
     def _arrive(self, cargo: Cargo, on_device: list[Tensor], late: bool) -> Any:
         if cargo.is_simple:
@@ -271,6 +292,26 @@ class Ring:
                     _grown(pinned, layout.host_bytes),
                     [_grown(*sizes) for sizes in zip(have, layout.block_bytes, strict=False)],
                 )
+
+
+def _pin(lock: threading.Lock, transport: Transport, address: int, num_bytes: int) -> Unpin:
+    with lock:
+        return transport.pin(address, num_bytes)
+
+
+def _let_go(transport: Transport, slots: list[Slot]) -> None:
+    _settle(transport, slots)
+    transport.drain()
+
+
+def _settle(transport: Transport, slots: list[Slot]) -> None:
+    for slot in slots:
+        if slot.sources:  # whose memory another process may write as soon as they are gone
+            transport.settle(slot)
+        slot.sources = None
+        if slot.lent is not None and slot.stream is None:
+            transport.settle_lent(slot)
+            slot.lent = None
 
 
 def _grown(old: int, new: int) -> int:

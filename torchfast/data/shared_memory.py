@@ -43,7 +43,7 @@ class Block:
         self.start = storage.data_ptr()
         self.num_bytes = storage.nbytes()
         # It holds the storage, so the memory stays mapped for as long as it is looked at.
-        self.bytes: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
+        self.bytes: Tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         self._memory = self.bytes.numpy()
 
     @classmethod

@@ -188,7 +188,9 @@ class Pool:
         needed = self._top
         try:
             slot = self._with_room(needed)
-        except RuntimeError:  # shared memory is full: torch says so if it is too full for it as well
+        except (
+            RuntimeError
+        ):  # shared memory is full: torch says so if it is too full for it as well
             slot = None
         if slot is None:
             return None

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -24,6 +26,9 @@ from torchfast.data.mold import Mold
 
 # Of so many batches one is timed on the device: two events on each of the two streams.
 TIMED_EVERY = 16
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for each device of this process
+
+Unpin = Callable[[], None]
 
 
 class Slot:
@@ -35,7 +40,10 @@ class Slot:
         pinned: Memory on the host, bytes.
         blocks: Memory on the device, bytes each.
         molds: How either was cut, by what was laid out in it; for as long as it stays.
-        held: What must live until the consumer is done: pinned sources, what a transform made.
+        sources: What the copies into it read where it is; another process may write there as soon
+            as it is let go, so it is held until they are done, not only enqueued.
+        lent: A batch with objects that move their own tensors; held until the consumer is done.
+        held: What must live until the consumer is done: what a transform made.
         stream: Where the consumer received it, until it is released.
         home: The stream whose pool the device memory comes from.
     """
@@ -46,6 +54,8 @@ class Slot:
         self.pinned: Tensor | None = None
         self.blocks: list[Tensor] = []
         self.molds: dict[Any, Mold] = {}
+        self.sources: Any = None
+        self.lent: Any = None
         self.held: Any = None
         self.stream: Any = None
         self.home: Any = None
@@ -70,8 +80,21 @@ class Transport(Protocol):
     def renew(self, slot: Slot) -> None:
         """Replace the slot's device blocks, which the consumer keeps, by as large ones."""
 
+    def pin(self, address: int, num_bytes: int) -> Unpin:
+        """Pin memory where it is, and return what unpins it; before it is unmapped.
+
+        Raises:
+            RuntimeError: It cannot be pinned.
+        """
+
+    def is_copied(self, slot: Slot) -> bool:
+        """Whether the slot's last copy is done; nobody waits for it."""
+
     def settle(self, slot: Slot) -> None:
         """Make the host wait until the slot's last copy is done."""
+
+    def settle_lent(self, slot: Slot) -> None:
+        """Make the host wait until the consumer is done with a slot that was released."""
 
     def upload(
         self, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]], finish: Callable[[], Any] | None
@@ -168,6 +191,33 @@ class CUDATransport(Transport):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     @override
+    def pin(self, address: int, num_bytes: int) -> Unpin:
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(self.device):
+            error = int(runtime.cudaHostRegister(address, num_bytes, PORTABLE))
+        if error:
+            self._forget_error()
+            raise RuntimeError(
+                f"CUDA could not pin {num_bytes} bytes of shared memory where they are (error "
+                f"{error}), so batches are copied to pinned memory first; raise the limit of "
+                "locked memory (ulimit -l), or give recycle_memory=False"
+            )
+        return partial(_unpin, runtime, address)
+
+    def _forget_error(self) -> None:
+        # CUDA keeps the last error of a thread, and the next launch would be blamed for it.
+        with suppress(RuntimeError):
+            torch.empty(1, device=self.device).zero_()
+
+    @override
+    def is_copied(self, slot: Slot) -> bool:
+        return bool(slot.ready.query())
+
+    @override
+    def settle_lent(self, slot: Slot) -> None:
+        slot.free.synchronize()
+
+    @override
     def settle(self, slot: Slot) -> None:
         if not slot.ready.query():  # asking makes nobody wait
             slot.ready.synchronize()
@@ -257,6 +307,11 @@ class CUDATransport(Transport):
             start, end = pairs.popleft()
             times.append(start.elapsed_time(end))
         return times
+
+
+def _unpin(runtime: Any, address: int) -> None:
+    # What it returns is of no use: where CUDA is gone already, so is the pinning.
+    runtime.cudaHostUnregister(address)
 
 
 def transport_for(device: torch.device) -> Transport | None:

@@ -134,6 +134,7 @@ def sweep_workers(
     shuffle: bool = False,
     device: torch.device | str | int | None = None,
     pin_memory: bool | Literal["auto"] = "auto",
+    recycle_memory: bool | Literal["auto"] = "auto",
     prefetch_factor: int | None = None,
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -165,6 +166,7 @@ def sweep_workers(
         shuffle: Draw a new order each epoch.
         device: Where training runs; None means an accelerator if there is one.
         pin_memory: Whether batches are pinned.
+        recycle_memory: Whether workers write into the same memory again.
         prefetch_factor: Batches that each worker is ahead; None means 2.
         drop_last: Leave out a last batch that is smaller.
         collate_fn: Samples to a batch; None means torch's.
@@ -215,6 +217,7 @@ def sweep_workers(
     }
     of_workers = {
         "pin_memory": pin_memory,
+        "recycle_memory": recycle_memory,
         "prefetch_factor": prefetch_factor,
         "timeout": timeout,
         "multiprocessing_context": multiprocessing_context,

@@ -48,6 +48,7 @@ def build_dataloader(
     num_workers: int | Auto = "auto",
     device: torch.device | str | int | None = None,
     pin_memory: bool | Auto = "auto",
+    recycle_memory: bool | Auto = "auto",
     persistent_workers: bool | Auto = "auto",
     prefetch_factor: int | None = None,
     timeout: float | Auto = "auto",
@@ -73,8 +74,14 @@ def build_dataloader(
         num_workers: ``"auto"`` takes one core less than this process may use (affinity and cgroup
             quota, divided by torchrun's local ranks), at most 8, and 0 for samples in memory.
         device: Where training runs; None means an accelerator if there is one.
-        pin_memory: ``"auto"`` pins for a CUDA device when there are workers, whose batches a
-            thread of torch's then pins. Give False to a loader that pins by itself.
+        pin_memory: ``"auto"`` pins only for a CUDA device, with workers and without
+            ``recycle_memory``: a thread of torch's then copies each batch to pinned memory. A
+            `PrefetchingLoader` needs none of it; a plain loop that copies with
+            ``non_blocking=True`` does, and gives True.
+        recycle_memory: Let workers make batches in shared memory that is used again once all
+            tensors of a batch are gone; see `MonitoredDataLoader`. A `PrefetchingLoader` on a CUDA
+            device has it pinned in place. ``"auto"`` does it where there are workers, unless
+            ``pin_memory=True`` asks for a copy anyway.
         persistent_workers: ``"auto"`` keeps workers between epochs unless an epoch has fewer
             batches than there are workers, or the data set has ``set_epoch``, which they would not
             see.
@@ -132,7 +139,8 @@ def build_dataloader(
     num_batches = _num_batches(dataset, batch_size, sampler, batch_sampler, drop_last=drop_last)
     choice = _Choice()
     workers = _workers(choice, num_workers, dataset, num_batches, collate_fn)
-    _pin_memory(choice, pin_memory, workers, device)
+    recycles = _recycle_memory(choice, recycle_memory, pin_memory, workers, num_workers != "auto")
+    _pin_memory(choice, pin_memory, workers, device, recycles=recycles)
     for name, given, chosen in (
         ("persistent_workers", persistent_workers, _persistent(dataset, num_batches, workers)),
         ("prefetch_factor", _check_prefetch(prefetch_factor), USUAL_PREFETCH),
@@ -266,7 +274,24 @@ def _auto_workers(
     return min(limits), limits[min(limits)]
 
 
-def _pin_memory(choice: _Choice, given: bool | Auto, workers: int, device: Any) -> None:
+def _recycle_memory(
+    choice: _Choice, given: bool | Auto, pin_memory: Any, workers: int, asked: bool
+) -> bool:
+    if given != "auto" and not isinstance(given, bool):
+        raise TypeError(f"recycle_memory must be 'auto', True or False, got {given!r}")
+    chosen: tuple[bool, str] = (
+        True,
+        "workers write again into shared memory that the training has finished with",
+    )
+    if pin_memory is True:
+        chosen = False, "pin_memory=True copies each batch to other memory by itself"
+    _of_workers(choice, "recycle_memory", given, chosen, workers, asked=asked)
+    return bool(choice.options["recycle_memory"])
+
+
+def _pin_memory(
+    choice: _Choice, given: bool | Auto, workers: int, device: Any, *, recycles: bool
+) -> None:
     if given != "auto" and not isinstance(given, bool):
         raise TypeError(f"pin_memory must be 'auto', True or False, got {given!r}")
     target = (
@@ -281,6 +306,12 @@ def _pin_memory(choice: _Choice, given: bool | Auto, workers: int, device: Any) 
         choice.take("pin_memory", False, f"the batches go to {kind}, which gains nothing by it")
     elif workers == 0:
         why = "without workers the training would wait for it: pinning costs more than it gains"
+        choice.take("pin_memory", False, why)
+    elif recycles:
+        why = (
+            "a PrefetchingLoader pins the workers' memory where it is (recycle_memory); a plain "
+            "loop may want pin_memory=True"
+        )
         choice.take("pin_memory", False, why)
     else:
         choice.take("pin_memory", True, f"copies to {target.type} need not wait; a thread pins")
@@ -299,6 +330,7 @@ _WITHOUT = {
     "persistent_workers": False,
     "prefetch_factor": None,
     "timeout": 0,
+    "recycle_memory": False,
     "multiprocessing_context": None,
 }
 
