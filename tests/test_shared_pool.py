@@ -350,8 +350,7 @@ def test_samples_made_in_threads_get_places_of_their_own():
     found = []
 
     def take():
-        for _ in range(50):
-            found.append(pool.empty((10,), torch.int64))
+        found.extend(pool.empty((10,), torch.int64) for _ in range(50))
 
     threads = [threading.Thread(target=take) for _ in range(4)]
     [thread.start() for thread in threads]
