@@ -60,20 +60,20 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "eta": Section(loader_eta.rows, loader_eta.line, 110, "efficiency, target 0.99"),
-    "overlap": Section(loader_overlap.rows, loader_overlap.line, 60, "overlap, target 0.95"),
+    "eta": Section(loader_eta.rows, loader_eta.line, 120, "efficiency, target 0.99"),
+    "overlap": Section(loader_overlap.rows, loader_overlap.line, 50, "overlap, target 0.95"),
     "next": Section(
         loader_host.next_rows,
         loader_host.next_line,
-        45,
+        30,
         "next() of two tensors fetched ahead, target 50 µs",
     ),
     "launch": Section(
         loader_host.launch_rows, loader_host.launch_line, 60, "a step of about 0.15 ms"
     ),
-    "memory": Section(loader_memory.rows, loader_memory.line, 60, "memory over many epochs"),
-    "timeline": Section(loader_timeline.rows, loader_timeline.line, 40, "timeline"),
-    "peers": Section(loader_peers.rows, loader_peers.line, 120, "beside other loaders"),
+    "memory": Section(loader_memory.rows, loader_memory.line, 45, "memory over many epochs"),
+    "timeline": Section(loader_timeline.rows, loader_timeline.line, 30, "timeline"),
+    "peers": Section(loader_peers.rows, loader_peers.line, 200, "beside other loaders"),
 }
 # Measured again in fresh processes, the figures that matter most.
 REPEATED = "eta"
@@ -218,8 +218,8 @@ def arguments(command_line: Iterable[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), type=section_name)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="all small; it only has to run")
-    parser.add_argument("--brief", action="store_true", help="of eta only the default depth")
-    parser.add_argument("--limit-s", type=float, default=420.0)
+    parser.add_argument("--brief", action="store_true", help="of eta only the default form")
+    parser.add_argument("--limit-s", type=float, default=560.0)
     parser.add_argument("--processes", type=int, default=3, help="fresh ones, for eta")
     parser.add_argument("--isolate", action=argparse.BooleanOptionalAction)
     parser.add_argument("--workers", type=int, default=max(4, min(default.workers, cores - 4)))

@@ -3,19 +3,22 @@
 A DataLoader's workers put each batch into shared memory, from which the training process reads it.
 How much of that a worker does decides how fast batches come: it decodes them, or copies them out of
 memory of its own, or hands on shared memory that it had prepared, which is the least that a worker
-process can do. None of it is pinned.
+process can do. None of it is pinned. With ``recycled`` the workers write into memory that is used
+again, as torchfast's loader has it, and what lies ready is copied there.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
+
+from torchfast import build_dataloader
+from torchfast.data.pooled_collate import empty_batch
 
 How = Literal["decode", "copy", "ready"]
 # A worker that decodes supplies least, one that hands on what is there supplies most.
@@ -100,10 +103,7 @@ def num_bytes(batch: Any) -> int:
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return memory for a batch, shared where a worker asks, as torch's own collating does."""
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=dtype)
-    size = max(math.prod(shape) * dtype.itemsize, 1)
-    return torch.empty(0, dtype=dtype).set_(torch.UntypedStorage._new_shared(size), 0, shape)
+    return empty_batch(shape, dtype)
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -158,8 +158,21 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def data_loader(data: Dataset[Any], *, workers: int, pinned: bool = False) -> DataLoader[Any]:
-    """Return torch's loader, with the same settings for every method."""
+def data_loader(
+    data: Dataset[Any], *, workers: int, pinned: bool = False, recycled: bool = False
+) -> DataLoader[Any]:
+    """Return torch's loader, with the same settings for every method; or torchfast's, recycled."""
+    if recycled and workers:
+        return build_dataloader(
+            data,
+            batch_size=1,
+            collate_fn=as_it_is,
+            num_workers=workers,
+            pin_memory=pinned,
+            recycle_memory=True,
+            persistent_workers=True,
+            prefetch_factor=PREFETCH,
+        )
     return DataLoader(
         data,
         batch_size=1,

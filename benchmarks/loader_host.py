@@ -55,9 +55,10 @@ def num_workers(settings: Settings) -> int:
     return min(WORKERS, settings.workers)
 
 
-def workers_of(settings: Settings, *, pinned: bool = False) -> Any:
+def workers_of(settings: Settings, *, pinned: bool = False, recycled: bool = False) -> Any:
     """Return a DataLoader of such batches."""
-    return data_loader(Batches(vectors()), workers=num_workers(settings), pinned=pinned)
+    data, workers = Batches(vectors()), num_workers(settings)
+    return data_loader(data, workers=workers, pinned=pinned, recycled=recycled)
 
 
 # -- The cost of next() ----------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def next_rows(settings: Settings) -> Iterator[Row]:
     """Yield the cost of a batch that is ready, and of the same by hand, for comparison."""
     for upstream in ("list", "workers"):
         for reuse in (True, False):
-            for pause in ("sleep", "spin"):
+            for pause in ("sleep", "spin") if upstream == "list" else ("sleep",):
                 what = {"upstream": upstream, "reuse": reuse, "pause": pause}
                 yield attempt(settings, what, lambda w=what: ahead(settings, **w))
     what = {"upstream": "by hand, pinned list", "reuse": False, "pause": "sleep"}
@@ -245,8 +246,10 @@ def length_ms(step: Callable[[Any], Any], batch: Any, repeats: int = 200) -> flo
 def launch_rows(settings: Settings) -> Iterator[Row]:
     """Yield how a short step fares with each upstream, handed out in each way."""
     step = short_training(settings)
-    for upstream in ("list", "pinned list", "workers"):
+    for upstream in ("list", "pinned list", "workers", "recycled workers"):
         for how in ("reuse=True", "reuse=False", "in a thread", "by hand"):
+            if upstream == "recycled workers" and how == "by hand":
+                continue  # by hand torch pins, which copies out of that memory
             what = {"upstream": upstream, "how": how}
             yield attempt(settings, what, lambda w=what: launch_bound(settings, step, **w))
 
@@ -254,9 +257,10 @@ def launch_rows(settings: Settings) -> Iterator[Row]:
 def launch_bound(settings: Settings, step: GraphedTraining, upstream: str, how: str) -> Row:
     """Return the time of a step beside that on resident data, block by block in turns."""
     device = settings.device
-    workers = num_workers(settings) if upstream == "workers" else 0
+    recycled = upstream == "recycled workers"
+    workers = num_workers(settings) if upstream.endswith("workers") else 0
     pinned = upstream == "pinned list" and settings.on_cuda
-    source: Any = workers_of(settings) if workers else ready(pinned=pinned)
+    source: Any = workers_of(settings, recycled=recycled) if workers else ready(pinned=pinned)
     supply_ms = drained_ms(iter(source), settings, 2 * reserve(workers)) if workers else 0.0
     control = Arm(forever(resident(vectors(), device)), step, device, lead=_lead(settings))
     arm = _arm(settings, source, step, how, workers)
@@ -311,7 +315,7 @@ def launch_line(row: Row) -> str:
     supply = row["supply_over_demand"]
     known = "supply ready" if supply is None else f"supply x{supply:.2f}"
     return (
-        f"{row['upstream']:11} {row['how']:11} step {row['resident_ms']:.4f} -> "
+        f"{row['upstream']:16} {row['how']:11} step {row['resident_ms']:.4f} -> "
         f"{row['loader_ms']:.4f} ms ({row['more_us']:+.1f} µs), eta {row['eta']:.3f} "
         f"[{low:.3f} {high:.3f}], {known}"
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
 
 from benchmarks.loader_batches import (
     Batches,
@@ -52,16 +53,23 @@ Span = tuple[float, float]
 def rows(settings: Settings) -> Iterator[Row]:
     """Yield the overlap with the loader and without, and whether the host waited."""
     bench = Bench(settings)
-    for how, reuse in (("copy", True), ("copy", False), ("ready", True), ("ready", False)):
-        what = {"measure": "overlap", "upstream": how, "reuse": reuse}
-        yield attempt(settings, what, lambda h=how, r=reuse: bench.overlap(h, r))
+    for recycled, reuse in ((True, True), (True, False), (False, True)):
+        what = {"measure": "overlap", "upstream": named(recycled), "reuse": reuse}
+        yield attempt(settings, what, lambda c=recycled, r=reuse: bench.overlap("copy", r, c))
+    what = {"measure": "overlap", "upstream": "ready", "reuse": True}
+    yield attempt(settings, what, lambda: bench.overlap("ready", True, False))
     what = {"measure": "overlap", "upstream": "control: one stream", "reuse": False}
     yield attempt(settings, what, bench.control)
-    for reuse in (True, False):
-        what = {"measure": "no synchronisation", "upstream": "copy", "reuse": reuse}
-        yield attempt(settings, what, lambda r=reuse: bench.guarded(r, waits=False))
+    for recycled, reuse in ((True, True), (True, False), (False, True)):
+        what = {"measure": "no synchronisation", "upstream": named(recycled), "reuse": reuse}
+        yield attempt(settings, what, lambda c=recycled, r=reuse: bench.guarded(r, c, waits=False))
     what = {"measure": "no synchronisation", "upstream": "control: .item()", "reuse": True}
-    yield attempt(settings, what, lambda: bench.guarded(True, waits=True))
+    yield attempt(settings, what, lambda: bench.guarded(True, True, waits=True))
+
+
+def named(recycled: bool) -> str:
+    """Return what the batches come from."""
+    return "copy, recycled" if recycled else "copy"
 
 
 class Bench:
@@ -71,19 +79,24 @@ class Bench:
         self.settings = settings
         self.template = images(settings.images, 32 if settings.smoke else 224)
         self._work = Work(settings.device)
+        self._upstreams: dict[tuple[How, bool], DataLoader[Any]] = {}
         batch = resident(self.template, settings.device, 1)[0]
         self._work.calibrate(transfer_ms(self.template, settings.device) / RATIO, batch)
 
-    def _arm(self, how: How, reuse: bool, step: Callable[[Any], Any]) -> Arm:
+    def _arm(self, how: How, reuse: bool, recycled: bool, step: Callable[[Any], Any]) -> Arm:
         settings = self.settings
-        upstream = data_loader(Batches(self.template, how), workers=settings.workers)
+        if (how, recycled) not in self._upstreams:  # once: their workers start slowly
+            self._upstreams[how, recycled] = data_loader(
+                Batches(self.template, how), workers=settings.workers, recycled=recycled
+            )
+        upstream = self._upstreams[how, recycled]
         loader = PrefetchingLoader(upstream, settings.device, reuse=reuse)
         lead = reserve(settings.workers, loader.depth) + 8
         return Arm(loader, step, settings.device, lead=lead, close=loader.close)
 
-    def overlap(self, how: How, reuse: bool) -> Row:
+    def overlap(self, how: How, reuse: bool, recycled: bool) -> Row:
         """Return what a trace of the loop with the loader says."""
-        return self._traced(self._arm(how, reuse, self._work))
+        return self._traced(self._arm(how, reuse, recycled, self._work))
 
     def control(self) -> Row:
         """Return what a trace says of copies on the step's own stream."""
@@ -107,10 +120,10 @@ class Bench:
             return {"reason": "there is no bus", "overlap": None}
         return summary(events, steps, num_bytes(self.template))
 
-    def guarded(self, reuse: bool, *, waits: bool) -> Row:
+    def guarded(self, reuse: bool, recycled: bool, *, waits: bool) -> Row:
         """Run steps with synchronisation made an error, in the loop's thread and the loader's."""
         step = (lambda batch: next(iter(batch)).sum().item()) if waits else self._work
-        arm = self._arm("copy", reuse, step)
+        arm = self._arm("copy", reuse, recycled, step)
         steps = 3 if self.settings.smoke else 100
         try:
             arm.block_ms(2)

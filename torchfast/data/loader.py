@@ -139,6 +139,7 @@ class PrefetchingLoader(Closing):
             check_float_dtype("transfer_dtype", transfer_dtype)
         self._finish = Finish(self.device, transform, self.channels_last)
         self._transfer_dtype = transfer_dtype
+        self._direct_move = DirectMove(transfer_dtype, self._finish)
         self._epoch: int | None = None
         self.epoch_ended = False  # whether the last iteration came to the end of its epoch
         self._iteration = 0
@@ -291,16 +292,13 @@ class PrefetchingLoader(Closing):
     def _open(self, limit: int | None) -> Feed:
         if self._ring is None or self._ring.is_broken:
             transport = transport_for(self.device)
-            self._ring = None if transport is None else self._make_ring(transport)
-        # The ring holds what its copies read until they are done: workers may write there then.
-        with pinned_by(self.loader, None if self._ring is None else self._ring.pin):
+            self._ring = self._make_ring(transport) if transport else None
+        with pinned_by(self.loader, self._ring and self._ring.pin):  # it holds what copies read
             batches = self._upstream.begin()
         if self._check is not None:
             batches = self._check.checked(batches)
         if self._ring is None:
-            return DirectFeed(
-                batches, DirectMove(self._transfer_dtype, self._finish), self._counters
-            )
+            return DirectFeed(batches, self._direct_move, self._counters)
         return RingFeed(batches, self._ring, self._fetching, self._counters, limit=limit)
 
     def _make_ring(self, transport: Transport) -> Ring:
@@ -310,7 +308,7 @@ class PrefetchingLoader(Closing):
             reuse=self.reuse,
             transfer_dtype=self._transfer_dtype,
             finish=self._finish if self._finish.is_needed else None,
-            # A DataLoader pins each batch anew; another loader may fill one block for ever.
+            # A DataLoader pins batches anew, or waits for them; others may fill one block for ever.
             trust_pinned=isinstance(self.loader, DataLoader | list | tuple),
         )
 
@@ -433,10 +431,10 @@ class PrefetchingLoader(Closing):
         """End the thread and let the memory go; a second call does nothing."""
         self._closed = True
         self._stop()
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            ring.settle_all()
-            unpin(self.loader, ring.pin)
+        if self._ring is not None:
+            self._ring.settle_all()
+            unpin(self.loader, self._ring.pin)
+        self._ring = None
 
     def _stop(self) -> None:
         """End what iterates now; it hears of it when it is asked for more."""

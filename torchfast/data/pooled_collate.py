@@ -8,6 +8,7 @@ place, not a file descriptor; the others travel in the same message in torch's w
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -15,7 +16,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import _utils
+from torch.utils.data import _utils, get_worker_info
 
 from torchfast.data.shared_pool import Pool, UnplaceableError
 
@@ -128,7 +129,8 @@ def empty_batch(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Ten
 
     For a data set that makes whole batches (``__getitems__``, or ``batch_size=None``) and for a
     ``collate_fn``: what is written there is not copied again. In a worker of a loader that recycles
-    its memory it is a part of that, anywhere else an ordinary tensor.
+    its memory it is a part of that; in any other worker it is shared memory of its own, where
+    torch's collating would write too; anywhere else an ordinary tensor.
 
     Args:
         shape: The sizes.
@@ -144,7 +146,14 @@ def empty_batch(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Ten
     """
     stack = _utils.collate.default_collate_fn_map.get(Tensor)
     memory = stack.pool.empty(shape, dtype) if isinstance(stack, _Stack) else None
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu") if memory is None else memory
+    if memory is not None:
+        return memory
+    if (isinstance(stack, _Stack) and not stack.pool.is_exhausted) or get_worker_info() is None:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    num_bytes = max(math.prod(shape) * dtype.itemsize, 1)
+    shared: torch.UntypedStorage = torch.UntypedStorage._new_shared(num_bytes)
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(shared, 0, tuple(shape), strides)
 
 
 def place(*_: Any) -> Tensor:

@@ -170,7 +170,7 @@ def sweep_workers(
         prefetch_factor: Batches that each worker is ahead; None means 2.
         drop_last: Leave out a last batch that is smaller.
         collate_fn: Samples to a batch; None means torch's.
-        sampler: The order of the samples; it has to be iterable several times.
+        sampler: The order of the samples; to be iterable several times.
         batch_sampler: The samples of each batch.
         generator: Draws the order; it is put back.
         worker_init_fn: Called in each worker.
@@ -236,11 +236,8 @@ def sweep_workers(
 
 
 def _numbers(most: int) -> list[int]:
-    numbers, power = [0], 1
-    while power < most:
-        numbers.append(power)
-        power *= 2
-    return [*numbers, most] if most else numbers
+    powers = [1 << n for n in range(most.bit_length()) if 1 << n < most]
+    return [0, *powers, most] if most else [0]
 
 
 class _Sweep:
