@@ -291,8 +291,7 @@ class PrefetchingLoader(Closing):
 
     def _open(self, limit: int | None) -> Feed:
         if self._ring is None or self._ring.is_broken:
-            transport = transport_for(self.device)
-            self._ring = self._make_ring(transport) if transport else None
+            self._ring = self._make_ring(t) if (t := transport_for(self.device)) else None
         with pinned_by(self.loader, self._ring and self._ring.pin):  # it holds what copies read
             batches = self._upstream.begin()
         if self._check is not None:
