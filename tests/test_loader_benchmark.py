@@ -82,7 +82,7 @@ def test_a_section_that_takes_too_long_is_ended_and_the_rest_goes_on(monkeypatch
 def test_a_section_in_a_process_of_its_own_brings_its_rows():
     section = loader.isolated("next", command_line(), 60)
     assert section["status"] == "ran", section
-    assert [row["status"] for row in section["rows"]] == ["ran"] * 9
+    assert [row["status"] for row in section["rows"]] == ["ran"] * 7
 
 
 def test_a_section_that_fails_keeps_the_rows_it_had(monkeypatch):

@@ -185,10 +185,11 @@ def test_memory_is_flat():
             for batch in loader:
                 del batch
             torch.cuda.synchronize()
-            memory = upstream.memory()
-            figures.append((torch.cuda.memory_reserved(), memory.num_blocks, memory.num_pinned))
+            figures.append(torch.cuda.memory_reserved())
     assert len(set(figures[2:])) == 1, figures
-    assert upstream.memory().num_ordinary == 0
+    memory = upstream.memory()
+    assert memory.num_ordinary == 0
+    assert memory.num_blocks <= 4 * (2 + 4)  # of each worker: ahead, in hand, on its way
 
 
 def test_what_cuda_refuses_is_an_error_that_nobody_else_sees():
