@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, final
@@ -32,6 +33,8 @@ from torchfast.data.shared_memory import HEADER_BYTES, Block, Lease, aligned, ex
 SPARE_BLOCKS = 6
 # Room beyond what a batch needed, where batches grow: or each longer one would take a new block.
 HEADROOM = 1.25
+# How long a worker waits for a block of its own where there is no room for another one.
+WAIT_S = 5.0
 # A tensor that sees no more than one byte in so many of those that it lies among goes torch's way.
 MOST_GAPS = 2
 
@@ -136,9 +139,24 @@ class Pool:
             return self._replaced(free[0], num_bytes)
         if len(self._slots) >= self._most_blocks:
             return None
-        slot = _Slot(len(self._slots), Block.of_size(num_bytes))
+        try:
+            block = Block.of_size(num_bytes)
+        except RuntimeError:  # shared memory is full; torch's way would need as much of it
+            return self._waited(num_bytes)
+        slot = _Slot(len(self._slots), block)
         self._slots.append(slot)
         return slot
+
+    def _waited(self, num_bytes: int) -> _Slot | None:
+        """Return a slot with enough memory once one is free, for which this waits a while."""
+        fit = [slot for slot in self._slots if slot.block.num_bytes >= num_bytes]
+        deadline = time.monotonic() + WAIT_S
+        while fit and time.monotonic() < deadline:
+            for slot in fit:
+                if slot.is_free:
+                    return slot
+            time.sleep(1e-3)
+        return None
 
     @staticmethod
     def _replaced(slot: _Slot, num_bytes: int) -> _Slot:
