@@ -76,7 +76,8 @@ class MonitoredDataLoader(DataLoader[Any]):
         report = self._report or Report(title="DataLoader, as given", decisions=())
         if not self.recycle_memory or self.num_workers == 0:
             return report
-        return replace(report, counters={**report.counters, **asdict(self._memory)})
+        counted = {name: value for name, value in asdict(self._memory).items() if value != ""}
+        return replace(report, counters={**report.counters, **counted})
 
     def memory(self) -> PoolStatistics:
         """Return what became of batches and of the memory that is used again."""
