@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 
-from torchfast import NonfiniteOptions, Plan, PlanError, PrecisionOptions
+from torchfast import CompileOptions, NonfiniteOptions, Plan, PlanError, PrecisionOptions
 
 FP16 = PrecisionOptions(format="fp16", init_scale=1024.0, growth_interval=10)
 
@@ -22,6 +22,9 @@ PLANS = [
     Plan(precision=PrecisionOptions(format="fp16", growth_factor=1.5, backoff_factor=0.25)),
     Plan(precision=PrecisionOptions(format="bf16")),
     Plan(nonfinite="skip"),
+    Plan(compile=True),
+    Plan(compile="auto"),
+    Plan(compile=CompileOptions(mode="max-autotune", regions=("blocks.*", "head"))),
     Plan(nonfinite=NonfiniteOptions(stop_after=5), precision=FP16),
 ]
 
@@ -34,13 +37,14 @@ def test_eager_and_exact_change_no_number():
         channels_last=False,
         optimizer="as_given",
         nonfinite="propagate",
+        compile=False,
         cuda_graph=False,
     )
 
 
 def test_fast_is_what_its_docstring_says():
     assert Plan.preset("fast") == Plan(
-        precision="auto", channels_last=True, optimizer="fused", cuda_graph=True
+        precision="auto", channels_last=True, optimizer="fused", compile="auto", cuda_graph=True
     )
 
 
@@ -57,7 +61,7 @@ def test_a_plan_is_taken_by_name_or_as_it_is():
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_repr_is_the_call_that_makes_the_plan(plan):
-    names = {"NonfiniteOptions": NonfiniteOptions, "PrecisionOptions": PrecisionOptions}
+    names = {cls.__name__: cls for cls in (CompileOptions, NonfiniteOptions, PrecisionOptions)}
     made = eval(repr(plan), {"Plan": Plan, **names})
     assert made == plan
     assert repr(made) == repr(plan)
@@ -117,7 +121,7 @@ def test_plans_that_differ_are_not_equal():
 def test_replace_changes_what_is_named_and_checks_it():
     fast = Plan.preset("fast")
     assert fast.replace(precision="fp16") == Plan(
-        precision="fp16", channels_last=True, optimizer="fused", cuda_graph=True
+        precision="fp16", channels_last=True, optimizer="fused", compile="auto", cuda_graph=True
     )
     assert fast.replace() == fast == Plan.preset("fast")
     with pytest.raises(PlanError, match="'bf17'"):

@@ -13,15 +13,17 @@ it is left in a step but its kernels: neither guards nor Python.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
+from torchfast.compile_search import Compiled, search_mode
 from torchfast.compiler import (
     CompiledCallable,
     CompiledModule,
@@ -32,6 +34,8 @@ from torchfast.compiler import (
     compile_decision,
 )
 from torchfast.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -61,30 +65,57 @@ class CompiledLoss(Closing):
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, plan: Plan, device: torch.device) -> None:
+        self._model, self._loss_fn, self._device = model, loss_fn, device
         self._function = loss_fn
-        self._compiled: CompiledCallable | CompiledModule | None = None
-        options, self._decisions = _resolved(plan, device)
+        self._plan_text = plan.to_json()
+        self._in_graph = plan.graph_options is not None and device.type == "cuda"
+        self._compiled: Compiled | None = None
+        self._decisions: list[Decision] = []
+        self._undecided: CompileOptions | None = None
+        options = self._resolved(plan)
         if options is None:
             return
-        choice = choose_regions(model, options.regions)
-        # Named regions are compiled as named, though it be the model itself.
-        if choice.is_whole and not isinstance(options.regions, tuple):
-            self._compiled = self._function = compile_callable(
-                loss_fn, options, model=model, context=plan.to_json()
-            )
-            self._decisions.append(compile_decision("applied", f"the loss function with {choice}"))
+        if options.mode == "auto":
+            choose_regions(model, options.regions)  # raises now what cannot be
+            self._undecided = options
         else:
-            fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-            self._compiled = CompiledModule(model, **fields)
+            self._use(self._make(options))
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         """Return what the loss function returns."""
         return self._function(model, batch)
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether anything is to be compiled."""
-        return self._compiled is not None
+    def is_undecided(self) -> bool:
+        """Whether `decide` is to be called before the first step."""
+        return self._undecided is not None
+
+    def decide(self, work: Callable[[], Tensor], batch: object) -> None:
+        """Find out how to compile, for ``mode="auto"``.
+
+        Args:
+            work: Runs the step's forward and backward on ``batch`` by this object, and returns the
+                loss.
+            batch: The batch of the first step.
+        """
+        options, self._undecided = self._undecided, None
+        assert options is not None
+        found = search_mode(
+            self._model,
+            options,
+            self._make,
+            self._use,
+            work,
+            batch,
+            self._device,
+            in_graph=self._in_graph,
+            plan=self._plan_text,
+        )
+        receipt = found.receipt
+        when = "measured now" if found.is_new else f"measured {receipt.created}, from its receipt"
+        why = f"mode 'auto' took {receipt.choice}, {when}: {receipt.why}"
+        self._decisions.append(compile_decision("applied", why))
+        logger.info("%s", receipt)
 
     def after_step(self) -> None:
         """Note that a step is done: see `CompiledModule.after_step`."""
@@ -93,7 +124,13 @@ class CompiledLoss(Closing):
 
     def decisions(self) -> list[Decision]:
         """Return what is compiled, what became of it, and what to do about the rest."""
-        return [*self._decisions, *([] if self._compiled is None else self._compiled.decisions())]
+        if self._undecided is not None:
+            return [compile_decision("applied", "mode 'auto' is decided on at the first step")]
+        found = list(self._decisions)
+        if isinstance(self._compiled, CompiledCallable):
+            choice = choose_regions(self._model, self._compiled.options.regions)
+            found.append(compile_decision("applied", f"the loss function with {choice}"))
+        return found + ([] if self._compiled is None else self._compiled.decisions())
 
     def counters(self) -> dict[str, int | float | str]:
         """Return graphs, breaks, recompiles, seconds and the use of caches; empty if none."""
@@ -112,22 +149,35 @@ class CompiledLoss(Closing):
         if self._compiled is not None:
             self._compiled.close()
 
-
-def _resolved(plan: Plan, device: torch.device) -> tuple[CompileOptions | None, list[Decision]]:
-    """Return how to compile on this device, or None, and what there is to say about it."""
-    options = plan.compile_options
-    if options is None:
-        return None, [compile_decision("left alone", "nothing is compiled")]
-    if plan.compile == "auto" and device.type != "cuda":
-        return None, [
-            compile_decision(
-                "left alone",
-                f"'auto' compiles on CUDA devices only; compile=True does on {device.type} too",
+    def _make(self, options: CompileOptions) -> Compiled:
+        """Compile as options say."""
+        choice = choose_regions(self._model, options.regions)
+        # Named regions are compiled as named, though it be the model itself.
+        if choice.is_whole and not isinstance(options.regions, tuple):
+            return compile_callable(
+                self._loss_fn, options, model=self._model, context=self._plan_text
             )
-        ]
-    in_graph = plan.graph_options is not None and device.type == "cuda"
-    other = WITHIN_A_GRAPH.get(options.mode) if in_graph else None
-    if other is None:
-        return options, []
-    why = f"mode {options.mode!r} makes graphs of its own; within the step's it is {other!r}"
-    return dataclasses.replace(options, mode=other), [compile_decision("applied", why)]
+        fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+        del fields["budget_s"]  # of the search
+        return CompiledModule(self._model, **fields)
+
+    def _use(self, compiled: Compiled | None) -> None:
+        self._compiled = compiled
+        self._function = compiled if isinstance(compiled, CompiledCallable) else self._loss_fn
+
+    def _resolved(self, plan: Plan) -> CompileOptions | None:
+        """Return how to compile on this device, or None, and note what there is to say."""
+        options = plan.compile_options
+        if options is None:
+            self._decisions.append(compile_decision("left alone", "nothing is compiled"))
+            return None
+        if plan.compile == "auto" and self._device.type != "cuda":
+            why = f"'auto' compiles on CUDA devices only; True does on {self._device.type} too"
+            self._decisions.append(compile_decision("left alone", why))
+            return None
+        other = WITHIN_A_GRAPH.get(options.mode) if self._in_graph else None
+        if other is None:
+            return options
+        why = f"mode {options.mode!r} makes graphs of its own; within the step's it is {other!r}"
+        self._decisions.append(compile_decision("applied", why))
+        return dataclasses.replace(options, mode=other)

@@ -168,9 +168,8 @@ class TrainStep:
             if self._precision.format == "fp16"
             else None
         )
-        self._guard = UpdateGuard(
-            model, self.optimizer, self.device, self.plan.nonfinite_options, scaler=scaler
-        )
+        options = self.plan.nonfinite_options
+        self._guard = UpdateGuard(model, self.optimizer, self.device, options, scaler=scaler)
         # What nonfinite="skip" counts, on the device, for whoever reads late.
         self.skip_counts: SkipCounts | None = self._guard.counts if self._guard.is_on else None
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -212,6 +211,8 @@ class TrainStep:
             ClosedError: After `close`.
         """
         group = self._group(batch)
+        if self._compiled.is_undecided:
+            self._compiled.decide(lambda: self._first_half(group)[0], group)
         with self._average.around_step():
             if self._graph is None:
                 output = self._whole(group)
@@ -325,11 +326,8 @@ class TrainStep:
 
         Synchronizes: Under fp16 and ``nonfinite="skip"``, to read what was skipped.
         """
-        counters = {
-            "steps": self.num_steps,
-            **self._guard.counters(),
-            **self._compiled.counters(),
-        }
+        counters = {"steps": self.num_steps, **self._guard.counters()}
+        counters |= self._compiled.counters()
         if self._graph is not None:
             counters |= self._graph.counters()
         title = f"plan {self._plan_name!r} on {self.device}"

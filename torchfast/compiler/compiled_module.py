@@ -188,12 +188,33 @@ class CompiledModule(Closing):
             counters=counters,
         )
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether any region has been compiled."""
+        return any(region.state == "compiled" for region in self._regions)
+
+    def suspend(self) -> None:
+        """Let the model run eagerly until `resume`; what was compiled is kept."""
+        for region in self._regions:
+            region.undo()
+
+    def resume(self) -> None:
+        """Put what was compiled in force again.
+
+        Raises:
+            ClosedError: After `close`.
+        """
+        if self._is_closed:
+            raise ClosedError("this CompiledModule is closed; make another one to compile again")
+        self.suspend()
+        for region in self._regions:
+            region.install()
+
     def close(self) -> None:
         """Give the eager model back, or what ``model.compile()`` had made of it."""
         if not self._is_closed:
             self._is_closed = True
-            for region in self._regions:
-                region.undo()
+            self.suspend()
             self._account.close()
 
     def __repr__(self) -> str:
@@ -252,10 +273,11 @@ class CompiledCallable(Closing):
         self._kind = RegionKind(_name(function), "", options, is_function=True)
         self._region = Region("", None, self._kind)
         self._is_closed = False
+        self._is_suspended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        if self._is_closed or torch.compiler.is_compiling():
+        if self._is_suspended or self._is_closed or torch.compiler.is_compiling():
             return self._function(*args, **kwargs)
         return self._kind.run(self._region, self._function, args, kwargs)
 
@@ -287,6 +309,19 @@ class CompiledCallable(Closing):
             decisions=tuple(self.decisions()),
             counters=self._account.counters([self._kind.code_name]),
         )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it has been compiled."""
+        return self._region.state == "compiled"
+
+    def suspend(self) -> None:
+        """Call the function as it is until `resume`; what was compiled is kept."""
+        self._is_suspended = True
+
+    def resume(self) -> None:
+        """Call what was compiled again."""
+        self._is_suspended = False
 
     def close(self) -> None:
         """Call the function as it is from now on."""

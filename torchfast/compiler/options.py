@@ -41,7 +41,8 @@ class CompileOptions:
     """How a model is compiled.
 
     Args:
-        mode: What the compiler optimises for, as in ``torch.compile``. ``"auto"`` measures.
+        mode: What the compiler optimises for, as in ``torch.compile``. ``"auto"``, under a plan,
+            measures ways of compiling on the first batch and takes the fastest.
         regions: ``"blocks"`` compiles the repeated blocks, each kind once; ``"whole"`` the model
             in one piece; ``"auto"`` takes whole for models that are small enough. Or name them:
             paths, in which ``*`` stands for one name (``("layers.*",)``), and module classes.
@@ -56,6 +57,7 @@ class CompileOptions:
         cache: Folder in which what was compiled is kept for later runs.
         mark_dynamic: After a recompilation because of a size, compile for any size of that
             dimension.
+        budget_s: Longest time that ``mode="auto"`` may take.
 
     Raises:
         PlanError: A choice that does not exist, or a mode for a backend that has none.
@@ -74,6 +76,7 @@ class CompileOptions:
     timeout_s: float = 300.0
     cache: str | os.PathLike[str] | None = None
     mark_dynamic: bool = False
+    budget_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES, PlanError)
@@ -96,6 +99,7 @@ class CompileOptions:
         if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
             raise TypeError(f"cache must be the path of a folder or None, got {self.cache!r}")
         check_flag("mark_dynamic", self.mark_dynamic)
+        check_positive("budget_s", self.budget_s)
 
     @property
     def changed(self) -> dict[str, object]:
@@ -106,7 +110,10 @@ class CompileOptions:
 
     def __repr__(self) -> str:
         """Return the call that makes these options, defaults left out."""
-        return f"CompileOptions({', '.join(f'{k}={v!r}' for k, v in self.changed.items())})"
+        fields = type(self).__dataclass_fields__
+        values = {name: getattr(self, name) for name in fields}
+        shown = [f"{k}={v!r}" for k, v in values.items() if v != fields[k].default]
+        return f"CompileOptions({', '.join(shown)})"
 
 
 def _checked_regions(value: Any) -> Any:

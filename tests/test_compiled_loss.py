@@ -1,0 +1,335 @@
+"""`Plan(compile=...)`: the step trains the same model, and the report says what was compiled."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+from models import MODELS, BatchNormNet, DropoutNet, make_batches, mean_loss
+from stepping import make_trainer
+from torchfast import CompileError, CompileOptions, Plan, PlanError, Trainer, compile_search
+from torchfast.compiled_loss import CompiledLoss
+from torchfast.compiler.candidates import ModeChoice
+from torchfast.compiler.receipts import CandidateResult, Receipt
+from torchfast.testing import assert_parity
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+BATCHES = make_batches(4)
+EAGER = CompileOptions(backend="eager")  # traced and run by the same kernels
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x)).relu()
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def compiled_in(trainer):
+    return [d for d in trainer.report().decisions if d.lever == "compile"]
+
+
+def counter(trainer, name):
+    return trainer.report().counters.get(f"compile_{name}", 0)
+
+
+def fails(graph, inputs):
+    raise NotImplementedError("no such kernel")
+
+
+# -- The same model --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("regions", ["whole", ("*",)], ids=["whole", "parts"])
+def test_what_is_compiled_trains_the_same(name, regions):
+    result = assert_parity(
+        MODELS[name],
+        partial(optim.AdamW, lr=0.01),
+        mean_loss,
+        make_batches(11),
+        Plan(compile=CompileOptions(backend="eager", regions=regions)),
+        accumulate=2,
+        max_grad_norm=1.0,
+        lr_scheduler=partial(optim.lr_scheduler.StepLR, step_size=2),
+    )
+    assert result.loss_error == result.update_error == 0.0
+    assert result.report.counters["compile_graphs"] > 0
+
+
+def test_blocks_are_compiled_once_and_the_keys_stay():
+    model = Deep()
+    keys = list(model.state_dict())
+    trainer = make_trainer(
+        net=lambda: model, plan=Plan(compile=CompileOptions(backend="eager", regions="blocks"))
+    )
+    for batch in make_batches(3):
+        trainer.step(batch)
+    assert counter(trainer, "graphs") == 2  # the second, for an input that needs a gradient
+    assert counter(trainer, "compiled") == 3
+    assert list(model.state_dict()) == keys
+    assert "3 blocks of Block" in compiled_in(trainer)[0].detail
+    trainer.close()
+    assert not any("_compiled_call_impl" in vars(block) for block in model.blocks)
+
+
+def test_a_loss_that_is_compiled_whole_is_one_graph():
+    trainer = make_trainer(plan=Plan(compile=EAGER))
+    for batch in BATCHES:
+        trainer.step(batch)
+    assert counter(trainer, "graphs") == 1
+    assert counter(trainer, "graph_breaks") == 0
+    assert "the loss function with the whole model" in compiled_in(trainer)[0].detail
+
+
+# -- What else calls the model ---------------------------------------------------------------------
+
+
+def test_evaluation_runs_what_was_given():
+    trainer = make_trainer(net=BatchNormNet, plan=Plan(compile=EAGER), ema=0.9)
+    plain = make_trainer(net=BatchNormNet, plan="eager", ema=0.9)
+    for batch in BATCHES:
+        trainer.step(batch)
+        plain.step(batch)
+    graphs = counter(trainer, "graphs")
+    for ema in (False, True):
+        assert trainer.evaluate(BATCHES, ema=ema) == plain.evaluate(BATCHES, ema=ema)
+    assert counter(trainer, "graphs") == graphs
+    assert copy.deepcopy(trainer.model)(BATCHES[0][0]).shape[0] == len(BATCHES[0][0])
+
+
+def test_after_close_nothing_is_compiled():
+    model = Deep()
+    plan = Plan(compile=CompileOptions(backend="eager", regions="blocks"))
+    make_trainer(net=lambda: model, plan=plan).close()
+    again = make_trainer(net=lambda: model, plan=plan)  # else refused, as compiled by another
+    again.step(BATCHES[0])
+    assert counter(again, "graphs") > 0
+
+
+# -- What really happened --------------------------------------------------------------------------
+
+
+def test_nothing_is_called_compiled_that_was_not():
+    trainer = make_trainer(plan=Plan(compile=EAGER))
+    with torch.compiler.set_stance("force_eager"):
+        for batch in BATCHES:
+            trainer.step(batch)
+    assert counter(trainer, "graphs") == 0
+    told = [d for d in compiled_in(trainer) if d.outcome == "stepped aside"]
+    assert any("force_eager" in d.detail for d in told)
+
+
+def test_a_graph_break_is_told_with_its_line():
+    def breaking(model, batch):
+        loss = mean_loss(model, batch)
+        torch._dynamo.graph_break()
+        return loss * 2.0
+
+    trainer = make_trainer(loss_fn=breaking, plan=Plan(compile=EAGER))
+    trainer.step(BATCHES[0])
+    assert any("test_compiled_loss.py" in d.detail for d in compiled_in(trainer))
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(caplog):
+    plan = Plan(compile=CompileOptions(backend=fails))
+    result = assert_parity(DropoutNet, partial(optim.SGD, lr=0.1), mean_loss, BATCHES, plan)
+    assert result.loss_error == result.update_error == 0.0
+    assert "NotImplementedError: no such kernel" in caplog.text
+
+
+def test_what_cannot_be_compiled_raises_if_asked():
+    trainer = make_trainer(plan=Plan(compile=CompileOptions(backend=fails, on_failure="raise")))
+    with pytest.raises(CompileError, match="no such kernel"):
+        trainer.step(BATCHES[0])
+
+
+def test_a_recompile_in_the_middle_of_a_run_is_warned_of_once(caplog):
+    trainer = make_trainer(plan=Plan(compile=EAGER))
+    with caplog.at_level(logging.WARNING):
+        for batch in make_batches(12):
+            trainer.step(batch)
+        assert "compiled a function again" not in caplog.text
+        for size in (3, 5):
+            for inputs, targets in make_batches(8):
+                trainer.step((inputs[:size], targets[:size]))
+    assert caplog.text.count("compiled a function again") == 1
+
+
+def test_a_model_with_a_counter_is_told(caplog):
+    """As a step whose state is a Python number: each value is another graph."""
+
+    class Counting(BatchNormNet):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * (1.0 + 0.0 * self.calls)
+
+    trainer = make_trainer(net=Counting, plan=Plan(compile=EAGER))
+    for batch in make_batches(4):
+        trainer.step(batch)
+    assert counter(trainer, "recompiles") > 0
+
+
+# -- Which way -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "graphs"), [("auto", 0), (False, 0), (EAGER, 1)])
+def test_auto_is_for_cuda(value, graphs):
+    trainer = make_trainer(plan=Plan(compile=value))
+    trainer.step(BATCHES[0])
+    assert counter(trainer, "graphs") == graphs
+
+
+@pytest.mark.parametrize(
+    ("mode", "within", "alone"),
+    [
+        ("reduce-overhead", "default", "reduce-overhead"),
+        ("max-autotune", "max-autotune-no-cudagraphs", "max-autotune"),
+        ("default", "default", "default"),
+    ],
+)
+def test_within_a_graph_modes_make_no_graphs(mode, within, alone):
+    for cuda_graph, device, expected in (
+        (True, CUDA, within),
+        (False, CUDA, alone),
+        (True, torch.device("cpu"), alone),
+    ):
+        plan = Plan(compile=CompileOptions(mode=mode), cuda_graph=cuda_graph)
+        loss = CompiledLoss(DropoutNet(), mean_loss, plan, device)
+        assert loss._compiled.options.mode == expected
+        assert any("graphs of its own" in d.detail for d in loss.decisions()) == (expected != mode)
+        loss.close()
+
+
+def test_a_plan_in_json():
+    plan = Plan(compile=CompileOptions(mode="max-autotune", regions=("blocks.*",), cache="x"))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan(compile=CompileOptions()) == Plan(compile=True) != Plan(compile="auto")
+    with pytest.raises(PlanError, match="no argument 'mod'"):
+        Plan.from_json('{"compile": {"mod": "default"}}')
+    with pytest.raises(TypeError, match="compile must be True, False, 'auto' or CompileOptions"):
+        Plan(compile="always")
+
+
+# -- mode="auto" -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def searching(monkeypatch):
+    """Search by trying each way once; return what was tried, and let the test name the choice."""
+    tried = []
+    choice = ["whole: default"]
+
+    def choices(device, *, has_blocks, outer_graph):
+        regions = ["blocks", "whole"] if has_blocks else ["whole"]
+        ways = [ModeChoice(f"{r}: default", "default", r) for r in regions]
+        return [ModeChoice("eager", None, None), *ways]
+
+    def search(candidates, work, *, key, budget_s, **kwargs):
+        for _ in range(2):
+            for candidate in candidates:
+                with candidate.in_force():
+                    loss = float(work())
+                    tried.append((candidate.name, loss, candidate.failure()))
+        results = [CandidateResult(name=c.name, status="measured") for c in candidates]
+        return Receipt(
+            key=key,
+            model_name="Deep",
+            candidates=tuple(results),
+            choice=choice[0],
+            why="the test says so",
+            notes=(),
+            budget_s=budget_s,
+            elapsed_s=0.0,
+            created="2026-01-01T00:00:00Z",
+        )
+
+    monkeypatch.setattr(compile_search, "mode_choices", choices)
+    monkeypatch.setattr(compile_search, "search", search)
+    # What the inductor takes seconds for.
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, backend, **kwargs: compile_(f, backend="eager", **kwargs)
+    )
+    return tried, choice
+
+
+@pytest.mark.parametrize("wanted", ["eager", "whole: default", "blocks: default"])
+def test_auto_tries_each_way_and_takes_the_fastest(searching, wanted):
+    tried, choice = searching
+    choice[0] = wanted
+    torch.manual_seed(0)
+    model = Deep()
+    plain = copy.deepcopy(model)
+    trainers = [
+        Trainer(net, optim.SGD(net.parameters(), lr=0.1), mean_loss, plan)
+        for net, plan in (
+            (model, Plan(compile=CompileOptions(mode="auto"))),
+            (plain, "eager"),
+        )
+    ]
+    assert "decided on at the first step" in compiled_in(trainers[0])[0].detail
+    for batch in BATCHES:
+        first, second = (trainer.step(batch) for trainer in trainers)
+        assert torch.equal(first, second)
+    names = ["eager", "blocks: default", "whole: default"]
+    assert [name for name, _, _ in tried] == names * 2
+    assert len({loss for _, loss, _ in tried}) == 1
+    assert {failure for _, _, failure in tried} == {None}
+    assert f"mode 'auto' took {wanted}, measured now" in compiled_in(trainers[0])[0].detail
+    has_regions = any("_compiled_call_impl" in vars(m) for m in model.modules())
+    assert has_regions == (wanted == "blocks: default")
+    assert (counter(trainers[0], "graphs") > 0) == (wanted != "eager")
+    trainers[0].close()
+    assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
+
+
+def test_the_next_run_begins_with_the_answer(searching, tmp_path):
+    tried, _ = searching
+    plan = Plan(compile=CompileOptions(mode="auto", cache=str(tmp_path)))
+    for run in range(2):
+        trainer = make_trainer(plan=plan)
+        trainer.step(BATCHES[0])
+        assert bool(tried) == (run == 0)
+        assert ("from its receipt" in str(trainer.report())) == (run == 1)
+        assert counter(trainer, "graphs") == 1
+        trainer.close()
+        tried.clear()
+
+
+def test_auto_measures_the_regions_that_were_asked_for(searching):
+    tried, _ = searching
+    model = Deep()
+    plan = Plan(compile=CompileOptions(mode="auto", regions="whole"))
+    make_trainer(net=lambda: model, plan=plan).step(BATCHES[0])
+    assert {name for name, _, _ in tried} == {"eager", "whole: default"}

@@ -1,0 +1,160 @@
+"""The way of compiling a step that is fastest on this model, batch and machine, found by trying.
+
+Each way is put in force in turn, and the step's own forward and backward run on the first batch
+that the step is given. What was found is kept beside the compile cache, where one is named, and the
+next run begins with it.
+
+What is timed is launched kernel by kernel, also where a graph will hold the step later. So where
+launching is what takes the time, compiled code, which launches less, looks better than it will be
+in the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from torchfast._core.blocks import find_blocks
+from torchfast.compiler import CompiledCallable, CompiledModule, CompileOptions
+from torchfast.compiler.candidates import Candidate, ModeChoice, mode_choices
+from torchfast.compiler.receipts import Receipt, ReceiptKey, find_receipt, save_receipt
+from torchfast.compiler.search import search
+from torchfast.compiler.timeout import call_within
+
+Compiled = CompiledCallable | CompiledModule
+Make = Callable[[CompileOptions], Compiled]
+Use = Callable[[Compiled | None], None]
+
+
+class Found(NamedTuple):
+    """The answer of a search.
+
+    Attributes:
+        receipt: What was measured, now or in an earlier run.
+        is_new: Whether it was measured now.
+    """
+
+    receipt: Receipt
+    is_new: bool
+
+
+@final
+class _Way:
+    """One way of compiling, made when it is first tried, and the same object ever after."""
+
+    def __init__(self, make: Make, use: Use, options: CompileOptions) -> None:
+        self._make = make
+        self._use = use
+        self._options = options
+        self.compiled: Compiled | None = None
+
+    def apply(self) -> Callable[[], None]:
+        """Put it in force; return what takes it back."""
+        if self.compiled is None:
+            self.compiled = self._make(self._options)
+        else:
+            self.compiled.resume()
+        self._use(self.compiled)
+        return self._undo
+
+    def _undo(self) -> None:
+        assert self.compiled is not None
+        self.compiled.suspend()
+        self._use(None)
+
+    def failure(self) -> str | None:
+        """Return why it is not what it is called, if it is not."""
+        assert self.compiled is not None
+        aside = [d.detail for d in self.compiled.decisions() if d.outcome == "stepped aside"]
+        is_compiled = self.compiled.is_compiled
+        return None if is_compiled else "; ".join(aside) or "nothing was compiled"
+
+
+def search_mode(
+    model: nn.Module,
+    options: CompileOptions,
+    make: Make,
+    use: Use,
+    work: Callable[[], Tensor],
+    batch: object,
+    device: torch.device,
+    *,
+    in_graph: bool,
+    plan: str,
+) -> Found:
+    """Return the fastest way to compile that computes what eager does, in force.
+
+    Args:
+        model: What the step trains.
+        options: What was asked for, with ``mode="auto"``.
+        make: Compiles as options say.
+        use: Lets the step call what was compiled, or with None what was given.
+        work: The step's forward and backward on ``batch``; returns the loss.
+        batch: The first batch.
+        device: Where.
+        in_graph: Whether a graph will hold the step.
+        plan: What else is done to the step, as text.
+
+    Numerics: State, gradients and generators are as before.
+    Synchronizes: Often.
+    """
+    choices = _choices(model, options, device, in_graph=in_graph)
+    names = [choice.name for choice in choices]
+    key = ReceiptKey.of(model, batch, device, {"plan": plan})
+    ways = {c.name: _Way(make, use, _options_of(options, c)) for c in choices if c.mode is not None}
+    if options.cache is not None:
+        known = find_receipt(options.cache, key, names).receipt
+        if known is not None:
+            _put_in_force(ways, known.choice)
+            return Found(known, is_new=False)
+    candidates = [
+        Candidate(name=name, apply=ways[name].apply, failure=ways[name].failure)
+        if name in ways
+        else Candidate(name=name, apply=lambda: lambda: None)
+        for name in names
+    ]
+    receipt = search(
+        candidates,
+        work,
+        model=model,
+        device=device,
+        budget_s=options.budget_s,
+        batch=batch,
+        key=key,
+        call_within=call_within,
+    )
+    if options.cache is not None:
+        save_receipt(options.cache, receipt)
+    for name, way in ways.items():
+        if way.compiled is not None and name != receipt.choice:
+            way.compiled.close()
+    _put_in_force(ways, receipt.choice)
+    return Found(receipt, is_new=True)
+
+
+def _choices(
+    model: nn.Module, options: CompileOptions, device: torch.device, *, in_graph: bool
+) -> list[ModeChoice]:
+    has_blocks = bool(find_blocks(model))
+    found = mode_choices(device, has_blocks=has_blocks, outer_graph=in_graph)
+    if options.regions == "auto":
+        return found
+    # As asked: one of the two, or the regions that were named.
+    wanted = options.regions if options.regions == "blocks" and has_blocks else "whole"
+    return [choice for choice in found if choice.regions in (None, wanted)]
+
+
+def _options_of(options: CompileOptions, choice: ModeChoice) -> CompileOptions:
+    changes: dict[str, Any] = {"mode": choice.mode}
+    if options.regions == "auto":
+        changes["regions"] = choice.regions
+    return dataclasses.replace(options, **changes)
+
+
+def _put_in_force(ways: dict[str, _Way], choice: str) -> None:
+    if choice in ways:  # else it is eager
+        ways[choice].apply()
