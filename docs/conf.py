@@ -56,6 +56,14 @@ nitpick_ignore_regex = [
 ]
 
 
+def begin_property_with_text(
+    _app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]
+) -> None:
+    """Keep napoleon from taking what stands before a colon in its first line for a type."""
+    if what == "property" and lines:
+        lines[0] = f": {lines[0]}"
+
+
 def expand_inline_sections(
     _app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]
 ) -> None:
@@ -82,9 +90,14 @@ def resolve_public_name(
 ) -> Node | None:
     """Link ``torchfast.step.TrainStep``, where an object is defined, to ``torchfast.TrainStep``.
 
-    Annotations name the module of a definition; the API page documents the public name.
+    Annotations name the module of a definition; the API page documents the public name. A field,
+    such as ``CompileOptions.regions``, is explained with its class.
     """
-    name = node.get("reftarget", "").rpartition(".")[2]
+    owner, _, name = node.get("reftarget", "").rpartition(".")
+    owner = owner.rpartition(".")[2]
+    if owner in torchfast.__all__:
+        is_field = name in getattr(getattr(torchfast, owner), "__dataclass_fields__", ())
+        name = owner if is_field else name
     if node.get("refdomain") != "py" or name not in torchfast.__all__:
         return None
     return env.domains["py"].resolve_xref(
@@ -95,6 +108,7 @@ def resolve_public_name(
 def setup(app: Sphinx) -> None:
     """Connect the handlers above; Sphinx calls this."""
     before_napoleon = 400
+    app.connect("autodoc-process-docstring", begin_property_with_text, priority=before_napoleon)
     app.connect("autodoc-process-docstring", expand_inline_sections, priority=before_napoleon)
     app.connect("autodoc-before-process-signature", evaluate_annotations)
     app.connect("missing-reference", resolve_public_name)
