@@ -50,6 +50,14 @@ def test_where_there_are_no_graphs_the_step_runs_as_it_is(name, tmp_path):
     assert re.search(r"^step 3  .*\d\.\d+$", output, re.MULTILINE)
 
 
+def test_the_loss_in_chunks_is_the_plain_loss(tmp_path):
+    name = "06_large_vocabulary.py"
+    outputs = [run(name, tmp_path, "--steps", "2", "--loss", kind) for kind in ("chunks", "plain")]
+    chunks, plain = (re.findall(r"^step \d  loss ([\d.]+)$", out, re.MULTILINE) for out in outputs)
+    assert len(chunks) == 2
+    assert [float(loss) for loss in chunks] == pytest.approx([float(loss) for loss in plain], 1e-3)
+
+
 def held_out(output):
     found = re.search(r"held-out: ([\d.]+) bits per byte", output)
     assert found
