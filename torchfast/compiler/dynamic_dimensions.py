@@ -79,4 +79,4 @@ def _value(node: ast.expr, arguments: Mapping[str, Any]) -> Any:
         return getattr(_value(node.value, arguments), node.attr)
     if isinstance(node, ast.Subscript):
         return _value(node.value, arguments)[ast.literal_eval(node.slice)]
-    raise TypeError(f"not a path: {ast.dump(node)}")
+    raise TypeError  # no path to a tensor; `mark_dynamic` answers False
