@@ -180,44 +180,53 @@ class RingFeed(Feed):
 
     @override
     def take(self) -> tuple[Any, Position, int] | None:
-        left, self._left_rng = self._left_rng, None
-        if left is not None and not same_rng_state(left, get_rng_state(CPU)):
-            # Nobody has fetched meanwhile: training did it.
-            self._fetching.num_training_moves += 1
-        staged, self._primed = self._primed or self._next(), None
-        if staged is None:
-            return None
+        if self._left_rng is not None:
+            self._look_back(self._left_rng)
+        if self._primed is None:
+            staged = self._next()
+            if staged is None:
+                return None
+        else:
+            staged, self._primed = self._primed, None
         self._num_taken += 1
         self._held.append(staged.slot)
-        if self._stager.suspects or (self._fetching.is_suspect and self._thread is None):
+        if self._stager.suspects or (self._thread is None and self._fetching.is_suspect):
             self._left_rng = get_rng_state(CPU)
-        batch = self._ring.hand_out(staged)
-        return batch, staged.position, staged.num_bytes
+        return self._ring.hand_out(staged), staged.position, staged.num_bytes
+
+    def _look_back(self, left: RNGState) -> None:
+        """Note whether a generator moved since the last batch, when nobody fetched: in training."""
+        self._left_rng = None
+        if not same_rng_state(left, get_rng_state(CPU)):
+            self._fetching.num_training_moves += 1
 
     @override
     def turn(self) -> None:
-        if self._thread is not None and self._stager.pid != os.getpid():
-            # Its thread is the parent's, and a lock that it held then is held for ever.
+        if self._thread is not None and not self._stager.process.is_here:
+            # The thread is the parent's, and a lock that it held then is held for ever.
             self.finished = True
             self._held.clear()
             raise ClosedError(
-                f"this iteration began in process {self._stager.pid} and cannot go on in its fork "
-                f"{os.getpid()}; make another PrefetchingLoader there"
+                f"this iteration began in process {self._stager.process.pid} and cannot go on in "
+                f"its fork {os.getpid()}; make another PrefetchingLoader there"
             )
-        self._used += self._held
-        self._held.clear()
+        if self._used:
+            self._used += self._held
+            self._held.clear()
+        else:
+            self._used, self._held = self._held, self._used
 
     @override
     def release(self) -> None:
         while self._used:
-            self._released = self._used.pop(0)
-            self._ring.take_back(self._released)
+            self._released = slot = self._used.pop(0)
+            self._ring.take_back(slot)
 
     @override
     def close(self) -> None:
         self.finished = True
         stager = self._stager
-        if stager.pid != os.getpid():
+        if not stager.process.is_here:
             return  # the thread and the locks are the parent's
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -244,7 +253,10 @@ class RingFeed(Feed):
         while not self.finished:
             if self._thread is None:
                 return self._fetch_here()
-            item = self._arrival()
+            try:
+                item = self._stager.staged.get_nowait()
+            except queue.Empty:
+                item = self._wait_for_one()
             if isinstance(item, Staged):
                 return item
             if self._thread is not None:
@@ -263,11 +275,7 @@ class RingFeed(Feed):
                     del item  # its traceback refers to this frame
         return None
 
-    def _arrival(self) -> Any:
-        try:
-            return self._stager.staged.get_nowait()
-        except queue.Empty:
-            pass
+    def _wait_for_one(self) -> Any:
         # It may be waiting for just these slots. Otherwise they are released behind the next batch:
         # the thread that they wake would compete with this one for the interpreter.
         self.release()

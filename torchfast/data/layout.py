@@ -44,7 +44,8 @@ class Layout:
 
     Attributes:
         places: In the order of the tensors.
-        block_bytes: The size of each device block; the first is the pack.
+        block_bytes: The size of each device block; the first is the pack. One has no bytes only
+            where no tensor lies in it, not even an empty one.
         host_bytes: The size of the pinned block; the pack is its beginning.
         pack_bytes: How much of it is the pack.
         num_bytes: Of all tensors together.
@@ -69,7 +70,7 @@ def lay_out(kinds: Sequence[tuple[Kind, bool]]) -> Layout:
         else:
             offsets.append(-1)
     places: list[Place] = []
-    block_bytes = [pack_bytes]
+    block_bytes = [max(pack_bytes, 1) if max(offsets, default=-1) >= 0 else 0]
     host_bytes = pack_bytes
     for size, offset, (kind, is_direct) in zip(sizes, offsets, kinds, strict=True):
         dtype = kind[0]
@@ -84,7 +85,7 @@ def lay_out(kinds: Sequence[tuple[Kind, bool]]) -> Layout:
         places.append(
             Place(*kind, block=len(block_bytes), device_offset=0, host_offset=host_offset)
         )
-        block_bytes.append(size)
+        block_bytes.append(max(size, 1))
     return Layout(tuple(places), tuple(block_bytes), host_bytes, pack_bytes, sum(sizes))
 
 

@@ -216,25 +216,29 @@ class PrefetchingLoader(Closing):
         self._iteration += 1
         mine = self._iteration
         feed = self._begin(None if max_steps is None else max_steps * self.accumulate)
+        is_grouped = self.accumulate > 1
+        looks_ahead = self.across_epochs and not last
         num_steps = 0
         self.epoch_ended = False
         try:
             self._counters.begin(time.perf_counter())
             while max_steps is None or num_steps < max_steps:
                 feed.turn()
-                group, position = self._group(feed)
+                taken = self._group(feed) if is_grouped else feed.take()
                 feed.release()
                 if self._iteration != mine:  # closed by another thread meanwhile
                     raise IterationError(ENDED)
-                if not group:
+                if taken is None:
                     self.epoch_ended = True
                     self.end_epoch()
                     return
-                self._upstream.position = position
+                if not is_grouped:
+                    self._counters.handed_out(time.perf_counter(), taken[2])
+                self._upstream.position = taken[1]
                 num_steps += 1
-                if not last and self._looks_ahead(feed, max_steps, num_steps):
+                if looks_ahead and self._looks_ahead(feed, max_steps, num_steps):
                     self._begin_ahead()
-                yield group[0] if self.accumulate == 1 else MicroBatches(group)
+                yield taken[0]
                 if self._iteration != mine:
                     raise IterationError(ENDED)
             if self._upstream.may_be_at_end and not self.is_one_shot:
@@ -246,17 +250,13 @@ class PrefetchingLoader(Closing):
             if self._iteration == mine:
                 self._leave(feed)
 
-    def _group(self, feed: Feed) -> tuple[list[Any], Position | None]:
-        group: list[Any] = []
-        position: Position | None = None
-        while len(group) < self.accumulate:
-            taken = feed.take()
-            if taken is None:
-                break
-            batch, position, num_bytes = taken
-            self._counters.handed_out(time.perf_counter(), num_bytes)
-            group.append(batch)
-        return group, position
+    def _group(self, feed: Feed) -> tuple[MicroBatches[Any], Position, int] | None:
+        group: list[tuple[Any, Position, int]] = []
+        while len(group) < self.accumulate and (taken := feed.take()) is not None:
+            self._counters.handed_out(time.perf_counter(), taken[2])
+            group.append(taken)
+        batches = [taken[0] for taken in group]
+        return (MicroBatches(batches), group[-1][1], 0) if batches else None
 
     def _begin(self, limit: int | None) -> Feed:
         """Return what this iteration takes from; the one before it, if any, ends."""
@@ -316,8 +316,7 @@ class PrefetchingLoader(Closing):
     def _looks_ahead(self, feed: Feed, max_steps: int | None, num_steps: int) -> bool:
         """Whether upstream has nothing left in this epoch, and the next one may begin."""
         if (
-            not self.across_epochs
-            or self._ahead.has_begun
+            self._ahead.has_begun
             or not isinstance(feed, RingFeed)
             or self._fetching.where != "thread"
             or self.is_one_shot

@@ -183,7 +183,7 @@ class Ring:
         self.transport.receive(staged.slot)
         batch = staged.batch
         owned = staged.owned
-        if not self._reuse and owned is not None:
+        if owned is not None and not self._reuse:
             device = self.transport.device
             batch = map_batch(
                 batch,
@@ -202,18 +202,22 @@ class Ring:
     def take_back(self, slot: Slot) -> None:
         """Let the slot be written again, behind what was enqueued until now."""
         try:
-            if not self._reuse and slot.is_received:
-                if torch.is_inference_mode_enabled():
-                    with torch.inference_mode(False):
-                        self.transport.renew(slot)
-                else:
-                    self.transport.renew(slot)
-        except BaseException:
-            slot.blocks = []  # the next batch in it asks for memory again
-            raise
+            if not self._reuse and slot.stream is not None:
+                self._renew(slot)
         finally:
             self.transport.release(slot)
             self.free.put(slot)
+
+    def _renew(self, slot: Slot) -> None:
+        try:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    self.transport.renew(slot)
+            else:
+                self.transport.renew(slot)
+        except BaseException:
+            slot.blocks = []  # the next batch in it asks for memory again
+            raise
 
     def wake(self) -> None:
         """Let a thread that waits for a slot go on without one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch
 from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.rng import RNGState, get_rng_state, same_rng_state
 from torchfast.data.position import Position
+from torchfast.data.process import this_process
 from torchfast.data.ring import Ring, Staged
 from torchfast.data.statistics import Counters
 from torchfast.data.transport import Slot
@@ -207,7 +207,7 @@ class Stager:
         self.stopped = False
         self.suspects = False  # of drawing random numbers; the thread has ended
         self.exhausted = False
-        self.pid = os.getpid()
+        self.process = this_process()
         self._num_before = 0  # fetches before the thread's first
         # The clock is read as seldom as can be: where it is a call of the system, it is slow.
         self.now = self.fetch_s = 0.0
@@ -323,7 +323,7 @@ def join(thread: threading.Thread) -> None:
 
 def end_thread(stager: Stager, thread: threading.Thread) -> None:
     """End a thread whose feed is gone, or the exit of Python has come."""
-    if stager.pid != os.getpid():
+    if not stager.process.is_here:
         return
     stager.stop()
     if thread is not threading.current_thread():

@@ -106,13 +106,16 @@ class Counters:
         self.starved_s = 0.0
         self.stager_wait_s = 0.0
         self.fetch_s = 0.0
-        self._elapsed_s = 0.0
+        self._elapsed_s = 0.0  # of the iterations before this one
         self._since: float | None = None
+        self._last = 0.0
         self._times: dict[str, list[float]] = {"copy": [], "wait": []}
 
     def begin(self, now: float) -> None:
         """Note that an iteration asks for its first batch."""
+        self._elapsed_s = self._elapsed()
         self._since = now if self.num_batches else None
+        self._last = now
 
     def fetched(self, seconds: float) -> None:
         """Count what a batch took to load."""
@@ -129,9 +132,12 @@ class Counters:
         """Count a batch, and the time until now."""
         self.num_batches += 1
         self.num_bytes += num_bytes
-        if self._since is not None:
-            self._elapsed_s += now - self._since
-        self._since = now
+        if self._since is None:
+            self._since = now
+        self._last = now
+
+    def _elapsed(self) -> float:
+        return self._elapsed_s + (0.0 if self._since is None else self._last - self._since)
 
     def note_times(self, copies_ms: list[float], waits_ms: list[float]) -> None:
         """Add what the device's clock said."""
@@ -143,7 +149,7 @@ class Counters:
         return LoaderStatistics(
             num_batches=self.num_batches,
             num_bytes=self.num_bytes,
-            elapsed_s=self._elapsed_s,
+            elapsed_s=self._elapsed(),
             consumer_wait_s=self.consumer_wait_s,
             starved_s=self.starved_s,
             stager_wait_s=self.stager_wait_s,

@@ -146,6 +146,8 @@ class CUDATransport(Transport):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # Of its three numbers the first: torch.cuda.current_stream() takes as long as a launch.
+        self._current = partial(torch._C._cuda_getCurrentStream, device.index)
         self._copy_stream = torch.cuda.Stream(device)
         self._consumer = torch.cuda.current_stream(device)
         self._num_uploads = 0
@@ -177,15 +179,17 @@ class CUDATransport(Transport):
 
     @override
     def renew(self, slot: Slot) -> None:
-        stream = slot.stream
+        slot.home = stream = slot.stream
+        if self._current()[0] == stream.stream_id:
+            slot.blocks = _others(slot.blocks)
+            return
         # An object of its own: each can be entered once at a time, and any thread may drop a batch.
         with torch.cuda.Stream(
             stream_id=stream.stream_id,
             device_index=stream.device_index,
             device_type=stream.device_type,
         ):
-            slot.blocks = [self._block(block.numel()) for block in slot.blocks]
-            slot.home = stream
+            slot.blocks = _others(slot.blocks)
 
     def _block(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -244,8 +248,7 @@ class CUDATransport(Transport):
     @override
     def receive(self, slot: Slot) -> None:
         self._num_receipts += 1
-        # By its number: torch.cuda.current_stream() takes as long as a launch.
-        if torch._C._cuda_getCurrentStream(self.device.index)[0] != self._consumer.stream_id:
+        if self._current()[0] != self._consumer.stream_id:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self._consumer)
             self._consumer = stream
@@ -254,10 +257,12 @@ class CUDATransport(Transport):
         if slot.home is not stream and slot.home != stream:
             for block in slot.blocks:  # they go back to the pool of another stream than reads them
                 block.record_stream(stream)
-        start = self._mark(stream, self._num_receipts)
-        stream.wait_event(slot.ready)
-        if start is not None:
-            self._timed["wait"].append((start, self._marked(stream)))
+        if self._num_receipts % TIMED_EVERY:
+            slot.ready.wait(stream)
+            return
+        start = self._marked(stream)
+        slot.ready.wait(stream)
+        self._timed["wait"].append((start, self._marked(stream)))
 
     @override
     def release(self, slot: Slot) -> None:
@@ -307,6 +312,13 @@ class CUDATransport(Transport):
             start, end = pairs.popleft()
             times.append(start.elapsed_time(end))
         return times
+
+
+def _others(blocks: list[Tensor]) -> list[Tensor]:
+    """Return other memory of the same sizes, from the current stream's pool."""
+    # It names neither dtype nor device: to read them takes longer than to find the memory. Nobody
+    # was given a block without bytes.
+    return [torch.empty_like(block) if block.numel() else block for block in blocks]
 
 
 def _unpin(runtime: Any, address: int) -> None:
