@@ -1,10 +1,10 @@
-"""The tables and the plot of the documentation, made from the raw figures.
+"""The tables and the plots of the documentation, made from the raw figures.
 
     PYTHONPATH=. python benchmarks/tables.py [--check]
 
 Each table stands in a page of docs/ between ``<!-- figures: NAME -->`` and ``<!-- end -->`` and is
 rewritten from its file in benchmarks/results/; where there is no such file yet, the page keeps what
-it has. With ``--check`` nothing is written, and the exit status says whether a page or the plot
+it has. With ``--check`` nothing is written, and the exit status says whether a page or a plot
 differs from its figures.
 """
 
@@ -22,11 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import baseline_tables, plots
+from benchmarks import baseline_tables, loader_tables, loader_timeline_plot, plots
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BASELINE = "baseline_h200.json"
+LOADER = "loader_h200.json"
 PLOT = ROOT / "docs" / "_static" / "baseline.svg"
 BLOCK = re.compile(r"<!-- figures: ([\w -]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -179,6 +180,12 @@ TABLES: dict[str, tuple[str, Table]] = {
     "baseline plot": (BASELINE, baseline_plot),
     "anchors": (BASELINE, baseline_tables.anchor_table),
     "branches": ("branches_h200.json", branches),
+    "loader efficiency": (LOADER, loader_tables.efficiency),
+    "loader overlap": (LOADER, loader_tables.overlap),
+    "loader next": (LOADER, loader_tables.next_cost),
+    "loader memory": (LOADER, loader_tables.memory),
+    "loader peers": (LOADER, loader_tables.peers),
+    "loader timeline": (LOADER, loader_tables.timeline),
     "checkpoint cost": ("checkpoint_cost_h200.json", checkpoint_cost),
     "sweep": ("sweep_h200.json", sweep),
     "main job": ("main_job_curves_h200.json", main_job),
@@ -235,15 +242,20 @@ def rewritten(text: str) -> str:
 
 
 def wanted() -> dict[Path, str]:
-    """Return what every page, and the plot, should be."""
+    """Return what every page, and every plot, should be."""
     files = {page: rewritten(page.read_text()) for page in sorted((ROOT / "docs").rglob("*.md"))}
     if (RESULTS / BASELINE).exists():
         files[PLOT] = plots.baseline(json.loads((RESULTS / BASELINE).read_text()))
+    if (RESULTS / LOADER).exists():
+        result = json.loads((RESULTS / LOADER).read_text())
+        if loader_tables.ran(loader_tables.section(result, "timeline")):
+            picture = ROOT / "docs" / "_static" / loader_tables.PICTURE
+            files[picture] = loader_timeline_plot.drawn(result)
     return files
 
 
 def main() -> None:
-    """Rewrite the pages and the plot, or check them."""
+    """Rewrite the pages and the plots, or check them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

@@ -235,6 +235,135 @@ def checkpoint_cost():
     }
 
 
+def loader():
+    """Return what was measured of the loader, every verdict and status among it."""
+    form = {"ratio": 0.5, "depth": 2, "reuse": True, "recycled": True}
+    late = {"status": "left out", "reason": "no time was left"}
+    sizes = {"bytes": 38_500_000, "transfer_ms": 0.7125, "gb_s": 54.0, "workers": 12}
+    fed = {
+        **form,
+        **sizes,
+        "status": "ran",
+        "actual_ratio": 0.52,
+        "upstream": "ready",
+        "supply_ms": 0.5,
+        "supply_over_demand": 2.8,
+        "resident_ms": 1.4,
+        "loader_ms": 1.41,
+        "eta": 0.9925,
+        "eta_quartiles": [0.99, 0.995],
+        "verdict": "held",
+    }
+    starved = {"ratio": 0.8, "supply_over_demand": 0.9, "eta": 0.6, "verdict": "supply-bound"}
+    at_hand = {"upstream": "pinned list", "recycled": False, "supply_ms": 0.0, "eta": 0.98}
+    eta = [
+        fed,
+        {**fed, **at_hand, "supply_over_demand": 1e6, "verdict": "missed"},
+        {**fed, **starved},
+        {**fed, "depth": 1, "verdict": "WRONG BYTES"},
+        {**form, "depth": 4, **late},
+    ]
+    traced = {
+        "measure": "overlap",
+        "upstream": "copy, recycled",
+        "reuse": True,
+        "status": "ran",
+        "overlap": 0.975,
+        "copies_a_step": 2.0,
+        "copy_ms_a_step": 0.71,
+        "copy_gb_s": 54.2,
+        "all_pinned": True,
+        "kernel_ms_a_step": 1.4,
+        "span_ms_a_step": 1.45,
+        "host_waits_of_the_loop": {},
+        "held": True,
+    }
+    guarded = {"measure": "no synchronisation", "reuse": True, "status": "ran", "steps": 100}
+    control = {"upstream": "control: one stream", "overlap": 0.0, "held": False}
+    overlap = [
+        traced,
+        {**traced, "upstream": "copy", "overlap": 0.5, "held": False, "all_pinned": False},
+        {**traced, "upstream": "ready", "overlap": 0.03, "held": False, "kernel_ms_a_step": 0.2},
+        {**traced, **control, "host_waits_of_the_loop": {"cudaStreamSynchronize": 3}},
+        {"measure": "overlap", "upstream": "late", "reuse": False, **late},
+        {**guarded, "upstream": "copy", "error": None, "held": True},
+        {**guarded, "upstream": "control: .item()", "error": "a | b", "held": False},
+    ]
+    call = {"upstream": "list", "reuse": True, "pause": "sleep", "status": "ran"}
+    costs = [
+        {**call, "median_us": 41.25, "p90_us": 60.0, "held": True},
+        {**call, "reuse": False, "median_us": 51.0, "p90_us": 70.0, "held": False},
+        {**call, "pause": "spin", "median_us": 300.0, "p90_us": 500.0, "held": None},
+        {**call, "upstream": "pieces", "pieces_us": {"event.record": 10.5}},
+        {**call, "upstream": "workers", **late},
+    ]
+    step = {
+        "upstream": "list",
+        "how": "reuse=True",
+        "status": "ran",
+        "supply_over_demand": None,
+        "resident_ms": 0.139,
+        "loader_ms": 0.152,
+        "more_us": 13.0,
+        "eta": 0.914,
+        "eta_quartiles": [0.91, 0.92],
+    }
+    launch = [step, {**step, "upstream": "workers", "supply_over_demand": 0.12}]
+    held = {"reserved_bytes": 0, "pinned_bytes": 0, "open_files": 2, "threads": 0}
+    last = {"reserved_bytes": 121_600_000, "pinned_bytes": None, "open_files": 64, "threads": 5}
+    epochs = {
+        "reuse": True,
+        "across_epochs": False,
+        "control_keeps_batches": False,
+        "status": "ran",
+        "epochs": 40,
+        "seen": [{**last, "resident_set_bytes": 899_000_000}],
+        "grown": {**held, "resident_set_bytes": 500_000},
+        "held": True,
+    }
+    memory = [
+        epochs,
+        {**epochs, "across_epochs": True, "held": False},
+        {**epochs, "control_keeps_batches": True},
+    ]
+    times = {"resident": 10.0, "by hand": 15.0, "timm": 14.5, "torchfast": 11.6}
+    beside = {
+        "kind": "images",
+        "status": "ran",
+        "bytes": 38_500_000,
+        "supply_ms": 5.9,
+        "supply_pinned_ms": 7.5,
+        "left_out": {"Accelerate": "accelerate is\nnot here"},
+        "methods": {name: {"median_ms": ms} for name, ms in times.items()},
+        "best_peer": "timm",
+        "ratio_to_best_peer": {"torchfast": {"median": 0.8, "quartiles": [0.79, 0.81]}},
+    }
+    panel = {"status": "ran", "window_ms": 200.0, "fetch": [[0, 0.0, 20.0]], "copy": [[20.0, 25.0]]}
+    timeline = [
+        {**panel, "title": title, "compute": [[25.0, 25.0 + 200 * busy]], "busy": busy}
+        for title, busy in (("a naive loop", 0.5), ("with the loader", 0.75))
+    ]
+    rows = {
+        "eta": eta,
+        "overlap": overlap,
+        "next": costs,
+        "launch": launch,
+        "memory": memory,
+        "timeline": timeline,
+        "peers": [beside],
+        "eta again 2": [{**fed, "eta": 0.9915}],
+    }
+    sections = {name: {"status": "ran", "rows": found} for name, found in rows.items()}
+    sections["peers"] |= {"status": "failed", "reason": "it took | too long"}
+    sections["eta again 3"] = {**late, "rows": []}
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/loader.py",
+        "machine": dict(MACHINE),
+        "sections": sections,
+    }
+
+
 def main_job():
     """Return what the number formats did to the main job."""
     row = {"mean": 1.55, "mean_difference_from_fp32": 0.0, "within_noise": True}

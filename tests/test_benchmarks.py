@@ -18,6 +18,7 @@ FILES = {
     "baseline_h200.json": benchmark_results.result_of_every_status,
     "branches_h200.json": benchmark_results.branches,
     "checkpoint_cost_h200.json": benchmark_results.checkpoint_cost,
+    "loader_h200.json": benchmark_results.loader,
     "sweep_h200.json": benchmark_results.sweep,
     "main_job_curves_h200.json": benchmark_results.main_job,
 }
@@ -75,6 +76,12 @@ def test_a_changed_figure_changes_the_page(made_up):
         ("anchors", "| mlp | one graph | 0.185 | 0.5"),
         ("branches", "| 4, 8, 16 | graph | 2.50 | 1.80 times | 1 MiB and 2 MiB | yes |"),
         ("checkpoint cost", "| a save holds training up for | 0.250 s (0.240 to 0.270, 3 saves) |"),
+        ("loader efficiency", "| 0.993 (0.990 to 0.995) | 0.992 | held |"),
+        ("loader overlap", "| 97.5% | 2.0, 0.710 | 54.2 | all | 97% | never | held |"),
+        ("loader next", "| list | yes | sleeps | 41.2 | 60.0 | held |"),
+        ("loader memory", "| 121.6 +0.0 |  | 64 +2 | 5 +0 | 899.0 +0.5 | as it should be |"),
+        ("loader peers", "| 0.800 (0.790 to 0.810) of timm |"),
+        ("loader timeline", "](../_static/loader_timeline.svg)"),
         ("sweep", "| timm resnet18 |"),
         ("main job", "| bf16 | 1.5500 |"),
     ],
@@ -128,6 +135,7 @@ def test_check_writes_nothing_and_tells_what_is_stale(made_up, monkeypatch, tmp_
     docs.mkdir()
     page = docs / "page.md"
     page.write_text("# Page\n\n<!-- figures: sweep -->\n<!-- end -->\n")
+    picture = docs / "_static" / "loader_timeline.svg"
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "PLOT", docs / "_static" / "baseline.svg")
 
@@ -141,10 +149,12 @@ def test_check_writes_nothing_and_tells_what_is_stale(made_up, monkeypatch, tmp_
     assert status("--check") == 1
     assert page.read_text() == before
     assert not tables.PLOT.exists()
+    assert not picture.exists()
     assert "docs/page.md" in capsys.readouterr().out
     assert status() == 0
     assert "timm resnet18" in page.read_text()
     assert tables.PLOT.read_text().startswith("<svg")
+    assert "the GPU computes 75% of the time" in picture.read_text()
     assert status("--check") == 0
 
 
