@@ -28,7 +28,10 @@ HEADS = {
     "by hand: graph + float8 + compile by block": "hand, float8",
     "torchfast eager": "tf eager",
     "torchfast exact": "tf exact",
+    "torchfast exact + vocabulary loss": "tf exact, voc.",
+    "torchfast fast, not compiled": "tf fast, no comp.",
     "torchfast fast": "tf fast",
+    "torchfast fast + vocabulary loss": "tf fast, voc.",
 }
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 

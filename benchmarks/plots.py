@@ -9,6 +9,7 @@ shown always, hollow and crossed.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Family(NamedTuple):
     """Methods that share a mark. Of those that are alternatives only the best is shown."""
 
     label: str
-    prefix: str
+    methods: str  # a regular expression of their whole names
     colour: str  # of Okabe and Ito's palette, told apart with any colour vision
     shape: str
     lane: int
@@ -41,11 +42,12 @@ FAMILIES = (
     Family("Lightning", "Lightning", "#e69f00", "circle", 2),
     Family("Accelerate", "Accelerate", "#e69f00", "square", 2),
     Family("transformers Trainer", "transformers Trainer", "#e69f00", "diamond", 2),
-    Family("torch.compile, best mode", "compile ", "#56b4e9", "circle", 3),
-    Family("by hand, best", "by hand: ", "#009e73", "circle", 4),
+    Family("torch.compile, best mode", "compile .*", "#56b4e9", "circle", 3),
+    Family("by hand, best", "by hand: .*", "#009e73", "circle", 4),
     Family("torchfast eager", "torchfast eager", "#d55e00", "circle", 5),
-    Family("torchfast exact", "torchfast exact", "#d55e00", "square", 5),
-    Family("torchfast fast", "torchfast fast", "#d55e00", "diamond", 5),
+    Family("torchfast exact", r"torchfast exact( \+.*)?", "#d55e00", "square", 5),
+    Family("fast, not compiled", "torchfast fast, not compiled", "#d55e00", "triangle", 5),
+    Family("torchfast fast", r"torchfast fast( \+.*)?", "#d55e00", "diamond", 5),
 )
 NUM_LANES = 1 + max(family.lane for family in FAMILIES)
 
@@ -111,7 +113,7 @@ def marks_of(workload: dict[str, Any]) -> list[Mark]:
                 trains(method),
             )
             for name, method in workload["methods"].items()
-            if name.startswith(family.prefix) and method["status"] == "ran"
+            if re.fullmatch(family.methods, name) and method["status"] == "ran"
         ]
         best = sorted((mark for mark in marks if mark.trains), key=lambda mark: mark.ratio)[:1]
         found += [*(mark for mark in marks if not mark.trains), *best]
@@ -173,6 +175,7 @@ def _shape(family: Family, x: float, y: float, solid: bool) -> str:
         "circle": "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
         "square": "m-3.5 -3.5h7v7h-7z",
         "diamond": "m0 -4.8l4.8 4.8l-4.8 4.8l-4.8 -4.8z",
+        "triangle": "m0 -4.6l4.6 8h-9.2z",
     }
     place = f"M{x:.2f} {y:.2f}"
     if solid:

@@ -17,9 +17,10 @@ import torch
 import strange_methods
 from benchmarks import figures, process, results, trace
 from benchmarks.job import Job
-from benchmarks.methods import METHODS, NAIVE, TUNED
+from benchmarks.methods import METHODS, NAIVE, TUNED, plans
 from benchmarks.workloads import NAMES, workload
 from benchmarks.yardstick import Measurement, Settings, slowdown
+from torchfast import Plan
 
 QUICK = Settings(device="cpu", size="smoke", rounds=2, block_s=0.02, cold_start_limit_s=90)
 
@@ -269,6 +270,31 @@ def test_memory_that_is_full_measures_in_groups(monkeypatch):
     fitting = [m for m in nine if m is not TUNED and m.name not in measurement.figures]
     assert others == fitting
     assert len(groups) > 1
+
+
+def test_what_the_methods_of_torchfast_are():
+    fast, plain = (plans.plan_of("fast", compiled=compiled) for compiled in (True, False))
+    assert fast == Plan.preset("fast")
+    assert fast.compile_options is not None
+    assert plain == fast.replace(compile=False)
+    assert plain != fast
+    waits = {name for name, method in METHODS.items() if method.compiles and "torchfast" in name}
+    assert waits == {"torchfast fast", "torchfast fast + vocabulary loss"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_over_a_vocabulary_is_the_loss_of_the_workload(name):
+    load = workload(name, "smoke")
+    method = METHODS["torchfast exact + vocabulary loss"]
+    is_left_out = method.obstacle(load, on_cuda=False) is not None
+    assert is_left_out is (name not in {"gpt-small", "gpt2", "moe", "llama"})
+    if not is_left_out:
+        torch.manual_seed(0)
+        model, batch = load.build(), load.batches()[0]
+        losses = [load.loss_fn(model, batch), plans.vocabulary_loss(model, batch)]
+        gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,12 @@ def _without_language(workload: Workload) -> str | None:
     return None if workload.language else "measured on language models only"
 
 
+def _without_vocabulary(workload: Workload) -> str | None:
+    with torch.device("meta"):
+        is_apart = hasattr(workload.build(), "output_weight")
+    return None if is_apart else "measured on transformers over a vocabulary only"
+
+
 def _without_large_products(workload: Workload) -> str | None:
     return None if workload.name == "llama" else "measured on the largest matrix products only"
 
@@ -88,8 +94,16 @@ def _by_hand(name: str, train: Callable[[Job], None], given: str, **details: obj
     return Method(f"by hand: {name}", train, given, cuda_only=True, **details)  # type: ignore[arg-type]
 
 
-def _plan(plan: str, given: str) -> Method:
-    return Method(f"torchfast {plan}", partial(plans.train, plan=plan), given)
+def _plan(plan: str, given: str, variant: str = "", **changes: bool) -> Method:
+    compiles = plan == "fast" and changes.get("compiled", True)
+    return Method(
+        f"torchfast {plan}{variant}",
+        partial(plans.train, plan=plan, **changes),
+        given,
+        needs=COMPILER if compiles else None,
+        compiles=compiles,
+        left_out=_without_vocabulary if changes.get("loss_over_vocabulary") else None,
+    )
 
 
 NAIVE = Method(
@@ -165,6 +179,28 @@ METHODS = {
         ),
         _plan("eager", "the plan `eager`; what the tuned loop is given"),
         _plan("exact", "the plan `exact`; what the tuned loop is given"),
-        _plan("fast", "the plan `fast`; what the naive loop is given, pinned batches apart"),
+        _plan(
+            "exact",
+            "the same, the loss by `torchfast.losses.linear_cross_entropy`, without the logits",
+            " + vocabulary loss",
+            loss_over_vocabulary=True,
+        ),
+        _plan(
+            "fast",
+            "the plan `fast` with `compile=False`; what the naive loop is given, pinned batches "
+            "apart",
+            ", not compiled",
+            compiled=False,
+        ),
+        _plan(
+            "fast",
+            "the plan `fast`, which compiles; what the naive loop is given, pinned batches apart",
+        ),
+        _plan(
+            "fast",
+            "the same, the loss by `torchfast.losses.linear_cross_entropy`, without the logits",
+            " + vocabulary loss",
+            loss_over_vocabulary=True,
+        ),
     )
 }

@@ -55,10 +55,20 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of shape (batch, length, vocabulary)."""
+        return F.linear(self.hidden(tokens), self.output_weight)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Return what goes into the output layer, of shape (batch, length, width)."""
         x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.embed.weight)
+        out: Tensor = self.norm(x)
+        return out
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output layer's, of shape (vocabulary, width)."""
+        return self.embed.weight
 
 
 def workload(name: str, size: Size) -> Workload:

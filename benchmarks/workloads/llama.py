@@ -101,12 +101,22 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of shape (batch, length, vocabulary)."""
+        logits: Tensor = self.head(self.hidden(tokens))
+        return logits
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Return what goes into the output layer, of shape (batch, length, width)."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        out: Tensor = self.norm(x)
+        return out
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output layer's, of shape (vocabulary, width)."""
+        return self.head.weight
 
 
 def workload(name: str, size: Size) -> Workload:
