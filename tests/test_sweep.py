@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
+import math
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +22,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import preloaded, sweep_model, sweep_processes
 from benchmarks import sweep as runner
 from benchmarks.outside_models import MODELS, OutsideModel
+from benchmarks.sweep_processes import Order
+from benchmarks.turns import Turns
 from torchfast._core.decisions import Decision, Report
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +87,14 @@ def infinite_loss(model, batch):
     return loss_fn(model, batch) / 0.0
 
 
+def loss_that_looks(model, batch):
+    """Break the graph, after the model and before the loss."""
+    y = model(batch)
+    if y.isnan().any():  # data-dependent
+        raise ValueError("nothing is learnt from this")
+    return y.square().mean()
+
+
 def slow_batch(generator, folder):
     """Tell the test where we are, then take long."""
     Path(folder, "started").write_text(str(os.getpid()))
@@ -87,6 +103,7 @@ def slow_batch(generator, folder):
 
 GOOD = OutsideModel(build, batch, loss_fn)
 BF16 = '{"precision": "bf16"}'
+COMPILED = '{"compile": {"backend": "aot_eager"}}'
 
 
 def swept(outside, plan="exact", **options):
@@ -103,7 +120,7 @@ def test_a_good_model_runs_and_holds_parity(plan, exact):
     assert (record["parity"]["held"], record["parity"]["exact"]) == (True, exact)
     assert (record["parity"]["loss_error"] == 0) is exact
     assert record["form"] == "eager"
-    assert len(record["pairs_ms"]) == runner.NUM_PAIRS
+    assert len(record["pairs_ms"]) == sweep_model.NUM_PAIRS
     assert record["gain_quartiles"][0] <= record["gain"] <= record["gain_quartiles"][1]
     assert "host_waits" not in record
 
@@ -124,7 +141,7 @@ def test_a_model_that_fails_is_recorded_and_the_next_one_runs(build, reason, cap
     assert records["good"]["status"] == "ran"
     assert f"failed: {reason}" in capsys.readouterr().out
     assert runner.summary(records).startswith("ran 1 of 2; parity held 1; median gain ")
-    assert runner.summary(records).endswith("captured 0, compiled 0, eager 1")
+    assert runner.summary(records).endswith("captured, compiled 0, captured 0, compiled 0, eager 1")
 
 
 def test_a_model_that_hangs_is_killed_after_the_limit():
@@ -138,7 +155,7 @@ def test_a_model_that_hangs_is_killed_after_the_limit():
 
 def test_what_was_found_before_a_failure_is_kept():
     # What parity takes: a group of two batches a step, the last of one, in each of two loops.
-    calls = 2 * (2 * runner.PARITY_STEPS - 1)
+    calls = 2 * (2 * sweep_model.PARITY_STEPS - 1)
     record = swept(OutsideModel(build, batch, partial(loss_that_fails, calls)))
     assert record["status"] == "failed"
     assert record["parity"]["held"]
@@ -157,7 +174,7 @@ def test_a_plan_that_computes_something_else_does_not_hold_parity(loss_fn, plan,
     assert "parity NOT held" in capsys.readouterr().out
     assert "parity held 0" in runner.summary({"toy": record})
     if size is None:
-        assert f"step 1 of {runner.PARITY_STEPS}: loss" in record["parity"]["reason"]
+        assert f"step 1 of {sweep_model.PARITY_STEPS}: loss" in record["parity"]["reason"]
     else:
         assert record["parity"]["loss_error"] == pytest.approx(size, rel=0.1)
 
@@ -169,22 +186,190 @@ def test_losses_that_are_not_finite_prove_nothing():
 
 
 @pytest.mark.parametrize(
-    ("applied", "aside", "replays", "expected"),
+    ("graphs", "aside", "replays", "expected"),
     [
-        ([], "", 0, "eager"),
-        (["precision", "optimizer"], "", 0, "eager"),
-        (["cuda_graph"], "", 0, "eager"),  # it could have been, and was not
-        (["compile"], "", 0, "compiled"),
-        (["compile", "cuda_graph"], "", 7, "captured"),
-        (["cuda_graph"], "the update of A is not in the graph: b", 7, "captured, update after"),
-        (["cuda_graph"], "steps of 3x4 run eagerly: no", 7, "captured"),
+        (None, "", 0, "eager"),
+        (0, "", 0, "eager"),  # asked for, and nothing came of it
+        (0, "", 7, "captured"),
+        (3, "", 0, "compiled"),
+        (3, "", 7, "captured, compiled"),
+        (3, "the update of A is not in the graph: b", 7, "captured, compiled, update after"),
+        (None, "the update of A is not in the graph: b", 7, "captured, update after"),
+        (None, "the update of A is not in the graph: b", 0, "eager"),
+        (None, "steps of 3x4 run eagerly: no", 7, "captured"),
     ],
 )
-def test_the_form_is_told_from_what_was_done(applied, aside, replays, expected):
-    decisions = [Decision(lever=lever, outcome="applied", detail="") for lever in applied]
-    decisions.append(Decision(lever="cuda_graph", outcome="stepped aside", detail=aside))
-    report = Report(title="", decisions=tuple(decisions), counters={"replays": replays})
-    assert runner.form(report) == expected
+def test_the_form_is_told_from_what_was_done(graphs, aside, replays, expected):
+    decision = Decision(lever="cuda_graph", outcome="stepped aside", detail=aside)
+    counts = {} if graphs is None else {"compile_graphs": graphs}
+    counters = {"replays": replays, **counts}
+    report = Report(title="", decisions=(decision,), counters=counters)
+    assert sweep_model.form(report) == expected
+
+
+def test_what_was_compiled_is_recorded_and_printed(capsys):
+    record = swept(OutsideModel(build, batch, loss_that_looks), COMPILED)
+    assert record["form"] == "compiled"
+    assert record["parity"]["held"]
+    for found in (record["compile"], record["parity"]["compile"]):
+        assert found["graphs"] > 0
+        assert found["graph_breaks"] == 1
+        assert found["recompiles"] == 0
+        assert found["s"] > 0
+    out = capsys.readouterr().out
+    assert re.search(r"  compiled            .*  \d graphs in [\d.]+ s, 1 graph breaks\n", out)
+    assert runner.summary({"toy": record}).endswith("captured 0, compiled 1, eager 0")
+
+
+def test_nothing_is_said_of_a_compiler_that_was_not_asked(capsys):
+    record = swept(GOOD)
+    assert "compile" not in record
+    assert "compile" not in record["parity"]
+    assert " graphs in " not in capsys.readouterr().out
+
+
+# --- several at a time --------------------------------------------------------------------------
+
+
+def noting_loss(folder, name, model, batch):
+    """Note when it is called, and take long enough for others to get in between."""
+    begun = time.monotonic()
+    time.sleep(0.002)
+    with Path(folder, name).open("a") as file:
+        file.write(f"{begun} {time.monotonic()}\n")
+    return loss_fn(model, batch)
+
+
+def noted(folder, name):
+    lines = Path(folder, name).read_text().splitlines()
+    return [tuple(map(float, line.split())) for line in lines]
+
+
+@pytest.fixture
+def three(tmp_path):
+    return {
+        name: OutsideModel(build, batch, partial(noting_loss, str(tmp_path), name))
+        for name in ("a", "b", "c")
+    }
+
+
+def timings_of(name, records, folder):
+    """Return from when to when a model was timed: in its last calls, two or more a pair."""
+    calls = noted(folder, name)
+    alone = calls[-2 * len(records[name]["pairs_ms"]) :]
+    return alone[0][0], alone[-1][1]
+
+
+def test_several_run_at_a_time_and_who_times_is_alone(three, tmp_path):
+    records = runner.sweep(three, "exact", jobs=3)
+    assert list(records) == list(three)
+    assert all(record["status"] == "ran" for record in records.values())
+    spans = {name: (noted(tmp_path, name)[0][0], noted(tmp_path, name)[-1][1]) for name in three}
+    second, _ = sorted(spans.values())[1]
+    assert second < min(end for _, end in spans.values()), "they are not at work side by side"
+    for name in three:
+        begun, ended = timings_of(name, records, tmp_path)
+        for other in set(three) - {name}:
+            beside = [call for call in noted(tmp_path, other) if begun < call[0] < ended]
+            assert not beside, f"{other} worked while {name} was timed"
+
+
+def test_without_turns_others_work_beside_a_timing(three, tmp_path, monkeypatch):
+    """The test above can fail."""
+    monkeypatch.setattr(sweep_processes, "_send_record", send_without_turns)
+    records = runner.sweep(three, "exact", jobs=3)
+    found = 0
+    for name in three:
+        begun, ended = timings_of(name, records, tmp_path)
+        for other in set(three) - {name}:
+            found += sum(begun < call[0] < ended for call in noted(tmp_path, other))
+    assert found > 0
+
+
+def send_without_turns(sender, outside, order, folder):
+    with sender:
+        for part in sweep_model.measure(outside, order.plan, order.device, NoTurns()):
+            sender.send(part)
+        sender.send({"status": "ran"})
+
+
+class NoTurns:
+    def beside_others(self):
+        return nullcontext()
+
+    alone = beside_others
+
+
+def test_what_a_model_waits_for_others_does_not_count_against_its_limit(tmp_path):
+    held = threading.Event()
+    turns, told = Turns(tmp_path / "turns"), []
+
+    def hold():
+        with turns.alone():
+            held.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    with Turns(tmp_path / "turns", told.append).beside_others():
+        assert told == [True, False]
+        with Turns(tmp_path / "turns", told.append).beside_others():
+            assert told == [True, False]  # two at a time
+    thread.join()
+
+    run = sweep_processes.Run(multiprocessing, "toy", GOOD, Order("exact", "cpu", 0.2), tmp_path)
+    assert 0 < run.seconds_left() <= 0.2
+    run._take(True)
+    time.sleep(0.3)
+    run.look()
+    assert (run.is_done, run.seconds_left()) == (False, math.inf)
+    assert run.own_s < 0.2
+    run._take(False)
+    assert 0 < run.seconds_left() <= 0.2
+    time.sleep(0.3)
+    run.look()
+    assert run.record["reason"] == "not done in 0.2 s"
+    run.stop()
+
+
+def test_one_that_fails_leaves_the_others_their_turns():
+    models = {"bad": OutsideModel(crash, batch, loss_fn), "good": GOOD, "again": GOOD}
+    records = runner.sweep(models, "exact", jobs=2)
+    assert [record["status"] for record in records.values()] == ["failed", "ran", "ran"]
+
+
+def test_a_server_whose_forks_cannot_use_the_device_says_that_it_is_slow(capsys):
+    context = sweep_processes.start_server("no such device")
+    assert context.get_start_method() == "spawn"
+    out = capsys.readouterr().out
+    assert out.startswith("slow: a fork could not use no such device")
+    assert out.count("slow") == 1
+
+
+def test_what_is_imported_beforehand_leaves_torchao_alone():
+    script = (
+        "import sys; from benchmarks import preloaded;"
+        "print('transformers.modeling_utils' in sys.modules, 'torchao' in sys.modules);"
+        "import importlib.util; print(importlib.util.find_spec('torchao') is not None)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    has_torchao = importlib.util.find_spec("torchao") is not None
+    assert answer.stdout.split() == [str(has_transformers), "False", str(has_torchao)]
+
+
+def test_a_package_is_hidden_for_a_moment_only():
+    assert "cmd" not in sys.modules or sys.modules.pop("cmd")
+    with preloaded.hidden("cmd"):
+        assert importlib.util.find_spec("cmd") is None
+    assert importlib.util.find_spec("cmd") is not None
 
 
 # --- the file -----------------------------------------------------------------------------------
@@ -195,11 +380,12 @@ def measured(monkeypatch):
     """The names measured, in order, with nothing run."""
     names = []
 
-    def fake(context, outside, plan, device, limit_s):
-        names.append(outside)
-        return {"status": "failed", "reason": "fake"}
+    def fake(context, models, order, jobs):
+        for name, outside in models.items():
+            names.append(outside)
+            yield name, {"status": "failed", "reason": "fake"}
 
-    monkeypatch.setattr(runner, "run_apart", fake)
+    monkeypatch.setattr(runner, "run_all", fake)
     monkeypatch.setattr(runner, "start_server", lambda device: object())
     monkeypatch.setenv("TORCHFAST_COMMIT", "aaa")
     return names
