@@ -112,7 +112,7 @@ class CompiledModule(Closing):
         self._kinds, self._regions = _made(choice, self.options)
         self._is_closed = False
         for region in self._regions:
-            region.install()
+            region.install(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -208,7 +208,7 @@ class CompiledModule(Closing):
             raise ClosedError("this CompiledModule is closed; make another one to compile again")
         self.suspend()
         for region in self._regions:
-            region.install()
+            region.install(self)
 
     def close(self) -> None:
         """Give the eager model back, or what ``model.compile()`` had made of it."""
@@ -216,6 +216,8 @@ class CompiledModule(Closing):
             self._is_closed = True
             self.suspend()
             self._account.close()
+            for kind in self._kinds:
+                kind.close()
 
     def __repr__(self) -> str:
         """Return the model's class and what is compiled of it."""
@@ -327,6 +329,7 @@ class CompiledCallable(Closing):
         """Call the function as it is from now on."""
         self._is_closed = True
         self._account.close()
+        self._kind.close()
 
 
 def compile_callable(
@@ -372,10 +375,15 @@ def _check_model(model: object) -> None:
                 "module that was given to torch.compile, or leave it as it is and do without "
                 "CompiledModule"
             )
-        if region_of(module) is not None:
+        region = region_of(module)
+        if region is None:
+            continue
+        if not region.is_abandoned:
             raise ValueError(
-                f"model is compiled by another CompiledModule already ({where}); close that first"
+                f"model is compiled by another CompiledModule already ({where}); close that, or "
+                "the Trainer that made it, first"
             )
+        region.undo()
 
 
 def _made(

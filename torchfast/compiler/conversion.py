@@ -23,10 +23,11 @@ All that is private to torch is touched in this file only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, cast, final
 
 import torch
@@ -75,6 +76,7 @@ class FrameConversion:
         self._convert: Callable[..., Any] | None = None
         # Torch follows this to the backend, to tell compiled code of one backend from another's.
         self._torchdynamo_orig_backend: Any = None
+        self._backend: object = None
 
     def attach(self, compiled: Callable[..., Any]) -> bool:
         """Stand in front of the converter of what ``torch.compile`` returned.
@@ -89,7 +91,12 @@ class FrameConversion:
         if cell is None or not hasattr(converter, "_torchdynamo_orig_backend"):
             return False
         self._convert = converter
-        self._torchdynamo_orig_backend = converter._torchdynamo_orig_backend
+        compiler = converter._torchdynamo_orig_backend._torchdynamo_orig_backend
+        # At the end of the path stands an object of this conversion's own. Torch would otherwise
+        # run the code that another one had made of the user's functions, behind a graph break: no
+        # graph would be counted, and that one's end would be this one's too.
+        self._backend = functools.partial(compiler)
+        self._torchdynamo_orig_backend = SimpleNamespace(_torchdynamo_orig_backend=self._backend)
         cell.cell_contents = self
         return True
 
@@ -135,7 +142,7 @@ class FrameConversion:
         assert self._convert is not None
         graphs, start = _num_graphs(), time.perf_counter()
         try:
-            with _settings(self._num_regions):
+            with _settings(self._num_regions + self._num_of_others(frame.f_code)):
                 left_s = self._timeout_s - self._spent_s
                 return call_within(left_s, self._convert, frame, cache_entry, frame_state)
         except (Exception, CallTimeoutError) as error:
@@ -149,6 +156,15 @@ class FrameConversion:
             if self.failure is None:
                 self.graphs += max(_num_graphs() - graphs, 0)
 
+    def _num_of_others(self, code: CodeType) -> int:
+        """Return how many compiled versions of a function are not ours; they use up no limit."""
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        return sum(
+            getattr(entry, "backend", self._backend) is not self._backend
+            for entry in _debug_get_cache_entry_list(code)
+        )
+
     def _note_left_alone(self, result: Any, is_own: bool) -> None:
         # Under its own name it is C++ that has no types.
         if result.frame_exec_strategy.cur_action.name == "RUN_ONLY":
@@ -158,6 +174,19 @@ class FrameConversion:
             # An exception of the user's makes torch leave the code alone for ever; the owner
             # knows better once the call has returned.
             result.apply_to_code = False
+
+
+def forget(code: CodeType) -> None:
+    """Free what was compiled of a function.
+
+    It would stay: it lies in the function's code object and refers to it, where the garbage
+    collector does not look.
+    """
+    from torch._dynamo import utils
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    remove_from_cache(code)
+    getattr(utils, "guard_failures", {}).pop(code, None)
 
 
 def why_off() -> str | None:

@@ -34,7 +34,13 @@ from torch.nn.modules import module as torch_module
 
 from torchfast._core.errors import CompileError
 from torchfast.compiler.causes import explained
-from torchfast.compiler.conversion import FrameConversion, GaveUpError, is_graph_break, why_off
+from torchfast.compiler.conversion import (
+    FrameConversion,
+    GaveUpError,
+    forget,
+    is_graph_break,
+    why_off,
+)
 from torchfast.compiler.options import CompileOptions
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.steady_watch import SteadyWatch
@@ -111,9 +117,10 @@ class RegionKind:
             fullgraph=options.fullgraph,
         )
         self._options = options
+        self._record = CompileRecord() if options.mark_dynamic else None
         self._sizes = (
-            SteadyWatch(CompileRecord(), mark_dynamic=True, name=self.code_name)
-            if options.mark_dynamic
+            SteadyWatch(self._record, mark_dynamic=True, name=self.code_name)
+            if self._record is not None
             else None
         )
         self._raises = False
@@ -127,9 +134,18 @@ class RegionKind:
             self._fail(error)
         else:
             self._is_watched = self.conversion.attach(self._compiled)
+        # Also where nobody closes it.
+        self._forget = weakref.finalize(self, forget, code)
+        self._forget.atexit = False
 
     def __str__(self) -> str:
         return f"{self.names} ({self.class_name})" if self.names else self.class_name
+
+    def close(self) -> None:
+        """Free what was compiled; a call after that compiles anew."""
+        self._forget()
+        if self._record is not None:
+            self._record.close()
 
     def run(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
         """Call a region of this kind; ``region`` is what is to know what came of it."""
@@ -257,13 +273,14 @@ class Region:
         state: ``"not called"``, ``"compiled"`` or ``"eager"``.
     """
 
-    __slots__ = ("__weakref__", "_before", "_target", "kind", "path", "state")
+    __slots__ = ("__weakref__", "_before", "_owner", "_target", "kind", "path", "state")
 
     def __init__(self, path: str, module: nn.Module | None, kind: RegionKind) -> None:
         self.path = path
         self.kind = kind
         self.state: State = "not called"
         self._target = weakref.ref(module) if module is not None else _nothing
+        self._owner: Callable[[], object] = _nothing
         self._before: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,8 +291,9 @@ class Region:
             return module._call_impl(*args, **kwargs)
         return self.kind.run(self, module, args, kwargs)
 
-    def install(self) -> None:
-        """Stand in the module's way."""
+    def install(self, owner: object) -> None:
+        """Stand in the module's way, on behalf of an owner that is to take it away again."""
+        self._owner = weakref.ref(owner)
         module = self._target()
         assert module is not None
         attributes = vars(module)
@@ -291,6 +309,11 @@ class Region:
             vars(module)[_SLOT] = self._before[0]
         else:
             del vars(module)[_SLOT]
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody is left who could take it away."""
+        return self._owner() is None
 
     @property
     def was_compiled_by_user(self) -> bool:

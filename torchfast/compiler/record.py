@@ -40,6 +40,7 @@ from torchfast.compiler.torch_events import CodeKey, TorchEvents, callers, is_li
 
 # What torch raises at code that it cannot follow; all else is a failure of its own.
 _CANNOT_FOLLOW = ("Unsupported", "UserError")
+_REGION = re.compile(r"region_\d+_")
 _REST = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+$")
 
 
@@ -207,6 +208,8 @@ class CompileRecord(Closing):
         )
         if entry.recompile_reason:
             change = self._read(entry.recompile_reason, entry, code)
+            if change.kind == "backend" and any(map(_REGION.match, (code.name, *within))):
+                return  # a region's own first version, of a function that others compiled too
             self._events.recompiles.append(
                 Recompile(
                     code=code,
