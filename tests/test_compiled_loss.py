@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import nn, optim
+from torch._dynamo.callback import callback_handler
 
 from models import MODELS, BatchNormNet, DropoutNet, make_batches, mean_loss
 from stepping import make_trainer
@@ -146,6 +149,7 @@ def test_nothing_is_called_compiled_that_was_not():
     assert counter(trainer, "graphs") == 0
     told = [d for d in compiled_in(trainer) if d.outcome == "stepped aside"]
     assert any("force_eager" in d.detail for d in told)
+    assert not [d for d in compiled_in(trainer) if d.outcome == "applied"]
 
 
 def test_a_graph_break_is_told_with_its_line():
@@ -333,3 +337,104 @@ def test_auto_measures_the_regions_that_were_asked_for(searching):
     plan = Plan(compile=CompileOptions(mode="auto", regions="whole"))
     make_trainer(net=lambda: model, plan=plan).step(BATCHES[0])
     assert {name for name, _, _ in tried} == {"eager", "whole: default"}
+
+
+# -- One after another -----------------------------------------------------------------------------
+
+
+def broken_loss(model, batch):
+    loss = mean_loss(model, batch)
+    torch._dynamo.graph_break()
+    return loss * 2.0
+
+
+def test_each_trainer_compiles_for_itself(caplog):
+    """Behind a graph break lie the user's own functions, of which others left compiled code."""
+    for _ in range(10):  # more than torch compiles of a function by default
+        trainer = make_trainer(loss_fn=broken_loss, plan=Plan(compile=EAGER))
+        for batch in BATCHES:
+            trainer.step(batch)
+        assert counter(trainer, "graphs") == 2
+        assert counter(trainer, "recompiles") == 0
+        trainer.close()
+    assert not [r for r in caplog.records if r.name.startswith("torchfast")]
+
+
+@pytest.mark.parametrize("regions", ["whole", "blocks"])
+@pytest.mark.parametrize("closes", [True, False])
+def test_what_was_compiled_is_freed(regions, closes):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(weakref.ref(graph))
+        return graph.forward
+
+    options = CompileOptions(backend=backend, regions=regions, mark_dynamic=True)
+    trainer = make_trainer(net=Deep, plan=Plan(compile=options))
+    for inputs, targets in BATCHES:
+        for size in (8, 5):
+            trainer.step((inputs[:size], targets[:size]))
+    assert any(graph() is not None for graph in compiled)
+    model = trainer.model
+    if closes:
+        trainer.close()
+    else:
+        del model
+    del trainer
+    for _ in range(2):  # what the first sets free may lie in cycles
+        gc.collect()
+    assert not any(graph() is not None for graph in compiled)
+
+
+def test_a_trainer_that_is_gone_or_replaced_does_not_stand_in_the_way():
+    plan = Plan(compile=CompileOptions(backend="eager", regions="blocks"))
+    model = Deep()
+    trainer = make_trainer(net=lambda: model, plan=plan)
+    del trainer
+    gc.collect()
+    trainer = make_trainer(net=lambda: model, plan=plan)
+    # As in a notebook cell that is run twice.
+    again = Trainer(model, trainer.optimizer, mean_loss, plan)
+    again.step(BATCHES[0])
+    assert counter(again, "graphs") > 0
+    with pytest.raises(ValueError, match="close that, or the Trainer that made it, first"):
+        make_trainer(net=lambda: model, plan=plan)
+
+
+def test_a_trainer_that_cannot_be_made_leaves_the_layout():
+    model = BatchNormNet()
+    before = model.conv.weight.stride()
+    plan = Plan(channels_last=True, compile=CompileOptions(backend="eager", regions=("nope",)))
+    with pytest.raises(ValueError, match="regions names 'nope'"):
+        make_trainer(net=lambda: model, plan=plan)
+    assert model.conv.weight.stride() == before
+
+
+def test_auto_is_asked_again_after_an_error_of_the_users(searching):
+    class BrokenError(Exception):
+        pass
+
+    def broken(model, batch):
+        if is_broken:
+            raise BrokenError
+        return mean_loss(model, batch)
+
+    is_broken = True
+    trainer = make_trainer(loss_fn=broken, plan=Plan(compile=CompileOptions(mode="auto")))
+    listening = len(callback_handler.start_callbacks)
+    with pytest.raises(BrokenError):
+        trainer.step(BATCHES[0])
+    assert "decided on at the first step" in compiled_in(trainer)[0].detail
+    assert len(callback_handler.start_callbacks) == listening
+    is_broken = False
+    trainer.step(BATCHES[0])
+    assert "mode 'auto' took" in compiled_in(trainer)[0].detail
+
+
+def test_auto_is_decided_in_the_first_half_of_a_step_too(searching):
+    tried, _ = searching
+    trainer = make_trainer(plan=Plan(compile=CompileOptions(mode="auto")))
+    trainer.forward_backward(BATCHES[0])
+    trainer.update()
+    assert tried
+    assert counter(trainer, "graphs") == 1

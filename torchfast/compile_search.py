@@ -117,21 +117,23 @@ def search_mode(
         else Candidate(name=name, apply=lambda: lambda: None)
         for name in names
     ]
-    receipt = search(
-        candidates,
-        work,
-        model=model,
-        device=device,
-        budget_s=options.budget_s,
-        batch=batch,
-        key=key,
-        call_within=call_within,
-    )
+    try:
+        receipt = search(
+            candidates,
+            work,
+            model=model,
+            device=device,
+            budget_s=options.budget_s,
+            batch=batch,
+            key=key,
+            call_within=call_within,
+        )
+    except BaseException:
+        _close_all_but(None, ways)
+        raise
     if options.cache is not None:
         save_receipt(options.cache, receipt)
-    for name, way in ways.items():
-        if way.compiled is not None and name != receipt.choice:
-            way.compiled.close()
+    _close_all_but(receipt.choice, ways)
     _put_in_force(ways, receipt.choice)
     return Found(receipt, is_new=True)
 
@@ -153,6 +155,12 @@ def _options_of(options: CompileOptions, choice: ModeChoice) -> CompileOptions:
     if options.regions == "auto":
         changes["regions"] = choice.regions
     return dataclasses.replace(options, **changes)
+
+
+def _close_all_but(choice: str | None, ways: dict[str, _Way]) -> None:
+    for name, way in ways.items():
+        if way.compiled is not None and name != choice:
+            way.compiled.close()
 
 
 def _put_in_force(ways: dict[str, _Way], choice: str) -> None:

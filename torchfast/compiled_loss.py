@@ -86,20 +86,21 @@ class CompiledLoss(Closing):
         return self._function(model, batch)
 
     @property
-    def is_undecided(self) -> bool:
-        """Whether `decide` is to be called before the first step."""
-        return self._undecided is not None
+    def changes_model(self) -> bool:
+        """Whether regions of the model are compiled where they stand, or may yet be."""
+        return isinstance(self._compiled, CompiledModule) or self._undecided is not None
 
     def decide(self, work: Callable[[], Tensor], batch: object) -> None:
-        """Find out how to compile, for ``mode="auto"``.
+        """Find out how to compile, if that is yet to be done, for ``mode="auto"``.
 
         Args:
             work: Runs the step's forward and backward on ``batch`` by this object, and returns the
                 loss.
             batch: The batch of the first step.
         """
-        options, self._undecided = self._undecided, None
-        assert options is not None
+        options = self._undecided
+        if options is None:
+            return
         found = search_mode(
             self._model,
             options,
@@ -111,6 +112,7 @@ class CompiledLoss(Closing):
             in_graph=self._in_graph,
             plan=self._plan_text,
         )
+        self._undecided = None  # not before: an error of the user's leaves it to the next step
         receipt = found.receipt
         when = "measured now" if found.is_new else f"measured {receipt.created}, from its receipt"
         why = f"mode 'auto' took {receipt.choice}, {when}: {receipt.why}"
@@ -127,8 +129,9 @@ class CompiledLoss(Closing):
         if self._undecided is not None:
             return [compile_decision("applied", "mode 'auto' is decided on at the first step")]
         found = list(self._decisions)
-        if isinstance(self._compiled, CompiledCallable):
-            choice = choose_regions(self._model, self._compiled.options.regions)
+        compiled = self._compiled
+        if isinstance(compiled, CompiledCallable) and not compiled.status.startswith("eager"):
+            choice = choose_regions(self._model, compiled.options.regions)
             found.append(compile_decision("applied", f"the loss function with {choice}"))
         return found + ([] if self._compiled is None else self._compiled.decisions())
 

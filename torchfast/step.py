@@ -153,12 +153,13 @@ class TrainStep:
         )
         if self._precision.format == "fp16" and self.max_grad_norm is not None:
             check_no_strays(model, self.optimizer)
-        can_skip = self._precision.format == "fp16" or self.plan.nonfinite_options.action == "skip"
+        options = self.plan.nonfinite_options
+        can_skip = self._precision.format == "fp16" or options.action == "skip"
         self._average = WeightAverage(model, self._ema, self.device, can_skip=can_skip)
-        # Nothing below refuses an argument, and nothing above has changed a form or a layout.
         release(self.optimizer)
-        self._layout = ChannelsLast(model, self.plan.channels_last)
         self._compiled = CompiledLoss(model, loss_fn, self.plan, self.device)
+        # Nothing below refuses an argument, and nothing above has changed a form or a layout.
+        self._layout = ChannelsLast(model, self.plan.channels_last)
         levers = apply_levers(self.optimizer, self.plan, model, self.device, can_skip=can_skip)
         self._form, self._graph_decisions = levers.form, levers.decisions
         self._layout.align(self.optimizer)
@@ -168,7 +169,6 @@ class TrainStep:
             if self._precision.format == "fp16"
             else None
         )
-        options = self.plan.nonfinite_options
         self._guard = UpdateGuard(model, self.optimizer, self.device, options, scaler=scaler)
         # What nonfinite="skip" counts, on the device, for whoever reads late.
         self.skip_counts: SkipCounts | None = self._guard.counts if self._guard.is_on else None
@@ -187,7 +187,8 @@ class TrainStep:
         self.num_steps = 0
         self.num_epochs = 0  # counted by fit(), for set_epoch
         self.metrics: dict[str, Number] = {}
-        if self._form.form != "as_given" or self._layout.active or self._graph is not None:
+        has_changed = self._form.form != "as_given" or self._layout.active
+        if has_changed or self._compiled.changes_model or self._graph is not None:
             claim(self.optimizer, self.close)
         for decision in self._decisions():
             if decision.outcome == "stepped aside":
@@ -211,8 +212,6 @@ class TrainStep:
             ClosedError: After `close`.
         """
         group = self._group(batch)
-        if self._compiled.is_undecided:
-            self._compiled.decide(lambda: self._first_half(group)[0], group)
         with self._average.around_step():
             if self._graph is None:
                 output = self._whole(group)
@@ -362,7 +361,9 @@ class TrainStep:
 
     def _group(self, batch: Any) -> tuple[Any, ...]:
         self._check_open()
-        return as_group(batch, self.accumulate)
+        group = as_group(batch, self.accumulate)
+        self._compiled.decide(lambda: self._first_half(group)[0], group)
+        return group
 
     def _whole(self, group: Sequence[Any]) -> StepOutput:
         """Run a step on the device: what a graph can hold, and nothing else."""
