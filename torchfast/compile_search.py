@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from torchfast._core.blocks import find_blocks
-from torchfast.compiler import CompiledCallable, CompiledModule, CompileOptions
+from torchfast.compiler import Compiled, CompileOptions
 from torchfast.compiler.candidates import Candidate, ModeChoice, mode_choices
 from torchfast.compiler.receipts import Receipt, ReceiptKey, find_receipt, save_receipt
 from torchfast.compiler.search import search
 from torchfast.compiler.timeout import call_within
 
-Compiled = CompiledCallable | CompiledModule
 Make = Callable[[CompileOptions], Compiled]
 Use = Callable[[Compiled | None], None]
 
@@ -35,11 +34,11 @@ class Found(NamedTuple):
 
     Attributes:
         receipt: What was measured, now or in an earlier run.
-        is_new: Whether it was measured now.
+        when: That, and where there was no receipt to begin with, why.
     """
 
     receipt: Receipt
-    is_new: bool
+    when: str
 
 
 @final
@@ -104,13 +103,15 @@ def search_mode(
     """
     choices = _choices(model, options, device, in_graph=in_graph)
     names = [choice.name for choice in choices]
+    when = "measured now"
     key = ReceiptKey.of(model, batch, device, {"plan": plan})
     ways = {c.name: _Way(make, use, _options_of(options, c)) for c in choices if c.mode is not None}
     if options.cache is not None:
-        known = find_receipt(options.cache, key, names).receipt
+        known, reason = find_receipt(options.cache, key, names)
         if known is not None:
             _put_in_force(ways, known.choice)
-            return Found(known, is_new=False)
+            return Found(known, f"measured {known.created}, from its receipt")
+        when = f"measured now ({reason})"
     candidates = [
         Candidate(name=name, apply=ways[name].apply, failure=ways[name].failure)
         if name in ways
@@ -135,7 +136,7 @@ def search_mode(
         save_receipt(options.cache, receipt)
     _close_all_but(receipt.choice, ways)
     _put_in_force(ways, receipt.choice)
-    return Found(receipt, is_new=True)
+    return Found(receipt, when)
 
 
 def _choices(

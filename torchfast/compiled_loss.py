@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
-from torchfast.compile_search import Compiled, search_mode
 from torchfast.compiler import (
+    Compiled,
     CompiledCallable,
     CompiledModule,
     CompileOptions,
@@ -86,21 +86,27 @@ class CompiledLoss(Closing):
         return self._function(model, batch)
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether `decide` is still to find out how to compile, for ``mode="auto"``."""
+        return self._undecided is not None
+
+    @property
     def changes_model(self) -> bool:
         """Whether regions of the model are compiled where they stand, or may yet be."""
         return isinstance(self._compiled, CompiledModule) or self._undecided is not None
 
     def decide(self, work: Callable[[], Tensor], batch: object) -> None:
-        """Find out how to compile, if that is yet to be done, for ``mode="auto"``.
+        """Find out how to compile.
 
         Args:
             work: Runs the step's forward and backward on ``batch`` by this object, and returns the
                 loss.
             batch: The batch of the first step.
         """
+        from torchfast.compile_search import search_mode
+
         options = self._undecided
-        if options is None:
-            return
+        assert options is not None
         found = search_mode(
             self._model,
             options,
@@ -114,8 +120,7 @@ class CompiledLoss(Closing):
         )
         self._undecided = None  # not before: an error of the user's leaves it to the next step
         receipt = found.receipt
-        when = "measured now" if found.is_new else f"measured {receipt.created}, from its receipt"
-        why = f"mode 'auto' took {receipt.choice}, {when}: {receipt.why}"
+        why = f"mode 'auto' took {receipt.choice}, {found.when}: {receipt.why}"
         self._decisions.append(compile_decision("applied", why))
         logger.info("%s", receipt)
 

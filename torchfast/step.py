@@ -98,8 +98,8 @@ class TrainStep:
         UnsupportedOptimizerError: The optimizer needs a closure (LBFGS).
         PlanError: A plan that does not exist or contradicts itself.
 
-    Numerics: ``eager`` and ``exact`` are bitwise the plain loop; ``fast`` is close. So is
-        ``nonfinite="skip"`` where it needs another form of the optimizer, as the report says.
+    Numerics: ``eager`` and ``exact`` are bitwise the plain loop; ``fast`` is close, as is
+        ``nonfinite="skip"`` where it needs another form of the optimizer.
     Synchronizes: Never in a steady step, given batches on the device or in pinned memory.
 
     Example:
@@ -148,13 +148,12 @@ class TrainStep:
         if not is_new and device is not None:
             move_to(self.device, model, self.optimizer)
         self.lr_scheduler = build_scheduler(lr_scheduler, self.optimizer)
-        self._steps_scheduler = lr_scheduler is not None and not isinstance(
-            self.lr_scheduler, ReduceLROnPlateau
-        )
+        is_late = isinstance(self.lr_scheduler, ReduceLROnPlateau)
+        self._steps_scheduler = lr_scheduler is not None and not is_late
         if self._precision.format == "fp16" and self.max_grad_norm is not None:
             check_no_strays(model, self.optimizer)
-        options = self.plan.nonfinite_options
-        can_skip = self._precision.format == "fp16" or options.action == "skip"
+        nonfinite = self.plan.nonfinite_options
+        can_skip = self._precision.format == "fp16" or nonfinite.action == "skip"
         self._average = WeightAverage(model, self._ema, self.device, can_skip=can_skip)
         release(self.optimizer)
         self._compiled = CompiledLoss(model, loss_fn, self.plan, self.device)
@@ -169,7 +168,7 @@ class TrainStep:
             if self._precision.format == "fp16"
             else None
         )
-        self._guard = UpdateGuard(model, self.optimizer, self.device, options, scaler=scaler)
+        self._guard = UpdateGuard(model, self.optimizer, self.device, nonfinite, scaler=scaler)
         # What nonfinite="skip" counts, on the device, for whoever reads late.
         self.skip_counts: SkipCounts | None = self._guard.counts if self._guard.is_on else None
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -187,8 +186,8 @@ class TrainStep:
         self.num_steps = 0
         self.num_epochs = 0  # counted by fit(), for set_epoch
         self.metrics: dict[str, Number] = {}
-        has_changed = self._form.form != "as_given" or self._layout.active
-        if has_changed or self._compiled.changes_model or self._graph is not None:
+        in_place = self._layout.active or self._compiled.changes_model or self._graph is not None
+        if in_place or self._form.form != "as_given":
             claim(self.optimizer, self.close)
         for decision in self._decisions():
             if decision.outcome == "stepped aside":
@@ -325,8 +324,7 @@ class TrainStep:
 
         Synchronizes: Under fp16 and ``nonfinite="skip"``, to read what was skipped.
         """
-        counters = {"steps": self.num_steps, **self._guard.counters()}
-        counters |= self._compiled.counters()
+        counters = {"steps": self.num_steps, **self._guard.counters(), **self._compiled.counters()}
         if self._graph is not None:
             counters |= self._graph.counters()
         title = f"plan {self._plan_name!r} on {self.device}"
@@ -362,7 +360,8 @@ class TrainStep:
     def _group(self, batch: Any) -> tuple[Any, ...]:
         self._check_open()
         group = as_group(batch, self.accumulate)
-        self._compiled.decide(lambda: self._first_half(group)[0], group)
+        if self._compiled.is_undecided:
+            self._compiled.decide(lambda: self._first_half(group)[0], group)
         return group
 
     def _whole(self, group: Sequence[Any]) -> StepOutput:

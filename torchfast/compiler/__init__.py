@@ -1,6 +1,11 @@
 """torch.compile made dependable: by region, in place, undone, and never silently eager."""
 
-from torchfast.compiler.compiled_module import CompiledCallable, CompiledModule, compile_callable
+from torchfast.compiler.compiled_module import (
+    Compiled,
+    CompiledCallable,
+    CompiledModule,
+    compile_callable,
+)
 from torchfast.compiler.options import CompileOptions, Mode, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.regions import choose_regions
@@ -8,6 +13,7 @@ from torchfast.compiler.regions import choose_regions
 __all__ = [
     "CompileOptions",
     "CompileRecord",
+    "Compiled",
     "CompiledCallable",
     "CompiledModule",
     "Mode",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from torch import nn
 from typing_extensions import override
@@ -14,9 +14,10 @@ from torchfast._core.decisions import Decision
 from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.steady_watch import SteadyWatch
-from torchfast.compiler.store import CacheStore
-from torchfast.compiler.store_key import store_key
 from torchfast.compiler.summary import CompileSummary
+
+if TYPE_CHECKING:
+    from torchfast.compiler.store import CacheStore
 
 # Steps after which nothing should have to be compiled any more: the warm-up of a graph, its capture
 # and check, and some for a second shape.
@@ -47,6 +48,9 @@ class CompileAccount(Closing):
                     f"cache={options.cache!r} needs the model that is compiled, got model=None; "
                     "what is kept is found again by the model's structure"
                 )
+            from torchfast.compiler.store import CacheStore
+            from torchfast.compiler.store_key import store_key
+
             self._store = CacheStore(options.cache)
             # Now, for what is compiled already stays as it is, and looks otherwise.
             self._key = store_key(model, options=options.changed, plan=context)

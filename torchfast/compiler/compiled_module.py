@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import nn
@@ -322,7 +322,13 @@ class CompiledCallable(Closing):
         self._is_suspended = True
 
     def resume(self) -> None:
-        """Call what was compiled again."""
+        """Call what was compiled again.
+
+        Raises:
+            ClosedError: After `close`.
+        """
+        if self._is_closed:
+            raise ClosedError("this CompiledCallable is closed; make another one to compile again")
         self._is_suspended = False
 
     def close(self) -> None:
@@ -330,6 +336,9 @@ class CompiledCallable(Closing):
         self._is_closed = True
         self._account.close()
         self._kind.close()
+
+
+Compiled: TypeAlias = CompiledCallable | CompiledModule
 
 
 def compile_callable(
@@ -411,7 +420,7 @@ def _decision(kind: RegionKind, regions: list[Region]) -> Decision:
     uncalled = states.count("not called")
     return compile_decision(
         "applied",
-        f"{kind}: compiled, {conversion.graphs} graphs in {conversion.seconds:.1f} s"
+        f"{kind}: compiled in {conversion.seconds:.1f} s, graphs: {conversion.graphs}"
         + (f"; {uncalled} not called yet" if uncalled else ""),
     )
 
