@@ -235,6 +235,23 @@ def test_within_a_graph_modes_make_no_graphs(mode, within, alone):
         loss.close()
 
 
+def test_what_lies_in_graphs_of_torchs_own_is_copied_out(monkeypatch):
+    begun = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    static = torch.ones((), requires_grad=True) * 2
+    for mode, copies in (("reduce-overhead", True), ("default", False)):
+        begun.clear()
+        plan = Plan(compile=CompileOptions(mode=mode))
+        loss = CompiledLoss(DropoutNet(), mean_loss, plan, CUDA)
+        monkeypatch.setattr(loss, "_function", lambda model, batch: (static, {"seen": static}))
+        value, metrics = loss(None, None)
+        assert (value is static, metrics["seen"] is static) == (not copies, not copies)
+        assert value.requires_grad
+        loss.after_step()
+        assert len(begun) == copies
+        loss.close()
+
+
 def test_a_plan_in_json():
     plan = Plan(compile=CompileOptions(mode="max-autotune", regions=("blocks.*",), cache="x"))
     assert Plan.from_json(plan.to_json()) == plan

@@ -19,6 +19,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from torchfast._core.closing import Closing
@@ -70,6 +71,7 @@ class CompiledLoss(Closing):
         self._plan_text = plan.to_json()
         self._in_graph = plan.graph_options is not None and device.type == "cuda"
         self._compiled: Compiled | None = None
+        self._has_own_graphs = False  # torch's, by the mode
         self._decisions: list[Decision] = []
         self._undecided: CompileOptions | None = None
         options = self._resolved(plan)
@@ -83,7 +85,11 @@ class CompiledLoss(Closing):
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         """Return what the loss function returns."""
-        return self._function(model, batch)
+        result = self._function(model, batch)
+        if self._has_own_graphs:
+            # What lies in their memory is overwritten by the next call.
+            return tree_map_only(Tensor, Tensor.clone, result)
+        return result
 
     @property
     def is_undecided(self) -> bool:
@@ -126,6 +132,8 @@ class CompiledLoss(Closing):
 
     def after_step(self) -> None:
         """Note that a step is done: see `CompiledModule.after_step`."""
+        if self._has_own_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         if self._compiled is not None:
             self._compiled.after_step()
 
@@ -171,6 +179,8 @@ class CompiledLoss(Closing):
 
     def _use(self, compiled: Compiled | None) -> None:
         self._compiled = compiled
+        mode = None if compiled is None else compiled.options.mode
+        self._has_own_graphs = mode in WITHIN_A_GRAPH and self._device.type == "cuda"
         self._function = compiled if isinstance(compiled, CompiledCallable) else self._loss_fn
 
     def _resolved(self, plan: Plan) -> CompileOptions | None:
