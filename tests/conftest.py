@@ -47,3 +47,11 @@ def tape(monkeypatch):
     """Steps on the CPU are captured on tape; the backends that do it, newest last."""
     with taped(monkeypatch) as backends:
         yield backends
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """The compiler knows nothing of what other tests compiled, and they nothing of this one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -16,12 +16,7 @@ from torch import nn
 from torchfast.compiler.breaks import read_break, shortened, why_given_up
 from torchfast.compiler.record import CompileRecord
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def record_of(function, *arguments, times=2, **options):

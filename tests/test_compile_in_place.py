@@ -16,12 +16,7 @@ from torch import nn, optim
 from torchfast.compiler import CompiledModule, CompileOptions, compile_callable
 from torchfast.compiler.in_place import Region
 
-
-@pytest.fixture(autouse=True)
-def clean_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Block(nn.Module):

@@ -22,12 +22,7 @@ from torchfast.compiler.recompiles import read_guard, readable
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.torch_events import TorchEvents
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture

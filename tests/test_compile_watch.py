@@ -16,11 +16,7 @@ from torchfast.compiler.steady_watch import SteadyWatch
 LOGGER = "torchfast.compiler.steady_watch"
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture

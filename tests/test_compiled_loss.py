@@ -21,18 +21,14 @@ from torchfast.compiler.candidates import ModeChoice
 from torchfast.compiler.receipts import CandidateResult, Receipt
 from torchfast.testing import assert_parity
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 BATCHES = make_batches(4)
 EAGER = CompileOptions(backend="eager")  # traced and run by the same kernels
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def forgetful():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

@@ -8,13 +8,12 @@ they name is not there.
 from __future__ import annotations
 
 import argparse
-import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from torchfast._core.errors import TorchFastError
+from torchfast._core.shell import DAMAGED, WRONG, fail, say, size
 from torchfast.checkpoint.folder import CheckpointFolder, folder_path
 from torchfast.checkpoint.loading import read_checkpoint, read_tree, verify_folder
 from torchfast.checkpoint.manifest import METADATA, Manifest, parse_json, read_manifest, read_named
@@ -22,8 +21,6 @@ from torchfast.checkpoint.sharing import TAG
 from torchfast.checkpoint.state_file import export_state_dict
 from torchfast.checkpoint.tree import stored_tensors
 
-DAMAGED: Final = 1
-WRONG: Final = 2
 _SHOWN: Final = 72
 
 
@@ -74,12 +71,12 @@ def _guarded(
     try:
         path = folder_path(arguments.directory)
         if not path.is_dir():
-            return _fail(f"{path} is not there", WRONG)
+            return fail(f"{path} is not there", WRONG)
         return run(CheckpointFolder(path), arguments)
     except TorchFastError as error:
-        return _fail(str(error), DAMAGED)
+        return fail(str(error), DAMAGED)
     except (ValueError, TypeError) as error:
-        return _fail(str(error), WRONG)
+        return fail(str(error), WRONG)
 
 
 def _list(folder: CheckpointFolder, arguments: argparse.Namespace) -> int:
@@ -89,12 +86,10 @@ def _list(folder: CheckpointFolder, arguments: argparse.Namespace) -> int:
         try:
             manifest = read_manifest(folder.of(step))
         except TorchFastError as error:
-            status = _fail(str(error), DAMAGED)
+            status = fail(str(error), DAMAGED)
             continue
         metrics = " ".join(f"{name}={value:.6g}" for name, value in manifest.metrics.items())
-        _say(
-            f"step-{step}  {_size(manifest.num_bytes):>9}  {manifest.saved_at}  {metrics}".rstrip()
-        )
+        say(f"step-{step}  {size(manifest.num_bytes):>9}  {manifest.saved_at}  {metrics}".rstrip())
     return status
 
 
@@ -105,34 +100,34 @@ def _verify(folder: CheckpointFolder, arguments: argparse.Namespace) -> int:
         try:
             manifest = verify_folder(folder.of(step))
         except TorchFastError as error:
-            status = _fail(str(error), DAMAGED)
+            status = fail(str(error), DAMAGED)
         else:
-            _say(f"step-{step}  {_size(manifest.num_bytes):>9}  whole")
-    return status if steps else _fail(f"{folder.path} has no checkpoint", WRONG)
+            say(f"step-{step}  {size(manifest.num_bytes):>9}  whole")
+    return status if steps else fail(f"{folder.path} has no checkpoint", WRONG)
 
 
 def _show(folder: CheckpointFolder, arguments: argparse.Namespace) -> int:
     path = folder.of(folder.existing(_step(arguments)))
     manifest = read_manifest(path)
     sizes = _tensor_sizes(path, manifest)
-    _say(f"{path}")
-    _say(
-        f"step {manifest.step}, {_size(manifest.num_bytes)} in {len(manifest.files)} files, "
+    say(f"{path}")
+    say(
+        f"step {manifest.step}, {size(manifest.num_bytes)} in {len(manifest.files)} files, "
         f"{manifest.saved_at}, torch {manifest.torch}, ranks: {manifest.world_size}"
     )
     for name, value in manifest.metrics.items():
-        _say(f"  metric {name} = {value:.6g}")
+        say(f"  metric {name} = {value:.6g}")
     tree = read_tree(path, manifest)
     for key, node in tree["items"] if TAG in tree else tree.items():
         keys = list(stored_tensors(node))
         if not keys:
-            _say(f"{key}: {_short(node)}")
+            say(f"{key}: {_short(node)}")
             continue
         num_bytes = sum(sizes[k][0] for k in keys)
-        _say(f"{key}: {len(keys)} tensors, {_size(num_bytes)}")
+        say(f"{key}: {len(keys)} tensors, {size(num_bytes)}")
         if arguments.tensors:
             for k in keys:
-                _say(f"  {k}  {sizes[k][1]}")
+                say(f"  {k}  {sizes[k][1]}")
     return 0
 
 
@@ -140,7 +135,7 @@ def _export(folder: CheckpointFolder, arguments: argparse.Namespace) -> int:
     step = folder.existing(_step(arguments))
     _, state = read_checkpoint(folder.of(step), arguments.part)
     export_state_dict(state, arguments.output)
-    _say(f"{arguments.part} of step-{step}: {len(state)} entries in {arguments.output}")
+    say(f"{arguments.part} of step-{step}: {len(state)} entries in {arguments.output}")
     return 0
 
 
@@ -165,18 +160,3 @@ def _tensor_sizes(path: Path, manifest: Manifest) -> dict[str, tuple[int, str]]:
 def _short(node: Any) -> str:
     text = str(node)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-
-
-def _size(num_bytes: int) -> str:
-    power = min(4, int(math.log(max(num_bytes, 1), 1000)))
-    return f"{num_bytes / 1000**power:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-
-
-def _fail(text: str, status: int) -> int:
-    sys.stdout.flush()
-    sys.stderr.write(f"{text}\n")
-    return status

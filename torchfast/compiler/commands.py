@@ -11,17 +11,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from torchfast._core.shell import DAMAGED, UNITS, WRONG, fail, say, size
 from torchfast.compiler.store_contents import StoredEntry, clear, list_entries, prune
 from torchfast.compiler.store_files import Unusable
-
-DAMAGED: Final = 1
-WRONG: Final = 2
-_POWERS: Final = ("B", "kB", "MB", "GB", "TB")
 
 
 def add_commands(commands: Any) -> None:
@@ -61,11 +57,11 @@ def _guarded(run: Callable[[Path, argparse.Namespace], int], arguments: argparse
     try:
         return run(path, arguments)
     except FileNotFoundError:
-        return _fail(f"{path} is not there", WRONG)
+        return fail(f"{path} is not there", WRONG)
     except Unusable as error:
-        return _fail(str(error), DAMAGED)
+        return fail(str(error), DAMAGED)
     except OSError as error:
-        return _fail(f"{path}: {error.strerror or error}", DAMAGED)
+        return fail(f"{path}: {error.strerror or error}", DAMAGED)
 
 
 def _list(path: Path, arguments: argparse.Namespace) -> int:
@@ -74,15 +70,15 @@ def _list(path: Path, arguments: argparse.Namespace) -> int:
     status = 0
     for entry in entries:
         if entry.header is None:
-            status = _fail(_problem(entry), DAMAGED)
+            status = fail(_problem(entry), DAMAGED)
             continue
         machine = entry.header.machine
-        _say(
-            f"{_short(entry.name)}  {_size(entry.num_bytes):>8}  {entry.header.written_at}  "
+        say(
+            f"{_short(entry.name)}  {size(entry.num_bytes):>8}  {entry.header.written_at}  "
             f"used {entry.uses:>3}  torch {machine.get('torch', '?')}  "
             f"{machine.get('device_name', '?')}  {entry.header.work.get('model_class', '?')}"
         )
-    _say(f"{len(entries)} entries, {_size(sum(entry.num_bytes for entry in entries))}")
+    say(f"{len(entries)} entries, {size(sum(entry.num_bytes for entry in entries))}")
     return status
 
 
@@ -94,22 +90,22 @@ def _show(path: Path, arguments: argparse.Namespace) -> int:
         if entry.name.removeprefix("entry-").startswith(begin) or _short(entry.name) == begin
     ]
     if not entries:
-        return _fail(f"{path} has no entry whose name begins with {begin!r}", WRONG)
+        return fail(f"{path} has no entry whose name begins with {begin!r}", WRONG)
     status = 0
     for entry in entries:
         if entry.header is None:
-            status = _fail(_problem(entry), DAMAGED)
+            status = fail(_problem(entry), DAMAGED)
             continue
         header = entry.header
-        _say(f"{entry.name}")
-        _say(f"  {_size(entry.num_bytes)}, written {header.written_at} by {header.torchfast}")
-        _say(f"  used {entry.uses} times{f', last {entry.used_at}' if entry.used_at else ''}")
+        say(f"{entry.name}")
+        say(f"  {size(entry.num_bytes)}, written {header.written_at} by {header.torchfast}")
+        say(f"  used {entry.uses} times{f', last {entry.used_at}' if entry.used_at else ''}")
         for kind, number in header.artifacts.items():
-            _say(f"  artifacts {kind} = {number}")
+            say(f"  artifacts {kind} = {number}")
         for title, facts in (("work", header.work), ("machine", header.machine)):
             for name, value in facts.items():
-                _say(f"  {title} {name} = {value}")
-        _say("  whole: the payload has the SHA-256 of its header")
+                say(f"  {title} {name} = {value}")
+        say("  whole: the payload has the SHA-256 of its header")
     return status
 
 
@@ -124,7 +120,7 @@ def _clear(path: Path, arguments: argparse.Namespace) -> int:
 
 def _removed(names: list[str]) -> int:
     for name in names:
-        _say(f"removed {name}")
+        say(f"removed {name}")
     return 0
 
 
@@ -140,25 +136,10 @@ def _short(name: str) -> str:
 def _bytes(text: str) -> int:
     """Return ``"20GB"`` as a number of bytes; what argparse reports if it cannot be."""
     number, power = text, 0
-    for index, unit in enumerate(_POWERS):
+    for index, unit in enumerate(UNITS):
         if index and text.lower().endswith(unit.lower()):
             number, power = text[: -len(unit)], index
     value = float(number) * 1000**power
     if not 0 <= value < math.inf:
         raise ValueError(text)
     return int(value)
-
-
-def _size(num_bytes: int) -> str:
-    power = min(4, int(math.log(max(num_bytes, 1), 1000)))
-    return f"{num_bytes / 1000**power:.4g} {_POWERS[power]}"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-
-
-def _fail(text: str, status: int) -> int:
-    sys.stdout.flush()
-    sys.stderr.write(f"{text}\n")
-    return status

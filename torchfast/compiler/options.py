@@ -104,16 +104,16 @@ class CompileOptions:
     @property
     def changed(self) -> dict[str, object]:
         """The options that are not as by default, JSON-ready: classes and callables by name."""
-        default = type(self).__dataclass_fields__
-        values = {name: getattr(self, name) for name in default}
-        return {name: _plain(v) for name, v in values.items() if v != default[name].default}
+        return {name: _plain(value) for name, value in self._changed().items()}
+
+    def _changed(self) -> dict[str, Any]:
+        fields = type(self).__dataclass_fields__
+        values = {name: getattr(self, name) for name in fields}
+        return {name: v for name, v in values.items() if v != fields[name].default}
 
     def __repr__(self) -> str:
         """Return the call that makes these options, defaults left out."""
-        fields = type(self).__dataclass_fields__
-        values = {name: getattr(self, name) for name in fields}
-        shown = [f"{k}={v!r}" for k, v in values.items() if v != fields[k].default]
-        return f"CompileOptions({', '.join(shown)})"
+        return f"CompileOptions({', '.join(f'{k}={v!r}' for k, v in self._changed().items())})"
 
 
 def _checked_regions(value: Any) -> Any:
