@@ -24,18 +24,17 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from torchfast._core.pinning import pin_in_place
 from torchfast.checkpoint.sharing import plain
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT: Final = 64
-_PORTABLE: Final = 1  # pinned for every device of the process
 # Of the device's free memory a copy may take this part: the training may want some meanwhile.
 _PART_OF_FREE: Final = 0.5
 
@@ -153,17 +152,12 @@ class _Block:
             # Touched by all cores first: the driver would fetch the pages with one.
             self.memory.zero_()
             address = self.memory.data_ptr()
-            code = int(
-                torch.cuda.cudart().cudaHostRegister(address, self.memory.numel(), _PORTABLE)
-            )
+            code, unpin = pin_in_place(address, self.memory.numel(), device)
             if code == 0:
-                self._unpin = weakref.finalize(self, _unregister, address)
+                self._unpin = weakref.finalize(self, unpin)
                 # At exit the driver may be gone already, and lets go of everything by itself.
                 self._unpin.atexit = False
             else:
-                # The driver remembers the error, and the next kernel would be blamed for it.
-                with suppress(RuntimeError):
-                    torch.zeros(1, device=device)
                 logger.warning(
                     "staging for checkpoints is not pinned (cudaHostRegister of %d bytes returned "
                     "%d), so each save holds training up longer; raise the limit on locked memory "
@@ -209,7 +203,3 @@ def _wait(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
     elif device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)

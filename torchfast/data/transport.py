@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -22,11 +21,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchfast._core.pinning import pin_in_place
 from torchfast.data.mold import Mold
 
 # Of so many batches one is timed on the device: two events on each of the two streams.
 TIMED_EVERY = 16
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for each device of this process
 
 Unpin = Callable[[], None]
 
@@ -196,22 +195,14 @@ class CUDATransport(Transport):
 
     @override
     def pin(self, address: int, num_bytes: int) -> Unpin:
-        runtime = torch.cuda.cudart()
-        with torch.cuda.device(self.device):
-            error = int(runtime.cudaHostRegister(address, num_bytes, PORTABLE))
+        error, unpin = pin_in_place(address, num_bytes, self.device)
         if error:
-            self._forget_error()
             raise RuntimeError(
                 f"CUDA could not pin {num_bytes} bytes of shared memory where they are (error "
                 f"{error}), so batches are copied to pinned memory first; raise the limit of "
                 "locked memory (ulimit -l), or give recycle_memory=False"
             )
-        return partial(_unpin, runtime, address)
-
-    def _forget_error(self) -> None:
-        # CUDA keeps the last error of a thread, and the next launch would be blamed for it.
-        with suppress(RuntimeError):
-            torch.empty(1, device=self.device).zero_()
+        return unpin
 
     @override
     def is_copied(self, slot: Slot) -> bool:
@@ -319,11 +310,6 @@ def _others(blocks: list[Tensor]) -> list[Tensor]:
     # It names neither dtype nor device: to read them takes longer than to find the memory. Nobody
     # was given a block without bytes.
     return [torch.empty_like(block) if block.numel() else block for block in blocks]
-
-
-def _unpin(runtime: Any, address: int) -> None:
-    # What it returns is of no use: where CUDA is gone already, so is the pinning.
-    runtime.cudaHostUnregister(address)
 
 
 def transport_for(device: torch.device) -> Transport | None:
