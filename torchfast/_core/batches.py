@@ -11,11 +11,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+
+from torchfast._core.phases import H2D, phase
 
 T = TypeVar("T")
 
@@ -101,13 +104,15 @@ def to_device(batch: T, device: torch.device, *, channels_last: bool = False) ->
     Returns:
         The same object if nothing had to move.
     """
-    if not channels_last and _is_there(batch, device):
+    is_there = _is_there(batch, device)
+    if is_there and not channels_last:
         return batch
-    return map_batch(
-        batch,
-        lambda tensor: move_tensor(tensor, device, channels_last=channels_last),
-        lambda value: move_object(value, device),
-    )
+    with nullcontext() if is_there else phase(H2D):
+        return map_batch(
+            batch,
+            lambda tensor: move_tensor(tensor, device, channels_last=channels_last),
+            lambda value: move_object(value, device),
+        )
 
 
 def map_batch(

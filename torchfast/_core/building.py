@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchfast._core.decisions import Decision
-from torchfast._core.errors import UnsupportedOptimizerError
+from torchfast._core.errors import PlanError, UnsupportedOptimizerError
 
 
 def build_optimizer(source: object, model: nn.Module) -> Optimizer:
@@ -184,6 +184,25 @@ def check_no_strays(model: nn.Module, optimizer: Optimizer) -> None:
             f"with fp16 and max_grad_norm every trainable parameter must be in the optimizer, but "
             f"{len(names)} are not ({', '.join(names[:3])}): their scaled gradients would enter "
             "the norm; requires_grad_(False) them, or use precision='bf16'"
+        )
+
+
+def check_no_others(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise if the optimizer holds trainable parameters that the model does not.
+
+    Ranks bring the gradients of the model together; others would drift apart from rank to rank.
+
+    Raises:
+        PlanError: It does.
+    """
+    own = {id(p) for p in model.parameters()}
+    others = [p for p in optimized(optimizer) if p.requires_grad and id(p) not in own]
+    if others:
+        shapes = ", ".join(str(tuple(p.shape)) for p in others[:3])
+        raise PlanError(
+            f"the optimizer holds {len(others)} parameters that are not the model's (of shape "
+            f"{shapes}), whose gradients shard=... would leave different on each rank; make them "
+            "part of the model, such as nn.ModuleDict({'model': model, 'loss': criterion})"
         )
 
 

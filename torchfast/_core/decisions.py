@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torchfast._core.step_times import StepTimes
+
 Outcome = Literal["applied", "left alone", "stepped aside"]
 
 
@@ -36,6 +38,7 @@ class Report:
     title: str
     decisions: tuple[Decision, ...]
     counters: Mapping[str, int | float | str] = field(default_factory=dict)
+    step_times: StepTimes = field(default_factory=StepTimes)
 
     @property
     def stepped_aside(self) -> tuple[Decision, ...]:
@@ -50,6 +53,7 @@ class Report:
                 {"lever": d.lever, "outcome": d.outcome, "detail": d.detail} for d in self.decisions
             ],
             "counters": dict(self.counters),
+            **({"step_times": self.step_times.to_dict()} if self.step_times else {}),
         }
 
     def __str__(self) -> str:
@@ -59,4 +63,6 @@ class Report:
         lines += [f"  {d.lever:<{width}}  {d.outcome}: {d.detail}" for d in self.decisions]
         if self.counters:
             lines.append("  " + ", ".join(f"{k}: {v}" for k, v in self.counters.items()))
+        if self.step_times:
+            lines += [f"  {line}" for line in str(self.step_times).splitlines()]
         return "\n".join(lines)

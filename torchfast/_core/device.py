@@ -129,6 +129,16 @@ def has_tf32(device: torch.device) -> bool:
     )
 
 
+def float8_obstacle(device: torch.device) -> str | None:
+    """Return why a device cannot multiply in float8, or None."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"this step runs on {device.type if device.type != 'cuda' else 'ROCm'}"
+    found = torch.cuda.get_device_capability(device)
+    if found >= (8, 9):
+        return None
+    return f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}"
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Return the data sheet's dense 16-bit FLOP/s of a known GPU, else None."""
     if device.type != "cuda":

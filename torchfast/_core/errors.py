@@ -8,7 +8,9 @@
     ├── UnsupportedOptimizerError (RuntimeError)  an update that is not one step() call
     ├── LossError (RuntimeError)                  a loss that cannot be differentiated
     ├── CaptureError (RuntimeError)               a step that cannot be captured into a graph
+    ├── HostSyncError (RuntimeError)              a line that makes the host wait for the device
     ├── CompileError (RuntimeError)               a region that cannot be compiled
+    ├── OutOfMemoryError (torch.OutOfMemoryError) a step that did not fit into memory
     ├── NonFiniteError (RuntimeError)             too many updates in a row skipped for NaN
     ├── ClosedError (RuntimeError)                use after close()
     ├── EmptyEpochError (RuntimeError)            an epoch that yielded no batch
@@ -18,6 +20,8 @@
     ├── CheckpointWriteError (RuntimeError)       a checkpoint that could not be written
     ├── CheckpointCorruptError (RuntimeError)     a checkpoint that is damaged or incomplete
     ├── UnsafeCheckpointError (RuntimeError)      a file that would run code if it were loaded
+    ├── RankError (RuntimeError)                  another rank failed or cannot be reached
+    ├── TraceError (ValueError)                   a file that is no trace of a run
     └── ParityError (AssertionError)              a plan that trains another model
 
 Each also derives from the builtin that fits, so ``except ValueError`` works without importing
@@ -26,6 +30,10 @@ expected, what was found, and what to do.
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+import torch
 
 
 class TorchFastError(Exception):
@@ -52,8 +60,22 @@ class CaptureError(TorchFastError, RuntimeError):
     """A step cannot be captured into a graph; the state is as it was before."""
 
 
+class HostSyncError(TorchFastError, RuntimeError):
+    """A line makes the host wait for the device, under a `SyncGuard` that forbids it."""
+
+
 class CompileError(TorchFastError, RuntimeError):
     """A region or function cannot be compiled; ``__cause__`` is the compiler's own error."""
+
+
+class OutOfMemoryError(TorchFastError, torch.OutOfMemoryError):
+    """A step did not fit into the device's memory; ``account`` says what is in there.
+
+    ``except torch.cuda.OutOfMemoryError`` catches it too. It holds numbers and text only: neither
+    tensors nor the frames of the step, so what the step has allocated is free again.
+    """
+
+    account: Any = None  # a MemoryAccount; None where none could be taken
 
 
 class NonFiniteError(TorchFastError, RuntimeError):
@@ -90,6 +112,14 @@ class CheckpointCorruptError(TorchFastError, RuntimeError):
 
 class UnsafeCheckpointError(TorchFastError, RuntimeError):
     """A file would run code of its own if it were loaded; it was not."""
+
+
+class RankError(TorchFastError, RuntimeError):
+    """Another rank failed or cannot be reached; the message says which where it is known."""
+
+
+class TraceError(TorchFastError, ValueError):
+    """A file is not a trace that torch.profiler wrote, or nothing of it can be used."""
 
 
 class ParityError(TorchFastError, AssertionError):

@@ -110,6 +110,11 @@ def mean_metrics(metrics: list[dict[str, Number]], shares: Shares | None) -> dic
     return means
 
 
+def with_norm(metrics: dict[str, Number], norm: Tensor | None) -> dict[str, Number]:
+    """Return the metrics with the gradient norm among them, where there is one."""
+    return metrics if norm is None else {**metrics, "grad_norm": norm}
+
+
 def _scalar_loss(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
         raise ValueError(

@@ -40,6 +40,7 @@ import torch
 from torchfast._core.arguments import check_callable, check_choice, check_positive
 
 Verdict = Literal["faster", "slower", "no difference", "cannot tell"]
+Stopwatch = Callable[[Callable[[], object], int], float]
 
 COVERAGE: Final = 0.99
 MOST_ROUNDS: Final = 40
@@ -210,6 +211,7 @@ def measure(
     around: Callable[[str], AbstractContextManager[object]] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     synchronize: Callable[[], None] | None = None,
+    stopwatch: Stopwatch | None = None,
     seed: int = 0,
 ) -> Measurement:
     """Time several ways to do the same work, in turns, until it is told which are faster.
@@ -225,6 +227,9 @@ def measure(
             first. Neither entering nor leaving it is timed.
         clock: Seconds.
         synchronize: What waits for the device; `drain` by default.
+        stopwatch: What runs so many units of a way and returns their seconds; by default ``clock``
+            around all of them. It waits for the device at its end. What it does between the units
+            counts for the budget and not for the times.
         seed: Of the order in the rounds; no global generator is drawn from.
 
     Raises:
@@ -254,6 +259,7 @@ def measure(
         around if around is not None else lambda _: nullcontext(),
         clock,
         synchronize if synchronize is not None else lambda: drain(device),
+        stopwatch,
     )
     return session.run(random.Random(seed))
 
@@ -274,6 +280,7 @@ class _Session:
         around: Callable[[str], AbstractContextManager[object]],
         clock: Callable[[], float],
         synchronize: Callable[[], None],
+        stopwatch: Stopwatch | None,
     ) -> None:
         self._works = dict(works)
         self._reference = reference
@@ -281,6 +288,7 @@ class _Session:
         self._around = around
         self._clock = clock
         self._synchronize = synchronize
+        self._stopwatch = stopwatch if stopwatch is not None else self._by_clock
         self._started = clock()
         self._deadline = self._started + budget_s
         self._failed: dict[str, str] = {}
@@ -330,8 +338,7 @@ class _Session:
         for _ in range(3):
             self._synchronize()
             started = self._clock()
-            self._works[name]()
-            self._synchronize()
+            self._stopwatch(self._works[name], 1)
             times.append(self._clock() - started)
             is_long = times[-1] > _LONGEST_BLOCK_S or self._clock() + times[-1] > self._deadline
             if len(times) == 2 and is_long:
@@ -366,13 +373,16 @@ class _Session:
             for _ in range(self._lead(name)):
                 work()
             self._synchronize()
-            started = self._clock()
-            for _ in range(units):
-                work()
-            self._synchronize()
-            elapsed = self._clock() - started
+            elapsed = self._stopwatch(work, units)
         # A clock that has not moved would divide by zero.
         self._rounds[-1][name] = max(elapsed, 1e-9) / units * 1e3
+
+    def _by_clock(self, work: Callable[[], object], units: int) -> float:
+        started = self._clock()
+        for _ in range(units):
+            work()
+        self._synchronize()
+        return self._clock() - started
 
     def _is_told(self) -> bool:
         """Whether each way is told from the reference and from the fastest, or from neither."""

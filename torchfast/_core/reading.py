@@ -8,7 +8,8 @@ some steps later, when the event has passed. On the CPU everything is ready at o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -59,6 +60,54 @@ class Reading:
         return {name: values[name] for name in self._order}
 
 
+# A moment: of the device's queue where there is one, else of the host's clock.
+Mark = torch.cuda.Event | float
+
+
+@final
+class Marks:
+    """Notes moments on a device, to be compared once they have passed.
+
+    Args:
+        device: Where.
+
+    Synchronizes: Never.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: list[torch.cuda.Event] = []
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued now is captured: an event in it could never be asked."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def now(self) -> Mark:
+        """Note this moment, on the device's current stream."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the device has come to it."""
+        return isinstance(mark, float) or bool(mark.query())
+
+    def between_ms(self, before: Mark, after: Mark) -> float:
+        """Return the time between two moments that have passed."""
+        if isinstance(before, float) and isinstance(after, float):
+            return (after - before) * 1e3
+        assert isinstance(before, torch.cuda.Event)
+        assert isinstance(after, torch.cuda.Event)
+        return float(before.elapsed_time(after))
+
+    def give_back(self, marks: Iterable[Mark]) -> None:
+        """Let events be used again that nobody will ask any more."""
+        self._spare += [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
+
+
 @final
 class StepClock:
     """Times steps from the end of one to the end of the next, on the device where there is one.
@@ -69,13 +118,13 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[torch.cuda.Event | float] = []
-        self._paused: list[list[torch.cuda.Event | float]] = []
+        self._moments = Marks(device)
+        self._marks: list[Mark] = []
+        self._paused: list[list[Mark]] = []
 
     def start(self) -> None:
         """Begin to time, at first or after `pause`."""
-        self._marks = [self._mark()]
+        self._marks = [self._moments.now()]
 
     def pause(self) -> None:
         """Leave out what comes until `start`; the steps so far are kept."""
@@ -84,38 +133,29 @@ class StepClock:
 
     def tick(self) -> None:
         """Note the end of a step."""
-        self._marks.append(self._mark())
+        self._marks.append(self._moments.now())
 
     def collect(self) -> Laps:
         """Return the steps since the last call, and go on from here."""
-        laps = Laps([*self._paused, self._marks])
+        laps = Laps([*self._paused, self._marks], self._moments)
         self._paused = []
         self._marks = self._marks[-1:]
         return laps
-
-    def _mark(self) -> torch.cuda.Event | float:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 @final
 class Laps:
     """The marks of some steps, in order, in stretches without a pause."""
 
-    def __init__(self, stretches: list[list[torch.cuda.Event | float]]) -> None:
+    def __init__(self, stretches: list[list[Mark]], moments: Marks) -> None:
         self._stretches = stretches
+        self._moments = moments
 
     def milliseconds(self) -> list[float]:
         """Return the time of each step."""
         times: list[float] = []
-        pairs = ((s[i], s[i + 1]) for s in self._stretches for i in range(len(s) - 1))
-        for before, after in pairs:
-            if isinstance(before, float) and isinstance(after, float):
-                times.append((after - before) * 1e3)
-            elif isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+        for before, after in (pair for stretch in self._stretches for pair in pairwise(stretch)):
+            if isinstance(after, torch.cuda.Event):
                 after.synchronize()
-                times.append(before.elapsed_time(after))
+            times.append(self._moments.between_ms(before, after))
         return times

@@ -59,12 +59,13 @@ class StopSignals:
                 os.kill(os.getpid(), number)
             return
         name = signal.Signals(number).name
-        # Schedulers warn first and terminate later: that is not asking twice.
-        if self.received is not None and (self.received, name) != ("SIGUSR1", "SIGTERM"):
+        # Schedulers warn first and terminate later: that is not asking twice. Where both come at
+        # once, two threads may take them in the other order.
+        if self.received is not None and {self.received, name} != {"SIGUSR1", "SIGTERM"}:
             self._restore()
             os.kill(os.getpid(), number)
             return
-        self.received = name
+        self.received = "SIGTERM" if self.received == "SIGTERM" else name
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

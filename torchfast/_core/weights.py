@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchfast._core.building import optimized
+from torchfast._core.local import local
 from torchfast._core.loss import LossParts, Number, Shares, mean_metrics, total
 
 
@@ -16,8 +19,12 @@ def combine(
     optimizer: Optimizer,
     device: torch.device,
     max_grad_norm: float | None,
+    mean: Callable[[Tensor], Tensor] = torch.Tensor.detach,
 ) -> tuple[Tensor, dict[str, Number]]:
     """Bring a group to one loss and one dict of metrics; divide weighted gradients.
+
+    ``mean`` is that over the ranks. Their gradients were averaged, so what divides is the average
+    of their weights; and the average of the losses that ranks return is the loss of all items.
 
     Raises:
         TypeError: Some micro-batches have a weight and some have none.
@@ -26,8 +33,9 @@ def combine(
     shares = weigh(parts, device)
     loss = total([part.loss for part in parts])
     if shares is not None:
-        divide_gradients(model, optimizer, shares.total)
-        loss = loss / shares.total.to(loss.device)
+        divisor = mean(shares.total)
+        divide_gradients(model, optimizer, divisor)
+        loss = loss / divisor.to(loss.device)
     metrics = mean_metrics([part.metrics for part in parts], shares)
     if max_grad_norm is not None and "grad_norm" in metrics:
         raise ValueError(
@@ -58,7 +66,9 @@ def weigh(parts: list[LossParts], device: torch.device) -> Shares | None:
 def divide_gradients(model: nn.Module, optimizer: Optimizer, weight: Tensor) -> None:
     """Divide every gradient by the sum of the weights, in place."""
     gradients = {
-        id(p): p.grad for p in (*model.parameters(), *optimized(optimizer)) if p.grad is not None
+        id(p): local(p.grad)
+        for p in (*model.parameters(), *optimized(optimizer))
+        if p.grad is not None
     }
     dense = [g for g in gradients.values() if not g.is_sparse and g.device == weight.device]
     if dense:

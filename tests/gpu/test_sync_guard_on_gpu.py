@@ -1,0 +1,265 @@
+"""SyncGuard on CUDA: each wait at its line, in eager, compiled and warm-up steps; else silence."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from gpu.test_syncs import CASES, Net, loss_fn, make_batch
+from test_sync_guard import (
+    KINDS,
+    branch,
+    find_by_where,
+    marked,
+    read_item,
+    select,
+    to_numpy,
+)
+from torchfast import CUDAGraphOptions, HostSyncError, Plan, SyncGuard, Trainer
+
+# np.asarray of a tensor on the device is an error, not a wait.
+ON_CUDA = [function for function in KINDS if function is not to_numpy]
+
+
+def batch():
+    return torch.arange(12.0, device="cuda").reshape(3, 4) - 4
+
+
+def here():
+    return inspect.currentframe().f_back.f_lineno
+
+
+def kind_of(function):
+    # Compiled code is full of torch.where, which is left alone; torch's own check finds it.
+    return "other" if function is find_by_where else marked(function)[1]
+
+
+def places(guard):
+    return [(s.line, s.kind, s.count) for s in guard.report().syncs]
+
+
+@pytest.mark.parametrize("function", ON_CUDA, ids=lambda f: f.__name__)
+def test_each_kind_is_found_at_its_line(function):
+    without = function(batch())
+    with SyncGuard() as guard:
+        results = [function(batch()) for _ in range(3)]
+    assert places(guard) == [(marked(function)[0], kind_of(function), 3)]
+    assert all(torch.equal(result, without) for result in results)
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.parametrize("function", ON_CUDA, ids=lambda f: f.__name__)
+def test_each_kind_is_raised_at_its_line(function):
+    match = rf"{kind_of(function)} .*:{marked(function)[0]}, in {function.__name__}"
+    with pytest.raises(HostSyncError, match=match), SyncGuard("raise"):
+        function(batch())
+    assert torch.ones(3, device="cuda").sum().item() == 3  # the device is in order
+
+
+@pytest.mark.parametrize("function", ON_CUDA, ids=lambda f: f.__name__)
+def test_each_kind_is_found_in_a_compiled_function(function, fresh_dynamo):
+    stats = torch._dynamo.utils.counters
+
+    def graphs():
+        torch._dynamo.reset()
+        stats.clear()
+        compiled = torch.compile(function, backend="aot_eager")
+        result = compiled(batch())
+        return result, stats["stats"]["unique_graphs"], len(stats["graph_break"])
+
+    without = graphs()
+    with SyncGuard() as guard:
+        under = graphs()
+    assert torch.equal(under[0], without[0])
+    assert under[1:] == without[1:]
+    found = guard.report().syncs
+    assert {s.function for s in found} == {function.__name__}
+    if without[2]:  # the line runs in Python, behind a graph break
+        assert marked(function)[0] in {s.line for s in found}
+
+
+@pytest.mark.parametrize("function", [read_item, select, branch], ids=lambda f: f.__name__)
+def test_a_wait_beside_kernels_of_inductor_is_found(function, fresh_dynamo):
+    compiled = torch.compile(function)
+    with SyncGuard() as guard:
+        for _ in range(3):
+            compiled(batch())
+    line, kind = marked(function)
+    assert (line, kind, 3) in places(guard)
+
+
+@pytest.mark.parametrize("function", ON_CUDA, ids=lambda f: f.__name__)
+def test_warm_up_steps_before_a_capture_are_watched_and_replays_are_silent(function):
+    calls = []
+
+    def reads_at_first(model, x):
+        calls.append(len(calls))
+        if len(calls) <= 2:
+            function(x)
+        return model(x).square().mean()
+
+    plan = Plan(cuda_graph=CUDAGraphOptions(warm_up_steps=3), sync_guard="record")
+    optimizer = partial(optim.AdamW, lr=1e-3, fused=True)
+    with Trainer(nn.Linear(4, 2).cuda(), optimizer, reads_at_first, plan) as trainer:
+        for _ in range(10):
+            trainer.step(batch())
+        assert trainer.report().counters["replays"] > 0
+        found = [s for s in trainer.sync_report.syncs if s.function == function.__name__]
+        assert [(s.line, s.kind, s.count) for s in found] == [
+            (marked(function)[0], kind_of(function), 2)
+        ]
+
+
+@pytest.mark.parametrize("name", ["eager", "exact", "fast", "fp16"])
+def test_steady_steps_are_silent(name):
+    plan, optimizer = CASES[name]
+    plan = Plan.of(plan).replace(sync_guard="record")
+    with Trainer(Net().cuda(), optimizer, loss_fn, plan, max_grad_norm=1.0) as trainer:
+        data = make_batch()
+        for _ in range(8):
+            trainer.step(data)
+        before = trainer.sync_report
+        for _ in range(30):
+            trainer.step(data)
+        assert trainer.sync_report.count == before.count, str(trainer.sync_report)
+
+
+def test_a_wait_is_timed():
+    x = torch.ones(3, device="cuda")
+    torch.cuda.synchronize()
+    with SyncGuard() as guard:
+        torch.cuda._sleep(100_000_000)  # some 50 ms
+        line = here() + 1
+        x.sum().item()
+    (sync,) = guard.report().syncs
+    assert (sync.line, sync.num_timed) == (line, 1)
+    assert 10 < sync.total_ms < 1000
+
+
+def test_copies():
+    pinned, pageable = torch.ones(8).pin_memory(), torch.ones(8)
+    x = torch.ones(8, device="cuda")
+    torch.cuda.synchronize()
+    with SyncGuard() as guard:
+        first = here()
+        pageable.to("cuda")
+        pageable.cuda(non_blocking=True)
+        x.copy_(pageable, non_blocking=True)
+        pinned.to("cuda")
+        pinned.copy_(x)
+        x.to("cpu")
+        pageable.copy_(x, non_blocking=True)
+        # None of these waits.
+        pinned.to("cuda", non_blocking=True)
+        x.copy_(pinned, non_blocking=True)
+        pinned.copy_(x, non_blocking=True)
+        x.to("cpu", non_blocking=True)
+        x.to(torch.float64)
+    torch.cuda.synchronize()
+    assert sorted(places(guard)) == [
+        (first + 1, "pageable copy", 1),
+        (first + 2, "pageable copy", 1),
+        (first + 3, "pageable copy", 1),
+        (first + 4, "blocking copy", 1),
+        (first + 5, "blocking copy", 1),
+        (first + 6, "blocking copy", 1),
+        (first + 7, "blocking copy", 1),
+    ]
+
+
+def test_explicit_synchronisation():
+    event = torch.cuda.Event()
+    event.record()
+    with SyncGuard() as guard:
+        first = here()
+        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
+        torch.cuda.current_stream().synchronize()
+        event.synchronize()
+        torch.cuda.current_stream().wait_event(event)  # the device waits, not the host
+    assert sorted(places(guard)) == [
+        (first + 1, "synchronize", 1),
+        (first + 2, "synchronize", 1),
+        (first + 3, "stream wait", 1),
+        (first + 4, "event wait", 1),
+    ]
+
+
+def test_what_only_torchs_check_sees_has_its_line():
+    with SyncGuard() as guard:
+        line = here() + 1
+        torch.tensor([1.0, 2.0], device="cuda")
+    assert places(guard) == [(line, "other", 1)]
+    assert "time unknown" in guard.report().costliest(1)
+
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * grad.sum().item()  # waits: item
+
+
+def test_a_wait_on_the_thread_of_a_backward_is_found():
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    with SyncGuard() as guard:
+        Reads.apply(x).sum().backward()
+    assert places(guard) == [(marked(Reads)[0], "item", 1)]
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
+        return x + self.mlp(self.norms[1](x))
+
+
+def test_an_eager_step_costs_at_most_a_hundredth_more(record_property):
+    blocks = [Block(256) for _ in range(6)]
+    model = nn.Sequential(nn.Embedding(512, 256), *blocks, nn.Linear(256, 512)).cuda()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(512, (4, 128), device="cuda")
+
+    def step():
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    guard = SyncGuard()
+    for _ in range(20):
+        with guard:
+            step()
+    guard.close()
+    ratios = []
+    # Blocks in turns, each long enough that putting the guard in place is no part of it.
+    for _ in range(9):
+        plain = statistics.median(step() for _ in range(30))
+        with SyncGuard() as guard:
+            ratios.append(statistics.median(step() for _ in range(30)) / plain)
+    record_property("ratio", statistics.median(ratios))
+    assert statistics.median(ratios) < 1.01, ratios

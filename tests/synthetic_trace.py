@@ -1,0 +1,126 @@
+"""Traces with known figures, written as torch.profiler writes them."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+
+MAIN = 100
+AUTOGRAD = 200
+
+
+class SyntheticTrace:
+    """Events of one process, in microseconds; what each figure has to be is known by construction.
+
+    Launches take 2 us, and a kernel is launched `ahead` before it begins unless said otherwise.
+    """
+
+    def __init__(self, *, ahead=5.0, base=4_468_626_000_000.0, device=True):
+        self.ahead = ahead
+        self.base = base
+        self.events = []
+        self.device = device
+        self._numbers = itertools.count(1)
+
+    def _add(self, cat, name, start, end, tid, **args):
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "pid": 7,
+                "tid": tid,
+                "ts": self.base + start,
+                "dur": end - start,
+                "args": args,
+            }
+        )
+
+    def kernel(
+        self,
+        start,
+        end,
+        name="elementwise_kernel",
+        *,
+        at=None,
+        tid=MAIN,
+        stream=7,
+        call="cudaLaunchKernel",
+        op=None,
+        device=0,
+    ):
+        number = next(self._numbers)
+        at = start - self.ahead if at is None else at
+        if op is not None:
+            self.op(op, at - 0.5, at + 3.0, tid=tid)
+        self._add("cuda_runtime", call, at, at + 2.0, tid, correlation=number)
+        self._work("kernel", name, start, end, number, stream, device)
+        return number
+
+    def more_of(self, number, start, end, name="elementwise_kernel", *, stream=7):
+        """Another kernel of the same launch, as a graph has."""
+        self._work("kernel", name, start, end, number, stream, 0)
+
+    def copy(self, start, end, kind="HtoD (Pageable -> Device)", *, num=1000, at=None, stream=7):
+        number = next(self._numbers)
+        at = start - self.ahead if at is None else at
+        self._add("cuda_runtime", "cudaMemcpyAsync", at, at + 2.0, MAIN, correlation=number)
+        self._work("gpu_memcpy", f"Memcpy {kind}", start, end, number, stream, 0, bytes=num)
+
+    def _work(self, cat, name, start, end, number, stream, device, **more):
+        args = {"device": device, "stream": stream, "correlation": number, **more}
+        self._add(cat, name, start, end, stream, **args)
+
+    def call(self, name, start, end, *, tid=MAIN):
+        self._add("cuda_runtime", name, start, end, tid, correlation=next(self._numbers))
+
+    def op(self, name, start, end, *, tid=MAIN, dims=None, types=None):
+        args = {"Input Dims": dims, "Input type": types} if dims else {}
+        self._add("cpu_op", name, start, end, tid, **args)
+
+    def annotation(self, name, start, end, *, tid=MAIN):
+        self._add("user_annotation", name, start, end, tid)
+
+    def frame(self, name, start, end, *, tid=MAIN):
+        self._add("python_function", name, start, end, tid)
+
+    def line(self, name, start, end, *, tid=MAIN):
+        self._add("torchfast_line", name, start, end, tid)
+
+    def step(self, number, start, end):
+        self.annotation(f"ProfilerStep#{number}", start, end)
+
+    def memory(self, time, num_bytes, address, allocated, reserved=1 << 20):
+        self.events.append(
+            {
+                "ph": "i",
+                "cat": "cpu_instant_event",
+                "s": "t",
+                "name": "[memory]",
+                "pid": 7,
+                "tid": MAIN,
+                "ts": self.base + time,
+                "args": {
+                    "Total Reserved": reserved,
+                    "Total Allocated": allocated,
+                    "Bytes": num_bytes,
+                    "Addr": address,
+                    "Device Id": 0,
+                    "Device Type": 1,
+                },
+            }
+        )
+
+    def text(self):
+        """As torch writes it: facts first, then a metadata event, then the rest."""
+        properties = [{"id": 0, "name": "Test Device"}] if self.device else []
+        named = {"ph": "M", "name": "process_name", "ts": self.base, "pid": 7, "tid": 0, "args": {}}
+        head = {"schemaVersion": 1, "deviceProperties": properties, "displayTimeUnit": "ms"}
+        events = [named, *self.events]
+        return json.dumps(head | {"traceEvents": events, "traceName": "trace.json"}, indent=1)
+
+    def write(self, path):
+        data = self.text().encode()
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        return path

@@ -1,0 +1,252 @@
+"""The slow scripts run, their answers can be found, and a wrong answer is called wrong."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import warm_python
+from benchmarks.slow_scripts import check, expected
+from benchmarks.slow_scripts.check import Answer, Finding, NoVerdictError, judge, read_answer
+from benchmarks.slow_scripts.expected import EXPECTED, lines_of, path_of
+
+ROOT = Path(__file__).parent.parent
+OF_TORCH = [name for name, answer in EXPECTED.items() if answer.needs is None]
+
+# All in one process, which may be left as they leave it: what they set is never put back.
+RUN_ALL = """
+import importlib, json, sys, time, traceback
+outcomes = {}
+for name in sys.argv[2:]:
+    started = time.monotonic()
+    try:
+        script = importlib.import_module(f"benchmarks.slow_scripts.{name}")
+        script.main(["--device", "cpu", "--steps", "2", "--small"])
+        outcomes[name] = "ran"
+    except BaseException:
+        outcomes[name] = traceback.format_exc()
+    print(name, round(time.monotonic() - started, 1), "s")
+with open(sys.argv[1], "w") as file:
+    json.dump(outcomes, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    out = tmp_path_factory.mktemp("slow_scripts") / "outcomes.json"
+    command = [sys.executable, "-W", "error", "-c", RUN_ALL, str(out), *OF_TORCH]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_a_script_trains_on_the_cpu(outcomes, name):
+    assert outcomes[name] == "ran"
+
+
+# -- The scripts and their answers -----------------------------------------------------------------
+
+
+def test_there_is_an_answer_for_each_script_and_a_script_for_each_answer():
+    others = {"__init__", "check", "expected"}
+    assert {path.stem for path in expected.FOLDER.glob("*.py")} - others == set(EXPECTED)
+    assert len(OF_TORCH) == 12
+
+
+def test_each_kind_of_fault_is_there_once():
+    kinds = [EXPECTED[name].kind for name in OF_TORCH]
+    assert sorted(kinds) == sorted(expected.Kind.__args__)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_markers_stand_on_statements_of_the_script(name):
+    text = path_of(name).read_text()
+    lines = lines_of(name)
+    assert bool(lines) == (EXPECTED[name].kind != "none")
+    assert text.count(expected.MARKER.lstrip("# ")) == len(lines)
+    statements = {n.lineno for n in ast.walk(ast.parse(text)) if isinstance(n, ast.stmt)}
+    assert set(lines) <= statements
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_script_is_plain_and_short_and_does_not_name_its_fault(name):
+    text = path_of(name).read_text()
+    tree = ast.parse(text)
+    assert text.count("\n") < 90
+    assert "torchfast" not in text
+    summary = ast.get_docstring(tree)
+    assert summary.startswith("Trains ")
+    for word in ("slow", "sync", "pinned", "mask", "fault", ".item"):
+        assert word not in summary
+
+
+@pytest.mark.parametrize("package", ["transformers", "accelerate", "lightning"])
+def test_a_missing_package_is_said(package):
+    name = f"with_{package}"
+    code = f"""
+        import runpy, sys
+        sys.modules[{package!r}] = None
+        runpy.run_path({str(path_of(name))!r}, run_name="__main__")
+    """
+    found = warm_python.run(textwrap.dedent(code), timeout=60)
+    assert found.returncode == 1
+    assert found.stderr.strip() == f"this script needs {package}: pip install {package}"
+
+
+# -- The comparison --------------------------------------------------------------------------------
+
+
+def right_answer(name):
+    answer = EXPECTED[name]
+    findings = (
+        () if answer.kind == "none" else (Finding(kind=answer.kind, line=lines_of(name)[-1]),)
+    )
+    return Answer(verdict=answer.classes[0], findings=findings)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_right_answer_is_right(name):
+    assert judge(name, right_answer(name)).right
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_answer_for_another_script_is_wrong(name):
+    others = [other for other in EXPECTED if EXPECTED[other].kind != EXPECTED[name].kind]
+    assert not any(judge(name, right_answer(other)).right for other in others)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "findings", "wrong"),
+    [
+        ("fine", [("host-sync", 0)], {"verdict"}),
+        ("sync-bound", [], {"kind", "line"}),
+        ("sync-bound", [("tiny-kernels", 0)], {"kind", "line"}),
+        ("sync-bound", [("host-sync", -1)], {"line"}),
+        ("sync-bound", [("host-sync", None)], {"line"}),
+        ("sync-bound", [("tiny-kernels", 3), ("host-sync", 0)], {"kind"}),
+        ("sync-bound", [("host-sync", 0), ("tiny-kernels", 3)], set()),
+        ("sync-bound", [("host-sync", -1), ("host-sync", 0)], {"line"}),
+    ],
+)
+def test_what_is_wrong_is_named(verdict, findings, wrong):
+    name = "language_model"
+    (line,) = lines_of(name)
+    made = [Finding(kind=k, line=None if o is None else line + o) for k, o in findings]
+    judgement = judge(name, Answer(verdict=verdict, findings=tuple(made)))
+    parts = {p for p in ("verdict", "kind", "line") if not getattr(judgement, p)}
+    assert parts == wrong
+    assert judgement.right == (not wrong)
+    kinds = [kind for kind, _ in findings]
+    assert judgement.elsewhere == ("host-sync" in kinds and kinds[0] != "host-sync")
+
+
+def test_where_nothing_is_wrong_any_finding_is_wrong():
+    name = "diffusion_transformer"
+    assert judge(name, Answer(verdict="fine", findings=())).right
+    finding = Finding(kind="dtype-casts", line=None)
+    assert not judge(name, Answer(verdict="fine", findings=(finding,))).right
+
+
+PLACE = {"file": "/somewhere/language_model.py", "line": 50}
+
+
+@pytest.mark.parametrize("verdict", ["sync-bound", {"class": "sync-bound", "because": "..."}])
+@pytest.mark.parametrize(
+    ("finding", "line"),
+    [
+        (PLACE, 50),
+        ({"place": PLACE}, 50),
+        ({"place": {**PLACE, "file": "/torch/nn/module.py"}}, None),
+        ({"place": None}, None),
+        ({}, None),
+    ],
+)
+def test_an_answer_is_read_from_json(verdict, finding, line):
+    written = {"verdict": verdict, "findings": [{"kind": "host-sync", **finding}]}
+    answer = read_answer(written, "language_model")
+    assert answer == Answer(verdict="sync-bound", findings=(Finding(kind="host-sync", line=line),))
+
+
+@pytest.mark.parametrize("written", [{}, {"verdict": "fine"}, {"verdict": {}, "findings": []}, []])
+def test_other_json_is_refused(written):
+    with pytest.raises(NoVerdictError, match="unreadable"):
+        read_answer(written, "language_model")
+
+
+# -- The command -----------------------------------------------------------------------------------
+
+
+def answering(tmp_path, monkeypatch, text, status=0):
+    """Let a program that writes ``text`` stand in for the profiler."""
+    program = tmp_path / "profiler.py"
+    program.write_text(
+        "import sys\n"
+        "assert sys.argv[1:4:2] == ['-m', 'profile'], sys.argv\n"
+        f"open(sys.argv[sys.argv.index('--json') + 1], 'w').write({text!r})\n"
+        f"print('it said something')\nsys.exit({status})\n"
+    )
+    launcher = tmp_path / "python"
+    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setattr(check.sys, "executable", str(launcher))
+
+
+def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
+    place = {"file": str(path_of("language_model")), "line": lines_of("language_model")[0]}
+    written = {"verdict": "sync-bound", "findings": [{"kind": "host-sync", "place": place}]}
+    answering(tmp_path, monkeypatch, json.dumps(written))
+    out = tmp_path / "table.json"
+    names = ["language_model", "recurrent_model"]
+    assert check.main(["--out", str(out), "--only", *names]) == 0
+    table = json.loads(out.read_text())
+    assert table["summary"] == {"scripts": 2, "right": 1, "verdict": 2, "kind": 1, "line": 1}
+    assert [table["rows"][name]["status"] for name in names] == ["right", "wrong"]
+    printed = capsys.readouterr().out
+    assert "recurrent_model        wrong    sync-bound, big-log-sync; wrong kind, line" in printed
+    assert "1 of 2 are right in all; verdict 2, kind 1, line 1" in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "reason"),
+    [
+        ("{}", 3, "exit status 3: it said something"),
+        ("no json", 0, "no JSON was written"),
+        ("{}", 0, "unreadable"),
+    ],
+)
+def test_a_profiler_that_fails_is_a_failure(tmp_path, monkeypatch, text, status, reason):
+    answering(tmp_path, monkeypatch, text, status)
+    row = check.check("language_model", 60.0)
+    assert row["status"] == "failed"
+    assert row["reason"].startswith(reason)
+    assert check.summary({"language_model": row})["right"] == 0
+
+
+def test_a_script_that_hangs_is_ended():
+    sleep = [sys.executable, "-c", "import time; time.sleep(99)"]
+    code = f"import subprocess; subprocess.run({sleep!r})"
+    started = time.monotonic()
+    with pytest.raises(NoVerdictError, match="not done in 1 s"):
+        check.run([sys.executable, "-c", code], 1.0)
+    # Its child holds the pipe: it ends early only if that was ended too.
+    assert time.monotonic() - started < 30
+
+
+def test_a_script_whose_package_is_missing_is_skipped(monkeypatch):
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
+    row = check.check("with_lightning", 1.0)
+    assert (row["status"], row["reason"]) == ("skipped", "lightning is not installed")
+    assert check.summary({"with_lightning": row})["scripts"] == 0
+
+
+def test_on_the_cpu_scripts_run_alone(capsys):
+    options = ["--device", "cpu", "--steps", "2", "--only", "heat_equation"]
+    assert check.main(options) == 0
+    assert "heat_equation          ran" in capsys.readouterr().out

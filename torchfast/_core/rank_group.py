@@ -1,0 +1,243 @@
+"""Ranks that agree with one another, on the host and beside the training.
+
+What ranks decide, they must decide alike: one that saves while another does not, or takes a step
+while another has no batch left, leaves all of them waiting for ever. So they tell one another what
+they are about to do, or what became of it, and each draws the same conclusion from what all said.
+
+That goes over a group of their own on the CPU (gloo). It orders nothing on the device, waits for
+nothing there, and may be used in a thread beside the training. What is said is small: Python values
+of this very job, which trusts itself. A rank that dies closes its connections, so the others hear
+of it at once; one that hangs is given up after the timeout of the group.
+
+Every call is collective: all ranks of a group make the same calls in the same order, and one thread
+at a time makes them. In a run of one process everything returns at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Timer
+from typing import Any, Final, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from torchfast._core.closing import Closing
+from torchfast._core.errors import RankError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# As long as torch waits by itself: a slow disk is no dead rank.
+TIMEOUT_S: Final = 1800.0
+# And far longer than ranks that make the same calls are apart.
+_PATIENCE_S: Final = 60.0
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several, and knows the others already."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@final
+class RankGroup(Closing):
+    """All ranks of the run, or this process alone.
+
+    Made by `join` and `alone`.
+
+    Attributes:
+        rank: The number of this one.
+        size: How many there are.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self._is_early = False
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def alone(cls) -> RankGroup:
+        """Return a group of this process only, whatever else runs."""
+        return cls(None, 0, 1)
+
+    @classmethod
+    def join(cls, timeout_s: float = TIMEOUT_S) -> RankGroup:
+        """Return a new group of all ranks, collectively; of this process where it is the only one.
+
+        Args:
+            timeout_s: How long a rank waits for the others in one call.
+        """
+        if not is_distributed():
+            group = cls.alone()
+            group._is_early = True
+            return group
+        rank = dist.get_rank()
+        with _waited_for(rank, "make a group, as a Trainer and a CheckpointManager do"):
+            all_ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(all_ranks, rank, dist.get_world_size())
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it was to be of all ranks, and the process did not know the others yet."""
+        return self._is_early and is_distributed()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which does what is done once."""
+        return self.rank == 0
+
+    def gather(self, value: T, what: str | None = None) -> list[T]:
+        """Return what each rank gave, by rank.
+
+        Args:
+            value: What this one gives.
+            what: The user's call, where it is one that only some ranks may have made.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with _reached(), _waited_for(self.rank, what):
+            dist.all_gather_object(values, (value,), group=self._checked())
+        return [value for (value,) in values]
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on each rank; return what it returned on each, or raise on all of them.
+
+        Raises:
+            BaseException: What it raised here.
+            RankError: It raised on other ranks, which the message names; or one cannot be reached.
+        """
+        if self.size == 1:
+            return [work()]
+        own: BaseException | None = None
+        result: Any = None
+        try:
+            result = work()
+        except BaseException as error:
+            own = error
+        try:
+            outcomes = self.gather((None if own is None else _told(own), result))
+        except RankError as error:
+            if own is not None:
+                raise own from error  # it tells more than that nobody listens any more
+            raise
+        if own is not None:
+            raise own
+        failed = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
+        if failed:
+            raise RankError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+        return [value for _, value in outcomes]
+
+    def alike(self, work: Callable[[], T]) -> T:
+        """Do ``work`` on each rank; return what it returned here, or raise as `together` does."""
+        kept: list[T] = []
+        self.together(lambda: kept.append(work()))
+        return kept[0]
+
+    def all_agree(self, yes: bool) -> bool:
+        """Return whether all ranks say yes.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+        return self.least(int(yes)).wait() == 1
+
+    def least(self, value: int) -> Least:
+        """Begin to find the least of what the ranks give, and do not wait for it."""
+        if self.size == 1:
+            return Least(None, torch.tensor([value], device="cpu"))
+        number = torch.tensor([value], dtype=torch.int64, device="cpu")
+        with _reached():
+            work = dist.all_reduce(number, dist.ReduceOp.MIN, group=self._checked(), async_op=True)
+        return Least(work, number)
+
+    def _checked(self) -> Any:
+        # torch takes None for all ranks, and a call on a group that is gone for none of its own:
+        # it warns, and returns as if all had been said.
+        if self._group is None or dist.get_rank(self._group) < 0:
+            raise RuntimeError("the group of ranks is closed")
+        return self._group
+
+    @override
+    def close(self) -> None:
+        """Leave the group; a second call does nothing."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with suppress(ValueError, RuntimeError):  # destroyed with all others already
+                dist.destroy_process_group(group)
+
+
+@final
+class Least:
+    """The least of some numbers, on its way."""
+
+    def __init__(self, work: Any, number: torch.Tensor) -> None:
+        self._work = work
+        self._number = number
+
+    def wait(self) -> int:
+        """Return it, once all ranks have given theirs.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+        work, self._work = self._work, None
+        if work is not None:
+            with _reached():
+                work.wait()
+        return int(self._number)
+
+
+@final
+class _reached:  # noqa: N801
+    """Turn what gloo raises into an error that says what it means."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A group that was destroyed meanwhile is a ValueError of torch's.
+        if isinstance(error, RuntimeError | ValueError) and not isinstance(error, RankError):
+            raise RankError(
+                f"another rank cannot be reached ({str(error).splitlines()[0][:200]}): it has "
+                "ended or hangs, or the process group was destroyed first; look at the end of the "
+                "other ranks' output"
+            ) from error
+
+
+@contextmanager
+def _waited_for(rank: int, what: str | None) -> Iterator[None]:
+    """Say so where the others let this rank wait: else a call on one rank only is a mute hang."""
+    if what is None:
+        yield
+        return
+    timer = Timer(
+        _PATIENCE_S,
+        logger.warning,
+        (
+            "rank %d has waited %g s for the other ranks to %s; make, save and load on all ranks, "
+            "or give a CheckpointManager of one process across_ranks=False",
+            rank,
+            _PATIENCE_S,
+            what,
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,86 @@
+"""Modules of a model that a user has named, by paths and by classes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+
+def select_modules(
+    model: nn.Module, selection: Iterable[Any], option: str
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """Return the outermost modules that a selection names, and the paths of those inside them.
+
+    Args:
+        model: Where they stand.
+        selection: Paths, in which ``*`` stands for one name, and module classes.
+        option: What the selection is called, for errors.
+
+    Raises:
+        ValueError: A path or class that is not in the model, or cannot be called.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> list(select_modules(model, (nn.Linear,), "regions")[0])
+        ['0', '2']
+    """
+    modules = dict(model.named_modules())
+    chosen: set[str] = set()
+    for item in selection:
+        if isinstance(item, str):
+            chosen.update(_matches(modules, item, option))
+        else:
+            chosen.update(_instances(modules, item, option))
+    ordered = {path: module for path, module in modules.items() if path in chosen}
+    outermost = {path: m for path, m in ordered.items() if not _has_ancestor(path, ordered)}
+    return outermost, [path for path in ordered if path not in outermost]
+
+
+def _instances(modules: dict[str, nn.Module], cls: type[nn.Module], option: str) -> list[str]:
+    found = [path for path, module in modules.items() if isinstance(module, cls)]
+    if not found:
+        known = list(dict.fromkeys(type(m).__name__ for m in modules.values()))
+        raise ValueError(
+            f"{option} names the class {cls.__name__}, of which the model has no module"
+            f"{_nearest(cls.__name__, known)}"
+        )
+    return found
+
+
+def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
+    found = [path for path in modules if path and _fits(path, pattern)]
+    if not found:
+        known = [path for path in modules if path]
+        raise ValueError(
+            f"{option} names {pattern!r}, which no module of the model matches"
+            f"{_nearest(pattern, known)}"
+        )
+    lists = [p for p in found if isinstance(modules[p], nn.ModuleList | nn.ModuleDict)]
+    if lists:
+        raise ValueError(
+            f"{option} names {lists[0]!r}, a {type(modules[lists[0]]).__name__}, which cannot be "
+            f"called; its members can: {lists[0] + '.*'!r}"
+        )
+    return found
+
+
+def _fits(path: str, pattern: str) -> bool:
+    # `*` stands for one name: `blocks.*` is each block and nothing inside.
+    names, patterns = path.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+def _has_ancestor(path: str, others: dict[str, nn.Module]) -> bool:
+    if "" in others:
+        return path != ""
+    parts = path.split(".")
+    return any(".".join(parts[:n]) in others for n in range(1, len(parts)))
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=3, cutoff=0.4)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -1,0 +1,397 @@
+"""Where the host waits for the device: each wait, with the user's line, before and after it.
+
+A host sync is a line at which the host stops until the device has caught up: the queue that it had
+filled runs empty, and the device idles until it is filled again. Two listeners find them.
+
+- The calls that wait (``item``, ``float()``, ``print``, a boolean mask, a pageable copy, ...;
+  `sync_calls` has the list) are replaced by functions that look at their arguments and pass on.
+  Before and after those that wait the clock is read. Nothing else of a step is touched: no mode is
+  entered, so torch.compile is not disturbed (a dispatch mode would silently disable it for ever),
+  and what does not wait pays a fraction of a microsecond, in a handful of calls.
+- On CUDA, torch's own check (``torch.cuda.set_sync_debug_mode``) says where torch waits from C++:
+  a check of linalg's, a backward, an operator of somebody else's. It speaks as a warning, when the
+  call returns. That warning is taken out at the warning filters and shown to nobody.
+
+torch has a trace for this too (``torch._C._activate_gpu_trace``). It is not used: once on it cannot
+be switched off, and then every allocation, free and event of the process calls into Python, which
+an eager step has thousands of.
+
+What neither sees: waits in C++ that torch does not check (collectives, ``torch.Event`` and
+``torch.Stream`` of `torch.accelerator`, which are immutable types, libraries of others), and a
+``cudaFree`` by the allocator.
+
+Whose wait it is: that of the thread in which a listener was entered, and of the backward pass that
+it runs, wherever autograd runs it. Other threads, which may wait for their own copies, are not
+heard. Waits in the compiler (autotuning) and torchfast's own are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+
+from torchfast._core.errors import UnsupportedDeviceError
+from torchfast._core.sync_calls import NO, SURE, SyncCall, kind_of_copy, sync_calls
+from torchfast._core.user_code import function_of, module_of, owner_of
+
+logger = logging.getLogger(__name__)
+
+_SYNC_WARNING = "called a synchronizing CUDA operation"
+# Said once a process, by whoever switches the check on first.
+_PROTOTYPE = "Synchronization debug mode is a prototype"
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._subclasses", "torch.fx", "triton")
+_COMPILES = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
+_GENERATED = "torch._inductor.runtime.compile_tasks"
+# The step counters of optimizers and the seeds of loaders are on the host on any machine, so that
+# on CUDA nothing would wait.
+_OF_THE_HOST = ("torch.optim", "torch.utils.data")
+# Waits in these parts of torch are the user's even where torchfast has called them.
+_OF_THE_STEP = ("torch.optim", "torch.autograd", "torch.nn")
+
+
+class SyncPlace(NamedTuple):
+    """A place in the user's code that makes the host wait.
+
+    Attributes:
+        kind: The kind of call, a key of `sync_calls.remedy_for`.
+        file: The source file, ``"?"`` where there is no Python below.
+        line: The line in it.
+        function: The function that the line is in.
+        via: Where in torch the call is, such as ``"torch.optim.adafactor"``; empty where the user's
+            line is the call itself.
+    """
+
+    kind: str
+    file: str
+    line: int
+    function: str
+    via: str
+
+
+class SyncListener(Protocol):
+    """Who is told. Either method may raise, and the user's line then does.
+
+    ``device_type`` is ``"cuda"``, or ``"cpu"`` to be told of what would wait on CUDA.
+    """
+
+    device_type: str
+
+    def expect(self, place: SyncPlace) -> None:
+        """Be told of a wait that is about to begin."""
+
+    def hear(self, place: SyncPlace, milliseconds: float | None) -> None:
+        """Be told of a wait that is over, and how long the call took, where that is known."""
+
+
+class _Call(threading.local):
+    """The call that a thread is in, if it may wait."""
+
+    is_open = False
+    has_waited = False
+
+
+@final
+class SyncWatch:
+    """Replaces the calls that wait, and tells the listeners.
+
+    Args:
+        calls: What to listen to; None for all of `sync_calls`.
+    """
+
+    def __init__(self, calls: list[SyncCall] | None = None) -> None:
+        self._calls = calls
+        self._lock = threading.RLock()
+        self._holders = 0
+        self._undo: list[Callable[[], None]] = []
+        self._replaced: list[SyncCall] = []
+        self._by_thread: dict[int, list[SyncListener]] = {}
+        # Of all threads, with the thread, the last one entered last.
+        self._entered: list[tuple[int, SyncListener]] = []
+        self._held_types: set[str] = set()  # for which everything is in place
+        self._is_turning_on = False
+        self._types: frozenset[str] = frozenset()
+        self._call = _Call()
+        self._filter = _SyncFilter(self)
+        self._old_mode: int | None = None
+
+    def hold(self, device_type: str) -> None:
+        """Put the replacements in place, until as many `release` as `hold`."""
+        with self._lock:
+            self._holders += 1
+            if device_type in self._held_types:
+                return
+            self._held_types.add(device_type)
+            for call in sync_calls() if self._calls is None else self._calls:
+                if (device_type == "cpu" or not call.is_in_graphs) and call not in self._replaced:
+                    self._replace(call)
+
+    def release(self) -> None:
+        """Undo a `hold`."""
+        with self._lock:
+            self._holders -= 1
+            if not self._holders:
+                while self._undo:
+                    self._undo.pop()()
+                self._replaced.clear()
+                self._held_types.clear()
+                self._filter.remove()
+
+    def enter(self, listener: SyncListener) -> None:
+        """Tell a listener of the waits of this thread from now on."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._by_thread.setdefault(thread, []).append(listener)
+            self._entered.append((thread, listener))
+            try:
+                self._turn()
+            except BaseException:
+                self.leave(listener)
+                raise
+
+    def leave(self, listener: SyncListener) -> None:
+        """Tell it of none any more; from whichever thread."""
+        with self._lock:
+            entered = self._entered
+            place = next(n for n in reversed(range(len(entered))) if entered[n][1] is listener)
+            thread, _ = entered.pop(place)
+            _remove_last(self._by_thread[thread], listener)
+            if not self._by_thread[thread]:
+                del self._by_thread[thread]
+            self._turn()
+
+    def warned(self, frame: FrameType | None) -> bool:
+        """Hear from torch's own check that a call that is about to return has waited.
+
+        Returns:
+            Whether the warning is ours: nobody else has asked for it.
+        """
+        if self._call.is_open:
+            self._call.has_waited = True
+        elif (listeners := self._listeners()) and (place := _place(frame, "other", self._types)):
+            for listener in listeners:
+                listener.hear(place, None)
+        return self._old_mode == 0
+
+    def run(
+        self,
+        call: SyncCall,
+        certainty: int,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        frame: FrameType | None,
+    ) -> Any:
+        """Run a call that may wait, and tell of it."""
+        state = self._call
+        # A call inside of another, as print makes many, is a part of it.
+        if state.is_open or not (listeners := self._listeners()):
+            return original(*args, **options)
+        types = self._types
+        if len(types) > 1:  # what waits for one need not for another
+            listeners = [
+                one for one in listeners if call.judge(args, options, frozenset((one.device_type,)))
+            ]
+            types = frozenset(one.device_type for one in listeners)
+        place = _place(frame, kind_of_copy(call, args), types) if listeners else None
+        if place is not None and certainty == SURE:
+            for listener in listeners:
+                listener.expect(place)
+        state.is_open, state.has_waited = True, False
+        begin = time.perf_counter()
+        try:
+            result = original(*args, **options)
+        finally:
+            state.is_open = False
+        if place is not None and (certainty == SURE or state.has_waited):
+            milliseconds = (time.perf_counter() - begin) * 1e3
+            for listener in listeners:
+                listener.hear(place, milliseconds)
+        return result
+
+    def _listeners(self) -> list[SyncListener]:
+        """Return who is to be told of what this thread does."""
+        own = self._by_thread.get(threading.get_ident())
+        if own is not None:
+            return list(own)
+        if self._entered and torch._C._current_graph_task_id() != -1:
+            # A thread of autograd's: it works for whoever has entered last.
+            return list(self._by_thread.get(self._entered[-1][0], ()))
+        return []
+
+    def _turn(self) -> None:
+        """Listen to what those that are entered need."""
+        self._types = frozenset(listener.device_type for _, listener in self._entered)
+        if "cuda" in self._types:
+            if self._old_mode is None:
+                _start_cuda()
+            self._filter.insert()
+            mode = torch._C._cuda_get_sync_debug_mode()
+            if self._old_mode is None:
+                self._old_mode = mode
+            if not mode:  # else it is the user's, who sees what it says
+                self._is_turning_on = True
+                try:
+                    torch._C._cuda_set_sync_debug_mode(1)
+                finally:
+                    self._is_turning_on = False
+        elif self._old_mode is not None:
+            # What the user has set meanwhile is the user's.
+            if torch._C._cuda_get_sync_debug_mode() == 1:
+                torch._C._cuda_set_sync_debug_mode(self._old_mode)
+            self._old_mode = None
+
+    def _replace(self, call: SyncCall) -> None:
+        owner, name, judge = call.owner, call.name, call.judge
+        is_own = name in vars(owner)
+        original = getattr(owner, name)
+        watch = self
+
+        @functools.wraps(original, updated=())
+        def listening(*args: Any, **options: Any) -> Any:
+            certainty = NO
+            if types := watch._types:
+                try:
+                    certainty = judge(args, options, types)
+                except Exception as error:  # arguments of a strange kind, or wrong ones
+                    logger.debug("a call of %s could not be judged: %s", name, error)
+            if certainty:
+                return watch.run(call, certainty, original, args, options, _caller())
+            return original(*args, **options)
+
+        _keep_out_of_graphs(listening, original)
+        setattr(owner, name, listening)
+
+        def undo() -> None:
+            if vars(owner).get(name) is not listening:
+                return  # somebody has replaced it since, and holds ours
+            if is_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+        self._undo.append(undo)
+        self._replaced.append(call)
+
+
+@final
+class _SyncFilter:
+    """An entry of the warning filters that takes torch's word of a wait out.
+
+    A filter is asked by ``match`` in the frame that warns, which is how the line is found.
+    """
+
+    def __init__(self, watch: SyncWatch) -> None:
+        self._watch = watch
+        self._entry = ("ignore", self, UserWarning, None, 0)
+
+    def match(self, text: str) -> bool:
+        """Return whether this is the warning; tells the watch."""
+        if self._watch._is_turning_on and text.startswith(_PROTOTYPE):
+            return True
+        if not text.startswith(_SYNC_WARNING):
+            return False
+        return self._watch.warned(_caller())
+
+    def insert(self) -> None:
+        """Come first, as often as somebody has put the filters back.
+
+        Not at each step: torch's and everybody's warnings that are said once a place are said
+        again after each change of the filters.
+        """
+        filters: list[Any] = warnings.filters  # type: ignore[assignment]
+        if not filters or filters[0] is not self._entry:
+            self.remove()
+            filters.insert(0, self._entry)
+            warnings._filters_mutated()  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        filters: list[Any] = warnings.filters  # type: ignore[assignment]
+        if self._entry in filters:
+            filters.remove(self._entry)
+            warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+def _start_cuda() -> None:
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        raise UnsupportedDeviceError(
+            f"a SyncGuard for 'cuda' needs a CUDA device: {error}; give device='cpu' to find what "
+            "would wait on one"
+        ) from error
+
+
+def _caller() -> FrameType | None:
+    """Return the frame that called the function that calls this; None if C++ did."""
+    try:
+        return sys._getframe(2)
+    except ValueError:
+        return None
+
+
+def _place(frame: FrameType | None, kind: str, types: frozenset[str]) -> SyncPlace | None:
+    """Return the user's place that a frame is part of; None for a wait that is not the user's."""
+    via = ""
+    while frame is not None:
+        if frame.f_code.co_name == "listening" and frame.f_code.co_filename == __file__:
+            frame = frame.f_back  # the function in place of a call, by which nobody waits
+            continue
+        owner, module = owner_of(frame), module_of(frame)
+        if owner == "user":
+            if "cuda" not in types and _is_called_by(frame, "torch.utils.data"):
+                return None
+            return SyncPlace(
+                kind, frame.f_code.co_filename, frame.f_lineno, function_of(frame), via
+            )
+        if owner == "torchfast" and not via.startswith(_OF_THE_STEP):
+            return None
+        if module.startswith(_COMPILES) or (
+            not via and module.startswith(_COMPILERS) and not module.startswith(_GENERATED)
+        ):
+            return None
+        if not via and module.startswith(("torch.", "triton.")):
+            via = module
+            if "cuda" not in types and via.startswith(_OF_THE_HOST):
+                return None
+        frame = frame.f_back
+    return SyncPlace(kind, "?", 0, "?", via)
+
+
+def _is_called_by(frame: FrameType | None, module: str) -> bool:
+    while frame is not None:
+        if module_of(frame).startswith(module):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _keep_out_of_graphs(listening: Any, original: Any) -> None:
+    """Let torch.compile see the original where it follows the code, and run ours as it is."""
+    listening._torchdynamo_inline = original
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        # All closures share one code, and what they call is skipped with them.
+        frames.set_code_exec_strategy(listening.__code__, frames._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError):  # another torch: it then compiles around the call
+        pass
+
+
+def _remove_last(listeners: list[SyncListener], listener: SyncListener) -> None:
+    for index in range(len(listeners) - 1, -1, -1):
+        if listeners[index] is listener:
+            del listeners[index]
+            return
+
+
+# One a process, as are the calls that it replaces, torch's check and the warning filters.
+WATCH = SyncWatch()

@@ -1,0 +1,106 @@
+"""What a device reaches when nothing holds it back, measured on the spot.
+
+The figures of a data sheet hold for a device at full clock in a cool room. What a kernel can be
+compared with is what this device does now: a product of large square matrices in each type, and a
+copy within its memory. Each is run a few times, and the best run counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+
+from torchfast._core.errors import UnsupportedDeviceError
+
+_SIZE: Final = 8192
+_COPY_BYTES: Final = 1 << 30
+_RUNS: Final = 5
+# The matrices and the copy must fit beside the model that is being trained.
+_MOST_OF_FREE: Final = 0.25
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """The most that a device did.
+
+    Attributes:
+        device: Its name.
+        flops: Floating-point operations a second, by type of the inputs: ``"float32"``,
+            ``"tf32"``, ``"bfloat16"``, ``"float16"``.
+        bytes_a_second: Bytes read and written a second by a copy within the device.
+    """
+
+    device: str
+    flops: dict[str, float]
+    bytes_a_second: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+
+def measure_ceilings(device: torch.device | str | int | None = None) -> Ceilings:
+    """Measure what a CUDA device reaches; takes about a second.
+
+    Args:
+        device: A CUDA device, the current one by default.
+
+    Raises:
+        UnsupportedDeviceError: It is not a CUDA device, or there is none.
+
+    Synchronizes: Yes, at each measurement.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedDeviceError(
+            "ceilings are measured on a CUDA device, and this machine or torch build has none"
+        )
+    where = torch.device("cuda" if device is None else device)
+    if where.type != "cuda":
+        raise UnsupportedDeviceError(f"ceilings are measured on a CUDA device, got {str(where)!r}")
+    free, _ = torch.cuda.mem_get_info(where)
+    room = int(free * _MOST_OF_FREE)
+    size = _SIZE
+    while 3 * 4 * size * size > room and size > 512:
+        size //= 2
+    precision = torch.backends.cuda.matmul.fp32_precision
+    flops: dict[str, float] = {}
+    with torch.cuda.device(where):
+        try:
+            for name, dtype, allowed in (
+                ("float32", torch.float32, "ieee"),
+                ("tf32", torch.float32, "tf32"),
+                ("bfloat16", torch.bfloat16, "ieee"),
+                ("float16", torch.float16, "ieee"),
+            ):
+                torch.backends.cuda.matmul.fp32_precision = allowed
+                one = torch.randn(size, size, device=where, dtype=dtype)
+                product = partial(torch.mm, one, one, out=torch.empty_like(one))
+                flops[name] = 2.0 * size**3 / _best_s(product)
+                del one, product
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = precision
+        num = max(1 << 20, min(_COPY_BYTES, room // 2))
+        source = torch.empty(num, dtype=torch.uint8, device=where)
+        target = torch.empty_like(source)
+        seconds = _best_s(lambda: target.copy_(source))
+    return Ceilings(
+        device=torch.cuda.get_device_name(where), flops=flops, bytes_a_second=2.0 * num / seconds
+    )
+
+
+def _best_s(work: Callable[[], Any]) -> float:
+    work()  # libraries choose their kernel at the first call
+    times: list[float] = []
+    for _ in range(_RUNS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return max(min(times), 1e-9)

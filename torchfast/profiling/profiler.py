@@ -1,0 +1,308 @@
+"""profile: a few steps of a loop under torch.profiler, and what they say.
+
+Steps are run in three stretches. First some without any profiler, in which caches fill, things are
+compiled and graphs captured. Then those that are measured: torch.profiler notes kernels, operators,
+shapes and memory, which costs the host 1 to 2 us for each operator. Last, two steps with every call
+of Python noted. These are slow, and no time is taken from them; they tell which line made the host
+wait. Everything is written into a folder, and the report is made when it is asked for.
+
+It helps to know where time goes. It does not tell how fast the loop is: measure that without it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar, final
+
+import torch
+
+from torchfast._core.arguments import check_flag, check_int, check_iterable, explain_keywords
+from torchfast._core.errors import TraceError
+from torchfast.profiling.ceilings import Ceilings, measure_ceilings
+from torchfast.profiling.lines import add_lines
+from torchfast.profiling.report import ProfileReport, report_on
+from torchfast.profiling.trace import read_trace
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+TRACE: Final = "trace.json.gz"
+LINES: Final = "lines.json.gz"
+PAGE: Final = "report.html"
+# torch.profiler starts to note in one step and drops it: its first is slow.
+_DROPPED: Final = 1
+_LINED: Final = 2
+
+
+@explain_keywords
+def profile(
+    folder: str | os.PathLike[str] = "torchfast-profile",
+    *,
+    steps: int = 10,
+    warmup: int = 5,
+    lines: bool = True,
+    memory: bool = True,
+    shapes: bool = True,
+    ceilings: bool = False,
+) -> Profile:
+    """Profile a loop: where the time of its steps goes, and what to try.
+
+    Put it around the loop, and say when a step ends: by `Profile.step`, or by looping over
+    `Profile.iterate`, which also ends the loop when enough steps were seen. `Trainer.profile` does
+    both. For a script as it stands there is ``python -m torchfast profile SCRIPT``.
+
+    Args:
+        folder: Where the traces and the page are written.
+        steps: How many steps are measured.
+        warmup: Steps before; at least one. Take more than are needed to compile and to capture.
+        lines: Run three steps more to learn the lines of what is found.
+        memory: Note what memory is taken for; costs a little for each tensor.
+        shapes: Note the shapes of inputs, for the roofline; costs a little for each operator.
+        ceilings: Measure what the device can do at the end, for the roofline; takes a second and
+            some memory of the device.
+
+    Returns:
+        A context manager; its ``report`` is there when it ends.
+
+    Raises:
+        TypeError: An argument of the wrong kind.
+        ValueError: A count that is too small.
+
+    Numerics: Bitwise equal to the loop alone.
+    Synchronizes: When torch.profiler begins and ends; not in between.
+
+    Example:
+        >>> import tempfile, torch
+        >>> model = torch.nn.Linear(8, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with profile(folder, steps=2, warmup=1, lines=False) as profiling:
+        ...         for batch in profiling.iterate([torch.ones(4, 8)] * 10):
+        ...             model(batch).sum().backward()
+        ...     report = profiling.report
+        >>> report.figures.num_steps
+        2
+    """
+    return Profile(
+        Path(folder),
+        steps=check_int("steps", steps, minimum=1),
+        warmup=check_int("warmup", warmup, minimum=1),
+        lines=check_flag("lines", lines),
+        memory=check_flag("memory", memory),
+        shapes=check_flag("shapes", shapes),
+        ceilings=check_flag("ceilings", ceilings),
+    )
+
+
+@final
+class Profile:
+    """A profile in progress; made by `profile`.
+
+    Attributes:
+        folder: Where its files are.
+        num_steps: The steps seen so far.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        warmup: int,
+        lines: bool,
+        memory: bool,
+        shapes: bool,
+        ceilings: bool,
+    ) -> None:
+        self.folder = folder
+        self.num_steps = 0
+        self._steps, self._warmup, self._lines = steps, warmup, lines
+        self._memory, self._shapes, self._ceilings = memory, shapes, ceilings
+        self._running: torch.profiler.profile | None = None
+        self._first_noted = self._end_of_stretch = 0
+        self._num_measured = 0
+        self._stretch = ""
+        self._measured: Ceilings | None = None
+        self._report: ProfileReport | None = None
+        self._written: set[str] = set()
+        self._entered = False
+        self._process = 0
+        self._remarks: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._entered, self._process = True, os.getpid()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (TRACE, LINES, PAGE):
+            (self.folder / name).unlink(missing_ok=True)
+        self._begin_if_due()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._entered = False
+        if os.getpid() != self._process:
+            return  # a fork of the one that profiles: the files are not its own
+        self._end_stretch()
+        if self._ceilings and kind is None and torch.cuda.is_available():
+            try:
+                self._measured = measure_ceilings()
+            except Exception as error:  # what was profiled is worth more than the ceilings
+                self._lose("the ceilings could not be measured", error)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps that are wanted were seen."""
+        return self.num_steps >= self.num_wanted
+
+    @property
+    def num_wanted(self) -> int:
+        """The steps that are run in all: before, measured, and for the lines."""
+        return self._warmup + self._steps + (_DROPPED + _LINED if self._lines else 0)
+
+    def step(self) -> None:
+        """Say that a step has ended; after the last that is wanted it does nothing."""
+        if not self._entered:
+            raise RuntimeError(
+                "step() was called outside of the with block of profile(); move it in"
+            )
+        self.num_steps += 1
+        if self._running is not None:
+            self._running.step()
+            if self.num_steps >= self._end_of_stretch:
+                self._end_stretch()
+        self._begin_if_due()
+
+    def iterate(self, batches: Iterable[Item]) -> Iterator[Item]:
+        """Yield batches, counting a step for each, until enough were seen.
+
+        The time in which the next batch is fetched is marked as ``torchfast.data_wait``.
+        """
+        check_iterable("batches", batches, "batches")
+        iterator = iter(batches)
+        while not self.is_done:
+            # Free where no profiler runs, which is in most steps of the warm-up.
+            if self._running is None:
+                batch = next(iterator, _END)
+            else:
+                with torch.profiler.record_function("torchfast.data_wait"):
+                    batch = next(iterator, _END)
+            if batch is _END:
+                return
+            yield batch  # type: ignore[misc]
+            self.step()
+
+    @property
+    def report(self) -> ProfileReport:
+        """What was found; the page is written when it is first asked for.
+
+        Raises:
+            TraceError: The loop ended before a step was measured.
+        """
+        if self._report is None:
+            self._report = self._analyse()
+            self._report.write_html(self.folder / PAGE)
+        return self._report
+
+    def _analyse(self) -> ProfileReport:
+        if TRACE not in self._written:
+            if self._remarks:
+                raise TraceError(f"nothing was profiled: {'; '.join(self._remarks)}")
+            raise TraceError(
+                f"the loop made {self.num_steps} steps, and the first {self._warmup} are not "
+                "measured; run more steps, or give a smaller warmup"
+            )
+        trace = read_trace(self.folder / TRACE)
+        lined = read_trace(self.folder / LINES) if LINES in self._written else None
+        trace.remarks += self._remarks
+        if self._num_measured < self._steps:
+            trace.keep_steps(self._num_measured)
+            trace.remarks.append(
+                f"{self._steps} steps were wanted and {self._num_measured} were measured: the loop "
+                "ended before"
+            )
+        return report_on(trace, lined, self._measured)
+
+    # --- stretches ------------------------------------------------------------------------------
+
+    def _begin_if_due(self) -> None:
+        """Start the profiler one step before those that it is to note."""
+        if self._running is not None:
+            return
+        if self.num_steps == self._warmup - _DROPPED:
+            self._begin(TRACE, self._steps)
+        elif self._lines and self.num_steps == self._warmup + self._steps:
+            self._begin(LINES, _LINED)
+
+    def _begin(self, name: str, steps: int) -> None:
+        lined = name == LINES
+        self._stretch = name
+        self._first_noted = self.num_steps + _DROPPED
+        self._end_of_stretch = self._first_noted + steps
+        self._running = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=0, warmup=_DROPPED, active=steps, repeat=1),
+            record_shapes=self._shapes and not lined,
+            profile_memory=self._memory and not lined,
+            with_stack=lined,
+        )
+        self._running.start()
+
+    def _end_stretch(self) -> None:
+        """Stop and write; where that fails, the loop goes on and the report says so."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            self._write(running)
+        except Exception as error:
+            self._lose(f"{self._stretch} could not be written", error)
+
+    def _lose(self, what: str, error: Exception) -> None:
+        self._remarks.append(f"{what} ({type(error).__name__}: {error})")
+        logger.warning("the profile is not whole: %s (%s)", what, error)
+
+    def _write(self, running: torch.profiler.profile) -> None:
+        running.stop()
+        whole = min(self.num_steps, self._end_of_stretch) - self._first_noted
+        if whole < 1:
+            return
+        if self._stretch == TRACE:
+            self._num_measured = whole
+        plain = self.folder / self._stretch.removesuffix(".gz")
+        try:
+            running.export_chrome_trace(str(plain))
+            if self._stretch == LINES:
+                self._add_lines(running, plain)
+            with (
+                plain.open("rb") as source,
+                gzip.open(self.folder / self._stretch, "wb", compresslevel=1) as target,
+            ):
+                shutil.copyfileobj(source, target, 1 << 20)
+            self._written.add(self._stretch)
+        finally:
+            plain.unlink(missing_ok=True)
+            if self._stretch not in self._written:
+                (self.folder / self._stretch).unlink(missing_ok=True)
+
+    def _add_lines(self, running: Any, plain: Path) -> None:
+        try:
+            tree = running.profiler.kineto_results.experimental_event_tree()
+        except (AttributeError, RuntimeError) as error:
+            # Not a documented part of torch; without it functions are named instead of lines.
+            logger.debug("torch gives no tree of events: %s", error)
+            return
+        add_lines(plain, tree)
+
+    def __repr__(self) -> str:
+        return f"Profile({str(self.folder)!r}, {self.num_steps} of {self.num_wanted} steps)"
+
+
+_END: Final = object()

@@ -1,0 +1,330 @@
+"""StepTimer: what the parts of a step take, measured all the time, without a wait.
+
+Events are put into the device's queue where a phase begins and where it ends, and are compared some
+steps later, when the device has passed them. So nobody waits; but to record one takes the host some
+microseconds, and a step has a dozen. So steps are sampled: the first ones, which are eager where a
+graph is to be captured, and from then on one in `EVERY`, or fewer where that would cost more than
+`BUDGET` of a step.
+
+The times are the device's: between two events lies what was enqueued between them, and the time
+in which the queue ran empty. ``data_wait`` is therefore not how long the host waited for a batch,
+which in a healthy loop is ahead and waits often, but how long the device did.
+
+A replay runs no Python, so nothing can be recorded in it: told are ``data_wait``, what it takes as
+a whole, and what of the step is left outside. Its forward, backward and update are those of the
+eager steps before the capture, and are labelled so; they are longer where the host was the limit.
+Timing events inside of the graph would not do instead: each replay records the same ones anew, so
+that unless the host waits for each step, what it reads late is of two of them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Final, Literal, final
+
+import torch
+
+from torchfast._core.phases import (
+    BACKWARD,
+    CAPTURE,
+    COMMUNICATION,
+    DATA_WAIT,
+    FORWARD,
+    H2D,
+    OTHER,
+    REPLAY,
+    UPDATE,
+    start_recording,
+    stop_recording,
+)
+from torchfast._core.reading import Mark, Marks
+from torchfast._core.step_times import PhaseTimes, StepTimes
+
+# One step in so many is taken apart, at most.
+EVERY: Final = 16
+# At the beginning each is, but the very first, in which libraries load and allocate.
+NUM_FIRST: Final = 8
+# Of the time of all steps, what the host may spend on sampling. The device spends less.
+BUDGET: Final = 0.0025
+# Samples that are on their way at a time: a host may be far ahead.
+MOST_PENDING: Final = 8
+# Percentiles are over so many samples, the latest ones; of whole steps over four times as many.
+WINDOW: Final = 256
+# After so many samples without a replay, steps are no longer said to be replays.
+RECENT: Final = 16
+
+# Rows that the table has of its own: a phase of a user's that is called so gets another name.
+_TAKEN: Final = ("step", OTHER, str(CAPTURE), str(REPLAY))
+ORDER: Final = (DATA_WAIT, H2D, REPLAY, FORWARD, BACKWARD, COMMUNICATION, UPDATE)
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """One phase of one sampled step."""
+
+    name: str
+    sample: _Sample
+    around: _Part | None
+    start: Mark
+    stop: Mark | None = None
+
+    def enclosing(self) -> Iterator[_Part]:
+        """Yield the phases that this one lies in, as far as they came to their end."""
+        part = self.around
+        while part is not None:
+            if part.stop is not None:
+                yield part
+            part = part.around
+
+
+@dataclass(eq=False, slots=True)
+class _Sample:
+    """A step that is taken apart."""
+
+    start: Mark
+    stop: Mark | None = None
+    is_first: bool = False
+    kind: Literal["eager", "replay"] = "eager"
+    parts: list[_Part] = field(default_factory=list)
+    innermost: _Part | None = None
+    is_void: bool = False
+    spent_s: float = 0.0
+
+    def marks(self) -> list[Mark]:
+        """Return all moments that were noted."""
+        found = [self.start, self.stop, *(m for p in self.parts for m in (p.start, p.stop))]
+        return [mark for mark in found if mark is not None]
+
+
+@final
+class StepTimer:
+    """Times the phases of the steps of a loop.
+
+    Args:
+        device: Where the steps run.
+        marks: What notes moments there.
+
+    Numerics: Exact.
+    Synchronizes: Never.
+
+    Example:
+        >>> import torch
+        >>> from torchfast._core.phases import phase
+        >>> timer = StepTimer(torch.device("cpu"))
+        >>> with timer.session():
+        ...     for _ in range(4):
+        ...         timer.begin_step()
+        ...         with phase("forward"):
+        ...             pass
+        ...         timer.end_step()
+        >>> timer.times()["forward"].num_samples
+        3
+    """
+
+    def __init__(self, device: torch.device, marks: Marks | None = None) -> None:
+        self._marks = Marks(device) if marks is None else marks
+        self._every = EVERY
+        self._costs: deque[float] = deque(maxlen=NUM_FIRST)  # of samples, in steps
+        self._sample: _Sample | None = None
+        self._pending: deque[_Sample] = deque()
+        self._num_steps = 0  # of this session
+        self._until_next = 0
+        # Of a session's first steps; each later one takes the place of one of them.
+        self._first: deque[dict[str, float]] = deque(maxlen=NUM_FIRST - 1)
+        self._eager: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._replays: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self._since_replay = RECENT
+        self._steps_ms: deque[float] = deque(maxlen=4 * WINDOW)
+        self._copies_ms: Sequence[float] = ()
+        self._thread: int | None = None  # which begins and ends steps, and alone takes up samples
+        # What a log record is told, and of what it was made.
+        self._num_read = self._num_new_steps = 0
+        self._known_rows: list[PhaseTimes] = []
+        self._known_step: list[PhaseTimes] = []
+        self._rows_of: tuple[int, Sequence[float]] | None = None
+
+    # -- What the loop says ------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Time the steps in the body; what was measured before is kept."""
+        self._num_steps = 0
+        self._until_next = EVERY
+        try:
+            yield
+        finally:
+            self.cancel_step()
+
+    def begin_step(self) -> None:
+        """Say that the next batch is about to be asked for."""
+        self._thread = get_ident()
+        self.cancel_step()
+        is_first = 0 < self._num_steps < NUM_FIRST
+        if not is_first and self._until_next > 1:
+            return
+        self._take_up()
+        if len(self._pending) >= MOST_PENDING or self._marks.is_capturing:
+            return
+        started = time.perf_counter()
+        self._sample = _Sample(self._marks.now(), is_first=is_first)
+        start_recording(self)
+        self._sample.spent_s += time.perf_counter() - started
+
+    def end_step(self) -> None:
+        """Say that the step is enqueued, and take up what has been measured by now."""
+        sample, self._sample = self._sample, None
+        self._num_steps += 1
+        self._until_next -= 1
+        if sample is not None:
+            self._until_next = self._every
+            stop_recording(self)
+            if sample.is_void or self._marks.is_capturing:
+                self._marks.give_back(sample.marks())
+            else:
+                started = time.perf_counter()
+                sample.stop = self._marks.now()
+                sample.spent_s += time.perf_counter() - started
+                self._pending.append(sample)
+        self._take_up()
+
+    def cancel_step(self) -> None:
+        """Forget the step that has begun, if there is one: there was no batch for it."""
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            stop_recording(self)
+            self._marks.give_back(sample.marks())
+
+    def note_steps(self, times_ms: Sequence[float]) -> None:
+        """Add what whole steps took, sampled or not."""
+        self._steps_ms += times_ms
+        self._num_new_steps += len(times_ms)
+
+    def note_copies(self, times_ms: Sequence[float]) -> None:
+        """Say what the latest copies to the device took, of those that run beside the steps."""
+        self._copies_ms = times_ms
+
+    # -- What phases say ---------------------------------------------------------------------------
+
+    def begin(self, name: str) -> _Part | None:
+        """Note that a phase begins; returns what `end` is to be given."""
+        sample = self._sample
+        if sample is None or sample.is_void:
+            return None
+        if name is CAPTURE or self._marks.is_capturing:
+            sample.is_void = True  # a step of its own kind, of which there are few
+            return None
+        if name is REPLAY:
+            sample.kind = "replay"
+        elif name in _TAKEN:
+            name += " (yours)"
+        started = time.perf_counter()
+        part = _Part(name, sample, sample.innermost, self._marks.now())
+        sample.parts.append(part)
+        sample.innermost = part
+        sample.spent_s += time.perf_counter() - started
+        return part
+
+    def end(self, begun: _Part | None) -> None:
+        """Note that it ends; one of an earlier step, left open by a generator, is no matter."""
+        sample = self._sample
+        if begun is None or sample is not begun.sample or sample.is_void:
+            return
+        started = time.perf_counter()
+        begun.stop = self._marks.now()
+        if sample.innermost is begun:
+            sample.innermost = begun.around
+        sample.spent_s += time.perf_counter() - started
+
+    # -- What came of it ---------------------------------------------------------------------------
+
+    def times(self) -> StepTimes:
+        """Return the percentiles of what has been measured by now."""
+        return StepTimes(phases=tuple(sorted([*self._rows(), *self._step_row()], key=_place)))
+
+    def recent_times(self) -> StepTimes:
+        """Return the same for a log record: cheaper, and the whole steps perhaps some steps old."""
+        if self._rows_of != (now := (self._num_read, self._copies_ms)):
+            self._known_rows, self._rows_of = self._rows(), now
+        if self._num_new_steps >= max(1, len(self._steps_ms) // 8):
+            self._known_step, self._num_new_steps = self._step_row(), 0
+        return StepTimes(phases=tuple(sorted([*self._known_rows, *self._known_step], key=_place)))
+
+    def _step_row(self) -> list[PhaseTimes]:
+        return [PhaseTimes.of("step", list(self._steps_ms))] if self._steps_ms else []
+
+    def _rows(self) -> list[PhaseTimes]:
+        if self._thread in (None, get_ident()):
+            self._take_up()
+        is_replayed = bool(self._replays) and self._since_replay < RECENT
+        eager = [*list(self._first)[len(self._eager) :], *self._eager]
+        rows = _rows(list(self._replays) if is_replayed else eager)
+        if is_replayed:
+            known = {row.name for row in rows}
+            rows += [row for row in _rows(eager, "from warm-up") if row.name not in known]
+        if self._copies_ms and all(row.name != H2D for row in rows):
+            rows.append(PhaseTimes.of(H2D, self._copies_ms, "copy stream"))
+        return rows
+
+    def _take_up(self) -> None:
+        """Read the samples that the device has passed."""
+        while self._pending:
+            sample = self._pending[0]
+            assert sample.stop is not None
+            # A phase may have been on a stream that nobody waits for, so each is asked.
+            if not all(map(self._marks.has_passed, reversed(sample.marks()))):
+                return
+            self._pending.popleft()
+            self._read(sample)
+
+    def _read(self, sample: _Sample) -> None:
+        assert sample.stop is not None
+        between = self._marks.between_ms
+        total_ms = between(sample.start, sample.stop)
+        self._num_read += 1
+        times = {DATA_WAIT: 0.0}
+        inside_ms = 0.0
+        for part in sample.parts:
+            if part.stop is None:
+                continue
+            around = {enclosing.name for enclosing in part.enclosing()}
+            spent_ms = between(part.start, part.stop)
+            if part.name not in around:
+                times[part.name] = times.get(part.name, 0.0) + spent_ms
+            if not around:
+                inside_ms += spent_ms
+        times[OTHER] = max(0.0, total_ms - inside_ms)
+        if sample.kind == "replay":
+            self._replays.append(times)
+            self._since_replay = 0
+        else:
+            (self._first if sample.is_first else self._eager).append(times)
+            self._since_replay += 1
+        self._marks.give_back(sample.marks())
+        if total_ms > 0:
+            # The median: a host that is interrupted once has not become slow.
+            self._costs.append(sample.spent_s * 1e3 / total_ms)
+            self._every = max(EVERY, math.ceil(statistics.median(self._costs) / BUDGET))
+
+
+def _rows(
+    samples: Sequence[dict[str, float]],
+    source: Literal["measured", "from warm-up"] = "measured",
+) -> list[PhaseTimes]:
+    names = dict.fromkeys(name for times in samples for name in times)
+    return [
+        PhaseTimes.of(name, [times.get(name, 0.0) for times in samples], source) for name in names
+    ]
+
+
+def _place(row: PhaseTimes) -> tuple[int, int]:
+    """Return where a row stands: the step, its phases, the user's own, and what is left."""
+    if row.name in ORDER:
+        return 1, ORDER.index(row.name)
+    return {"step": 0, OTHER: 3}.get(row.name, 2), 0

@@ -1,0 +1,151 @@
+"""Where the host waits for the device, and which line makes it.
+
+A line such as ``loss.item()`` needs a number that the device has not computed yet. The host stops
+until the queue is empty, and the device then stops until the host has launched again. Each wait is
+named by its *site*: the call of the driver and the operator around it, which are the same in every
+step and in the steps that were taken with lines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from torchfast.profiling.gaps import Gap, is_sync
+from torchfast.profiling.kernels import is_pageable_copy
+from torchfast.profiling.places import Places, most_common
+from torchfast.profiling.projection import Launched, host_stacks
+from torchfast.profiling.trace import HostCall, HostSpan, Trace
+
+# Operators whose result has a size that only the numbers tell, so they wait to allocate it.
+_SIZED_BY_NUMBERS: Final = (
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique",
+    "aten::_unique2",
+    "aten::unique_consecutive",
+    "aten::argwhere",
+    "aten::bincount",
+    "aten::repeat_interleave",
+)
+
+
+class WaitSite(NamedTuple):
+    """All waits of one kind.
+
+    Attributes:
+        operator: The outermost operator around them, such as ``aten::item``.
+        call: The call of the runtime.
+        line: ``file:line``, None where the trace has no lines.
+        num: How many there were.
+        host_us: How long the host stood in them.
+        idle_us: How long the device was idle after them.
+        sized_by_numbers: They are there to learn the size of a result.
+    """
+
+    operator: str
+    call: str
+    line: str | None
+    num: int
+    host_us: float
+    idle_us: float
+    sized_by_numbers: bool
+
+
+class Site(NamedTuple):
+    """What a wait is, wherever it is."""
+
+    operator: str
+    call: str
+    sized_by_numbers: bool
+
+
+class CopySite(NamedTuple):
+    """All copies from pageable memory of one kind."""
+
+    name: str
+    line: str | None
+    num: int
+    num_bytes: int
+    device_us: float
+
+
+def wait_sites(trace: Trace, gaps: Sequence[Gap], lined: Trace | None = None) -> list[WaitSite]:
+    """Return the places where the host waits, those that cost the device most first."""
+    waits = _waits(trace)
+    lines: dict[Site, list[str | None]] = defaultdict(list)
+    if lined is not None and (places := Places(lined)):
+        for call, site in _waits(lined):
+            lines[site].append(places.at(call.thread, (call.start + call.end) / 2))
+    idle: dict[Site, float] = defaultdict(float)
+    by_start = {(call.thread, call.start): site for call, site in waits}
+    for gap in gaps:
+        if gap.cause == "sync" and (at := by_start.get((gap.thread, gap.moment))):
+            idle[at] += gap.length
+    grouped: dict[Site, list[HostCall]] = defaultdict(list)
+    for call, site in waits:
+        grouped[site].append(call)
+    found = [
+        WaitSite(
+            operator=site.operator,
+            call=site.call,
+            line=most_common(lines.get(site, [])),
+            num=len(calls),
+            host_us=sum(c.end - c.start for c in calls),
+            idle_us=idle[site],
+            sized_by_numbers=site.sized_by_numbers,
+        )
+        for site, calls in grouped.items()
+    ]
+    return sorted(found, key=lambda s: (-s.idle_us, -s.host_us))
+
+
+def _waits(trace: Trace) -> list[tuple[HostCall, Site]]:
+    """Return the waits inside of the steps, each with its site."""
+    steps = trace.steps
+    # torch.profiler itself waits when it begins and ends.
+    begin = steps[0].start if steps else float("-inf")
+    end = steps[-1].end if steps else float("inf")
+    inside = [c for c in trace.calls if begin <= c.start <= end]
+    # A thread that only copies into pinned memory, or watches, may wait: it makes nobody late.
+    done = {work.correlation for work in trace.work}
+    working = {c.thread for c in inside if c.correlation in done} | {trace.main_thread()}
+    calls = [c for c in inside if is_sync(c) and c.thread in working]
+    if not steps:
+        calls = [c for c in calls if c.name != "cudaDeviceSynchronize"]
+    stacks = host_stacks(trace, calls)
+    return [(call, _site(call, stacks.get(call, ()))) for call in calls]
+
+
+def _site(call: HostCall, stack: Sequence[HostSpan]) -> Site:
+    operators = [s.name for s in stack if s.kind == "op" and s.thread == call.thread]
+    operators = [n for n in operators if not n.startswith("autograd::engine")]
+    sized = any(n.startswith(_SIZED_BY_NUMBERS) for n in operators)
+    return Site(operators[0] if operators else "", call.name, sized)
+
+
+def pageable_copies(
+    launched: Sequence[Launched], lined: Trace | None, lined_work: Sequence[Launched]
+) -> list[CopySite]:
+    """Return the copies between the device and memory that is not pinned, longest first."""
+    lines: dict[str, list[str | None]] = defaultdict(list)
+    if lined is not None and (places := Places(lined)):
+        for each in lined_work:
+            if is_pageable_copy(each.work.name) and each.call is not None:
+                lines[each.work.name].append(places.at(each.call.thread, each.call.start))
+    grouped: dict[str, list[Launched]] = defaultdict(list)
+    for each in launched:
+        if is_pageable_copy(each.work.name):
+            grouped[each.work.name].append(each)
+    found = [
+        CopySite(
+            name,
+            most_common(lines.get(name, [])),
+            len(those),
+            sum(e.work.num_bytes for e in those),
+            sum(e.work.end - e.work.start for e in those),
+        )
+        for name, those in grouped.items()
+    ]
+    return sorted(found, key=lambda c: -c.device_us)
