@@ -1,0 +1,177 @@
+"""Recompute on a device: bits, masks within a graph, memory and the planner."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpu.requirements import requires
+from recomputed import GPT, GPTBlock, ResNet, image_loss, images, live_bytes, token_loss, tokens
+from torchfast import Plan, Recompute, RecomputeOptions, Trainer, plan_recompute
+from torchfast._core.compare import differences
+
+pytestmark = requires(gpus=1)
+
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+
+
+class FlashBlock(GPTBlock):
+    """Attention draws too."""
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        p = self.drop.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(x.shape)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+NETS = {
+    "gpt": (functools.partial(GPT, dropout=0.2), token_loss, tokens),
+    "flash": (functools.partial(GPT, dropout=0.2, block=FlashBlock), token_loss, tokens),
+    "resnet": (ResNet, image_loss, images),
+}
+
+
+def on_gpu(batch):
+    return tuple(t.cuda() for t in batch) if isinstance(batch, tuple) else batch.cuda()
+
+
+def run(name, plan, *, steps=8):
+    net, loss_fn, data = NETS[name]
+    torch.manual_seed(0)
+    model = net().cuda()
+    with Trainer(model, adamw(model.parameters()), loss_fn, plan) as trainer:
+        torch.manual_seed(1)
+        losses = [trainer.step(on_gpu(data(seed=n))).clone() for n in range(steps)]
+        state = {k: v for k, v in trainer.state_dict().items() if k != "plan"}
+        return {"losses": losses, "state": state}, trainer.report()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("what", ["blocks", "selective", RecomputeOptions(every=2)])
+@pytest.mark.parametrize("name", list(NETS))
+def test_bits_eagerly_and_in_a_graph(deterministic, name, what, precision):
+    expected, _ = run(name, Plan(precision=precision))
+    eager, _ = run(name, Plan(precision=precision, recompute=what))
+    assert differences(expected, eager) == []
+    captured, report = run(name, Plan(precision=precision, recompute=what, cuda_graph=True))
+    assert report.counters["replays"] >= 1, str(report)
+    assert differences(expected, captured) == []
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(256))
+
+    def forward(self, x):
+        return F.dropout(x * self.scale, 0.5, self.training).square()
+
+
+def test_each_replay_draws_a_new_mask_and_the_second_run_the_same():
+    """Else a column would get a gradient whose output was dropped, or the other way round."""
+    columns = torch.zeros(256, dtype=torch.bool, device="cuda")
+
+    def loss_fn(model, batch):
+        out = model(batch)
+        columns.copy_((out > 0).any(0))
+        return out.sum()
+
+    model = nn.Sequential(Dropping(), Dropping()).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    masks = []
+    with Trainer(model, optimizer, loss_fn, Plan(recompute="blocks", cuda_graph=True)) as trainer:
+        for _ in range(12):
+            before = model[1].scale.detach().clone()
+            trainer.step(torch.ones(1, 256, device="cuda"))
+            assert torch.equal(model[1].scale.detach() != before, columns)
+            masks.append(columns.clone())
+        assert trainer.report().counters["replays"] >= 4
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(masks))
+
+
+@pytest.mark.parametrize(("what", "share"), [("blocks", 0.25), ("selective", 0.5)])
+def test_memory_that_the_device_really_holds(what, share):
+    class Wide(GPT):
+        def __init__(self):
+            super().__init__(layers=1)
+            self.embed = nn.Embedding(50, 512)
+            self.blocks = nn.ModuleList(GPTBlock(512, 8) for _ in range(6))
+            self.head = nn.Linear(512, 50)
+
+    def held(recompute):
+        torch.manual_seed(0)
+        model, batch = Wide().cuda(), tokens(8, 512).cuda()
+        handle = None if recompute is None else Recompute(model, recompute)
+        for _ in range(2):
+            before = torch.cuda.memory_allocated()
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                loss = token_loss(model, batch)
+            after = torch.cuda.memory_allocated()
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+        if handle is not None:
+            handle.close()
+        return after - before
+
+    plain, kept = held(None), held(what)
+    head = 8 * 512 * 50 * 4 * 3  # logits and what the loss keeps, which no block does
+    assert kept - head <= share * (plain - head), (kept, plain)
+
+
+def test_the_planner_says_what_the_device_holds():
+    torch.manual_seed(0)
+    model = GPT(layers=6).cuda()
+    batch = tokens(16, 128).cuda()
+    optimizer = adamw(model.parameters())
+    plan = plan_recompute(model, token_loss, batch, memory_gb=1.0, optimizer=optimizer)
+    for choice in plan.choices:
+        if choice.recompute is False:
+            kept = live_bytes(model, token_loss, batch)
+        else:
+            with Recompute(model, choice.recompute):
+                live_bytes(model, token_loss, batch)
+                kept = live_bytes(model, token_loss, batch)
+        assert choice.saved_bytes == pytest.approx(kept, rel=0.1), choice.name
+        assert choice.step_ms > 0
+    times = {choice.name: choice.step_ms for choice in plan.choices}
+    assert times["none"] <= times["blocks"]
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_compiled_is_close(what, cuda_graph):
+    expected, _ = run("resnet", Plan(), steps=6)
+    plan = Plan(recompute=what, compile=True, cuda_graph=cuda_graph)
+    found, report = run("resnet", plan, steps=6)
+    assert not [d for d in report.stepped_aside if d.lever == "recompute"], str(report)
+    assert report.counters["compile_graphs"] >= 1
+    torch.testing.assert_close(
+        torch.stack(found["losses"]), torch.stack(expected["losses"]), rtol=5e-2, atol=5e-2
+    )
+    tracked = found["state"]["model"]["stages.0.norm1.num_batches_tracked"]
+    assert int(tracked) == 6
+
+
+def test_a_memory_budget_saves_memory():
+    def held(**options):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, batch = GPT(layers=6).cuda(), tokens(16, 256).cuda()
+        optimizer = adamw(model.parameters())
+        with Trainer(model, optimizer, token_loss, Plan(compile=True, **options)) as trainer:
+            for _ in range(3):
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                trainer.step(batch)
+            return torch.cuda.max_memory_allocated() - before
+
+    assert held(recompute=0.2) < held()

@@ -1,0 +1,177 @@
+"""Models whose blocks are recomputed, and what a forward of them really keeps in memory."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchfast.memory.block_costs import storages
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, width=32, heads=4, dropout=0.0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(x.shape)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers=3, dropout=0.0, block=GPTBlock):
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(block(dropout=dropout) for _ in range(layers))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Bottleneck(nn.Module):
+    """As in a ResNet, with the ReLU in place."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, 4, 1, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.norm2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.conv3, self.norm3 = nn.Conv2d(4, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm1(self.conv1(x)))
+        y = self.relu(self.norm2(self.conv2(y)))
+        return self.relu(self.norm3(self.conv3(y)) + x)
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.stages = nn.Sequential(*(Bottleneck() for _ in range(3)))
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(self.stem(x)).mean((2, 3)))
+
+
+def token_loss(model, tokens):
+    logits = model(tokens)
+    logits = logits if isinstance(logits, Tensor) else logits.logits
+    return F.cross_entropy(logits.flatten(0, -2), tokens.flatten())
+
+
+def image_loss(model, batch):
+    images, labels = batch
+    logits = model(images)
+    logits = logits if isinstance(logits, Tensor) else logits.logits
+    return F.cross_entropy(logits, labels)
+
+
+def tokens(batch=4, length=16, seed=0):
+    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def images(batch=4, size=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(batch, 3, size, size, generator=generator)
+    return pixels, torch.randint(50, (batch,), generator=generator)
+
+
+def make(name):
+    """Return a model, its loss function and a batch."""
+    torch.manual_seed(0)
+    match name:
+        case "gpt":
+            return GPT(), token_loss, tokens()
+        case "gpt with dropout":
+            return GPT(dropout=0.2), token_loss, tokens()
+        case "resnet":
+            return ResNet(), image_loss, images()
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    match name:
+        case "llama":
+            config = transformers.LlamaConfig(
+                **sizes, intermediate_size=88, num_key_value_heads=2, vocab_size=50
+            )
+            return transformers.LlamaForCausalLM(config), token_loss, tokens()
+        case "gpt2":
+            config = transformers.GPT2Config(
+                n_embd=32, n_layer=3, n_head=4, vocab_size=50, n_positions=16
+            )
+            return transformers.GPT2LMHeadModel(config), token_loss, tokens()
+        case "vit":
+            config = transformers.ViTConfig(
+                **sizes, intermediate_size=128, image_size=16, patch_size=4, num_labels=50
+            )
+            return transformers.ViTForImageClassification(config), image_loss, images()
+
+
+class Live(TorchDispatchMode):
+    """Knows of all memory that operations under it have made, and whether it still lives."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def live_bytes(self, without=()):
+        gone = storages(without)
+        return sum(
+            size
+            for key, (storage, size) in self.made.items()
+            if key not in gone and not storage.expired()
+        )
+
+
+def live_bytes(model, loss_fn, batch):
+    """Return what a forward has made and keeps, the loss aside."""
+    with Live() as live:
+        loss = loss_fn(model, batch)
+    kept = live.live_bytes([*model.parameters(), *model.buffers(), loss, *tree_leaves(batch)])
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return kept
+
+
+def train(model, loss_fn, batch, steps=3, seed=0):
+    """Return losses, gradients of the last step, parameters, buffers and the generator."""
+    torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    state = copy.deepcopy(model.state_dict())
+    return {"losses": losses, "grads": gradients, "state": state, "rng": torch.get_rng_state()}

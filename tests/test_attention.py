@@ -1,0 +1,81 @@
+"""The report names what torch runs; the choice is the one that was made."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from torchfast.memory import attention, attention_backends, attention_report
+
+
+def query(**options):
+    return torch.randn(2, 3, 16, 8, **options)
+
+
+def ran(q, **options):
+    """Return which operation really ran."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        F.scaled_dot_product_attention(q, q, q, **options)
+    names = {event.name for event in profiler.events()}
+    if "aten::_scaled_dot_product_flash_attention_for_cpu" in names:
+        return "flash"
+    assert "aten::_scaled_dot_product_attention_math" in names
+    return "math"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"dropout_p": 0.5},
+        {"attn_mask": torch.ones(16, 16)},
+        {"attn_mask": torch.ones(16, 16, requires_grad=True)},
+    ],
+)
+def test_it_is_what_runs(options):
+    q = query(requires_grad=True)
+    assert attention_report(q, q, q, **options).backend == ran(q, **options)
+
+
+@pytest.mark.parametrize("name", ["flash", "math"])
+def test_the_choice_is_what_runs(name):
+    q = query()
+    with attention_backends(name):
+        assert attention_report(q, q, q).backend == name == ran(q)
+    with attention_backends("math", "flash"):
+        assert attention_report(q, q, q).backend in {"math", "flash"}
+
+
+def test_the_report_in_words_and_as_data():
+    q = query()
+    report = attention_report(q, q, q, dropout_p=0.1)
+    assert report.backend == "math"
+    assert report.num_bytes == 2 * 3 * 16 * 16 * 4
+    assert str(report).startswith("attention on cpu runs math, which writes a matrix of 0.0 MB")
+    assert "not flash: on cpu torch tells no reasons" in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["device"] == "cpu"
+
+
+def test_what_torch_warns_of_is_the_reason():
+    def can_use(parameters, debug):
+        assert debug
+        warnings.warn("Head dim too wide. (Triggered internally at sdp.cpp:1.)", stacklevel=1)
+        warnings.warn("Head dim too wide. (Triggered internally at sdp.cpp:2.)", stacklevel=1)
+        return False
+
+    assert attention._ask(can_use, None) == (False, ("Head dim too wide.",))
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="query, key and value must be"):
+        attention_report(*[torch.ones(2, 3, 4)] * 3)
+    with pytest.raises(ValueError, match="did you mean 'flash'"), attention_backends("flesh"):
+        pass
+    with pytest.raises(ValueError, match="give at least one of"), attention_backends():
+        pass

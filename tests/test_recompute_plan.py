@@ -1,0 +1,134 @@
+"""The planner: what it says that is kept is kept, and what fits is chosen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from recomputed import GPT, live_bytes, make, token_loss, tokens
+from torchfast import Recompute, RecomputeChoice, RecomputePlan, plan_recompute
+from torchfast._core.compare import differences
+from torchfast.memory.kept_results import Result, choose_kept
+from torchfast.memory.recompute_plan import fixed_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt with dropout", "llama", "vit", "resnet"])
+def test_what_is_said_is_what_is_kept(name):
+    if name in ("llama", "vit"):
+        pytest.importorskip("transformers")
+    model, loss_fn, batch = make(name)
+    plan = plan_recompute(model.train(), loss_fn, batch, memory_gb=1.0, repeats=1)
+    names = [choice.name for choice in plan.choices]
+    assert sorted(names) == [
+        "blocks", "blocks, one of 2", "none", "selective", "selective, one of 2",
+    ]  # fmt: skip
+    for choice in plan.choices:
+        if choice.recompute is False:
+            kept = live_bytes(model, loss_fn, batch)
+        else:
+            with Recompute(model, choice.recompute):
+                live_bytes(model, loss_fn, batch)  # selective looks at its first call
+                kept = live_bytes(model, loss_fn, batch)
+        assert choice.saved_bytes == pytest.approx(kept, rel=0.1), choice.name
+        # It is exact, but for what tensors of the host's own take.
+        assert abs(choice.saved_bytes - kept) <= 1024, choice.name
+
+
+def test_the_model_is_as_it_was():
+    model, loss_fn, batch = make("resnet")
+    model.eval()
+    loss_fn(model, batch).backward()
+    before = copy.deepcopy(model.state_dict())
+    gradients = [p.grad for p in model.parameters()]
+    rng = torch.get_rng_state()
+    attributes = [dict(vars(module)) for module in model.modules()]
+    plan_recompute(model, loss_fn, batch, memory_gb=1.0, repeats=1)
+    assert differences(before, dict(model.state_dict())) == []
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert not any(module.training for module in model.modules())
+    assert [dict(vars(module)) for module in model.modules()] == attributes
+
+
+def plan_of(memory_bytes, fixed=100):
+    choices = [
+        RecomputeChoice(name=name, recompute=recompute, saved_bytes=saved, step_ms=ms,
+                        fits=fixed + saved <= memory_bytes)
+        for name, recompute, saved, ms in [
+            ("none", False, 1000, 10.0), ("selective", "selective", 500, 11.0),
+            ("blocks", "blocks", 100, 13.0),
+        ]
+    ]  # fmt: skip
+    return RecomputePlan(choices=tuple(choices), fixed_bytes=fixed, memory_bytes=memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"), [(1100, "none"), (1099, "selective"), (599, "blocks"), (199, None)]
+)
+def test_the_fastest_that_fits_is_chosen(memory, name):
+    plan = plan_of(memory)
+    assert (plan.choice.name if plan.choice else None) == name
+    text = str(plan)
+    assert ("<- chosen" in text) == (name is not None)
+    assert ("nothing fits: blocks needs" in text) == (name is None)
+
+
+def test_the_memory_decides_on_a_real_model():
+    model, loss_fn, batch = make("gpt")
+    roomy = plan_recompute(model, loss_fn, batch, memory_gb=1.0, repeats=1)
+    least = min(roomy.choices, key=lambda choice: choice.saved_bytes)
+    tight = (roomy.fixed_bytes + least.saved_bytes) / 1e9
+    assert roomy.choice.name == "none" or roomy.choice.step_ms <= roomy.choices[0].step_ms
+    found = plan_recompute(model, loss_fn, batch, memory_gb=tight, repeats=1)
+    assert found.choice.recompute == "blocks"
+    assert plan_recompute(model, loss_fn, batch, memory_gb=1e-6, repeats=1).choice is None
+
+
+def test_what_is_there_besides():
+    model = nn.Linear(10, 10, bias=False)
+    model.register_buffer("table", torch.zeros(5))
+    assert fixed_bytes(model, None) == 400 + 20 + 400
+    adam = torch.optim.Adam(model.parameters())
+    assert fixed_bytes(model, adam) == 820 + 800  # not there yet
+    model(torch.ones(1, 10)).sum().backward()
+    adam.step()
+    assert fixed_bytes(model, adam) == 820 + 800 + 4  # and the counter of its steps
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert fixed_bytes(model, sgd) == 820 + 400
+    model.weight.requires_grad_(False)
+    assert fixed_bytes(model, None) == 420
+
+
+def test_results_are_kept_by_what_they_cost():
+    attention = Result("attention", 100, 1.0)
+    cheap, dear = Result("product", 100, 1e3), Result("product", 100, 1e6)
+    useless = Result("product", 1, 1e9, is_needed=False)
+    results = [cheap, attention, dear, useless]
+    assert choose_kept(results, 1000, 0, 0.2).kept == (False, True, True, False)
+    assert choose_kept(results, 1000, 0, 1.0).kept == (True, True, True, False)
+    assert choose_kept(results, 1000, 150, 0.2).kept == (False, False, False, False)
+
+
+def test_autocast_keeps_less():
+    model = GPT()
+    plain = plan_recompute(model, token_loss, tokens(), memory_gb=1.0, repeats=1)
+    half = plan_recompute(
+        model, token_loss, tokens(), memory_gb=1.0, repeats=1, autocast=torch.bfloat16
+    )
+
+    def blocks(plan):
+        return next(c for c in plan.choices if c.name == "none").saved_bytes
+
+    assert blocks(half) < blocks(plain)
+
+
+def test_what_cannot_be_planned_is_refused():
+    with pytest.raises(ValueError, match="no blocks of the model repeat"):
+        plan_recompute(nn.Linear(2, 2), token_loss, tokens(), memory_gb=1.0)
+    with pytest.raises(ValueError, match="memory_gb must be > 0"):
+        plan_recompute(GPT(), token_loss, tokens(), memory_gb=0)
+    with pytest.raises(TypeError, match="loss_fn must be callable"):
+        plan_recompute(GPT(), None, tokens(), memory_gb=1)

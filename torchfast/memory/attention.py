@@ -1,0 +1,199 @@
+"""Which attention runs: the back-end that torch takes for given tensors, and why not another one.
+
+`scaled_dot_product_attention` chooses without a word. Flash and cuDNN attention never write the
+matrix of all pairs of positions; the math back-end writes it several times, in the square of the
+length. A mask that is a tensor, a head that is too wide, float32, or a device that is too old are
+enough to end there. `attention_report` asks torch what it would take and notes what it says of each
+back-end that it does not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.backends import cuda as cuda_backends
+
+from torchfast._core.arguments import check_choice
+
+_NAMES: Final = {
+    "flash": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionReport:
+    """What torch takes for one call.
+
+    Attributes:
+        backend: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``, or torch's name of another.
+        usable: Those of the first three that could run.
+        reasons: Of each of them that could not, what torch says, line by line.
+        num_bytes: What the matrix of all pairs takes once, in the dtype of the query. The math
+            back-end writes it several times and saves it for the backward; others never do.
+        device: Where it runs.
+    """
+
+    backend: str
+    usable: tuple[str, ...]
+    reasons: dict[str, tuple[str, ...]]
+    num_bytes: int
+    device: torch.device
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-ready builtins."""
+        return {
+            "backend": self.backend,
+            "usable": list(self.usable),
+            "reasons": {name: list(lines) for name, lines in self.reasons.items()},
+            "num_bytes": self.num_bytes,
+            "device": str(self.device),
+        }
+
+    def __str__(self) -> str:
+        """Return what runs, and a line for each reason."""
+        lines = [f"attention on {self.device} runs {self.backend}"]
+        if self.backend == "math":
+            lines[0] += f", which writes a matrix of {self.num_bytes / 1e6:,.1f} MB several times"
+        for name, said in self.reasons.items():
+            lines += [f"  not {name}: {line}" for line in said]
+        return "\n".join(lines)
+
+
+def attention_report(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> AttentionReport:
+    """Return which back-end ``scaled_dot_product_attention`` takes for these arguments, and why.
+
+    Nothing is computed. Whether a gradient is needed counts too, so give tensors as the step has
+    them, under its autocast dtype.
+
+    Args:
+        query: ``(batch, heads, length, width)``.
+        key: Likewise; with ``enable_gqa`` of fewer heads.
+        value: Likewise.
+        attn_mask: As in the call.
+        dropout_p: As in the call.
+        is_causal: As in the call.
+        enable_gqa: As in the call.
+
+    Raises:
+        ValueError: Tensors that are not four-dimensional.
+
+    Numerics: Nothing is changed.
+    Synchronizes: Never.
+
+    Example:
+        >>> query = torch.randn(1, 2, 16, 8)
+        >>> attention_report(query, query, query, is_causal=True).backend
+        'flash'
+    """
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise ValueError(
+            "query, key and value must be (batch, heads, length, width), got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    choice = torch._fused_sdp_choice(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=enable_gqa,
+    )
+    reasons: dict[str, tuple[str, ...]] = {}
+    usable: list[str] = []
+    asked = query.is_cuda
+    if asked:
+        parameters = cuda_backends.SDPAParams(
+            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa
+        )
+        for name, can_use in _QUESTIONS.items():
+            can, said = _ask(can_use, parameters)
+            if can:
+                usable.append(name)
+            else:
+                reasons[name] = said or ("torch gives no reason",)
+    backend = _name_of(int(choice))
+    if not asked:
+        usable = [backend] if backend in _QUESTIONS else []
+        others = f"on {query.device.type} torch tells no reasons and has no other kernel"
+        reasons = {name: (others,) for name in _QUESTIONS if name != backend}
+    pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    return AttentionReport(
+        backend=backend,
+        usable=tuple(usable),
+        reasons=reasons,
+        num_bytes=pairs * query.element_size(),
+        device=query.device,
+    )
+
+
+@contextmanager
+def attention_backends(*names: str) -> Iterator[None]:
+    """Let attention take only these back-ends, the first that can run, within the block.
+
+    Args:
+        *names: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``, in the order of preference.
+
+    Raises:
+        ValueError: No name, or one that does not exist.
+
+    Numerics: Another back-end may differ by rounding.
+
+    Example:
+        >>> query = torch.randn(1, 2, 16, 8)
+        >>> with attention_backends("math"):
+        ...     attention_report(query, query, query).backend
+        'math'
+    """
+    if not names:
+        raise ValueError(f"give at least one of {list(_NAMES)}")
+    # Imported here, since it imports more of torch than a step needs.
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    for name in names:
+        check_choice("names", name, _NAMES)
+    with sdpa_kernel([getattr(SDPBackend, _NAMES[n]) for n in names], set_priority=len(names) > 1):
+        yield
+
+
+_QUESTIONS: Final[dict[str, Callable[..., bool]]] = {
+    "flash": cuda_backends.can_use_flash_attention,
+    "cudnn": cuda_backends.can_use_cudnn_attention,
+    "efficient": cuda_backends.can_use_efficient_attention,
+}
+
+
+def _ask(can_use: Callable[..., bool], parameters: Any) -> tuple[bool, tuple[str, ...]]:
+    """Ask torch whether a back-end can run; what it warns of is the reason why not."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        can = bool(can_use(parameters, debug=True))
+    said = [str(w.message).partition(" (Triggered internally")[0].strip() for w in caught]
+    return can, tuple(dict.fromkeys(said))
+
+
+def _name_of(choice: int) -> str:
+    from torch.nn.attention import SDPBackend
+
+    found = next(
+        (b.name for b in SDPBackend.__members__.values() if b.value == choice), str(choice)
+    )
+    return next((name for name, known in _NAMES.items() if known == found), found.lower())

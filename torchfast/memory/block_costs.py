@@ -1,0 +1,173 @@
+"""What one call of a block saves for the backward, and what its expensive operations cost.
+
+The call runs as it always does; hooks count what autograd saves, and a dispatch mode notes the
+expensive operations. What counts is distinct storage: a tensor that several operations save is
+there once, and a view holds the whole of its storage. Parameters and buffers are not activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from torchfast._core.reading import Mark, Marks
+from torchfast.memory.kept_results import OpClass, Result, flops_of, op_class
+
+Storages = dict[int, int]
+"""Bytes by storage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCosts:
+    """What was seen in one call.
+
+    Attributes:
+        saved: Storages that autograd saved.
+        inputs: Storages of the tensors it was called with.
+        results: Its expensive operations.
+        result_storages: What each of these returned, as storages.
+    """
+
+    saved: Storages
+    inputs: Storages
+    results: tuple[Result, ...]
+    result_storages: tuple[Storages, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the call saves, its inputs included as far as it saves them."""
+        return sum(self.saved.values())
+
+    @property
+    def input_bytes(self) -> int:
+        """What recompute saves of it."""
+        return sum(self.inputs.values())
+
+
+@final
+class CostMeter:
+    """Runs calls of a block and counts.
+
+    Args:
+        module: The block, or the model that holds it: whose parameters do not count.
+        device: Where it runs, to time the operations; None times nothing.
+        others: Tensors that do not count either.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | None = None,
+        others: Iterable[Tensor] = (),
+    ) -> None:
+        self._not_counted = storages([*module.parameters(), *module.buffers(), *others])
+        self._marks = None if device is None else Marks(device)
+
+    def run(
+        self, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, Callable[[], BlockCosts]]:
+        """Call a function.
+
+        Returns:
+            What it returned, and what gives the costs, once the device has come so far. That keeps
+            the results of expensive operations alive, or others would get their memory.
+        """
+        saved: Storages = {}
+        num_saved = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal num_saved
+            num_saved += 1
+            saved.update(self.counted([tensor]))
+            return tensor
+
+        noting = _Noting(lambda: num_saved, self._marks)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), noting:
+            result = function(*args, **kwargs)
+
+        inputs = self.counted(tensors_in((args, kwargs)))
+
+        def costs() -> BlockCosts:
+            return BlockCosts(
+                saved=saved,
+                inputs=inputs,
+                results=tuple(noted.result(num_saved, self._marks) for noted in noting.noted),
+                result_storages=tuple(noted.storages for noted in noting.noted),
+            )
+
+        return result, costs
+
+    def counted(self, tensors: Iterable[Tensor]) -> Storages:
+        """Return the storages of tensors that are activations."""
+        found = storages(tensors)
+        return {key: size for key, size in found.items() if key not in self._not_counted}
+
+
+def storages(tensors: Iterable[Tensor]) -> Storages:
+    """Return the storages of tensors, each once."""
+    found: Storages = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of nested containers."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@final
+class _Noted:
+    __slots__ = ("_alive", "flops", "kind", "marks", "num_saved", "size_bytes", "storages")
+
+    def __init__(
+        self, kind: OpClass, args: Any, out: Any, num_saved: int, marks: tuple[Mark, Mark] | None
+    ) -> None:
+        self.kind: OpClass = kind
+        self.flops = flops_of(kind, args, out)
+        self._alive = [tensor.detach() for tensor in tensors_in(out)]
+        self.storages = storages(self._alive)
+        self.size_bytes = sum(self.storages.values())
+        self.num_saved, self.marks = num_saved, marks
+
+    def result(self, num_saved: int, marks: Marks | None) -> Result:
+        # What is computed when everything is saved is not waited for: the second run ends there.
+        is_needed = self.num_saved < num_saved
+        ms = 0.0 if marks is None or self.marks is None else marks.between_ms(*self.marks)
+        return Result(self.kind, self.size_bytes, self.flops, is_needed, ms)
+
+
+@final
+class _Noting(TorchDispatchMode):
+    """Notes the expensive operations that run under it."""
+
+    def __init__(self, num_saved: Callable[[], int], marks: Marks | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noted: list[_Noted] = []
+        self._num_saved, self._marks = num_saved, marks
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what is compiled inside a block be compiled."""
+        return True
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = op_class(func)
+        if kind is None:
+            return func(*args, **(kwargs or {}))
+        before = None if self._marks is None else self._marks.now()
+        out = func(*args, **(kwargs or {}))
+        num_saved = self._num_saved()
+        marks = None if self._marks is None or before is None else (before, self._marks.now())
+        self.noted.append(_Noted(kind, args, out, num_saved, marks))
+        return out

@@ -1,0 +1,228 @@
+"""The forward of a block that runs again in the backward, where it stands.
+
+A module is called by ``module(x)``, which runs its hooks and, between them, looks up
+``module.forward``. There stands a `BlockForward`, in the object's own ``__dict__``: the class,
+keys, parameter names, hooks and ``repr`` stay, and `BlockForward.undo` takes the attribute away.
+Why there and not elsewhere:
+
+- hooks that checkpoint would be the user's to see, to copy and to run in the wrong order; a step's
+  graph reports hooks, since they do not run in a replay;
+- ``_compiled_call_impl`` is where compilation stands, and it has to be outside: a compiled region
+  calls the module's hooks and its ``forward``, so recompute is inside what is compiled, as it must;
+- around ``forward`` and not around the call, the hooks of the user and of ``fully_shard`` run once
+  and not again in the backward.
+
+A copy or a pickle of the block gets the class's own forward: what is copied computes as ever.
+
+Under ``torch.compile`` the same object tells the compiler what to recompute, by torch's checkpoint,
+which the compiler understands; what it makes of it writes no buffer twice and draws nothing anew.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from torchfast.memory.block_costs import CostMeter
+from torchfast.memory.kept_results import KeptChoice, KeptResults, choose_kept, policy
+from torchfast.memory.kv_caches import has_cache, holds_past, without_cache
+from torchfast.memory.recompute_options import RecomputeOptions
+from torchfast.memory.written_buffers import Before, WrittenBuffers
+
+_SLOT = "forward"
+
+
+def _keep_expensive() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return what tells the compiler what to keep; a block that it has to leave keeps nothing."""
+    if torch._guards.TracingContext.try_get() is None:
+        return nullcontext(), nullcontext()
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+@final
+class BlockKind:
+    """Equal blocks, for which one choice of results to keep holds.
+
+    Attributes:
+        names: The blocks in words.
+        choice: What selective recompute keeps, once the first call has shown what there is.
+        num_recomputed: Calls that will run again.
+        has_dropped_cache: Whether a cache of keys and values was left out of a call.
+        num_with_past: Calls that ran as they are, because their cache holds earlier tokens.
+    """
+
+    def __init__(self, names: str, options: RecomputeOptions) -> None:
+        self.names = names
+        self.options = options
+        self.choice: KeptChoice | None = None
+        self.num_recomputed = 0
+        self.has_dropped_cache = False
+        self.num_with_past = 0
+
+    def measured(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a first call as it is, and choose what later ones keep."""
+        result, costs_of = CostMeter(module).run(run, args, kwargs)
+        costs = costs_of()
+        share = self.options.share
+        self.choice = choose_kept(costs.results, costs.saved_bytes, costs.input_bytes, share)
+        return result
+
+
+@final
+class BlockForward:
+    """Stands as ``forward`` of a module, which it does not keep alive.
+
+    Args:
+        path: Where the module stands.
+        module: The module.
+        kind: What it is equal to.
+    """
+
+    __slots__ = ("__weakref__", "_before", "_buffers", "_module", "_owner", "kind", "path")
+
+    def __init__(self, path: str, module: nn.Module, kind: BlockKind) -> None:
+        self.path, self.kind = path, kind
+        self._module = weakref.ref(module)
+        self._buffers = WrittenBuffers()
+        self._owner: Callable[[], object] = _nothing
+        self._before: tuple[Callable[..., Any], ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; in training, so that it runs again in the backward."""
+        module: Any = self._module()
+        if not module.training or not torch.is_grad_enabled():
+            return self._plain(*args, **kwargs)
+        if has_cache(args, kwargs):
+            if holds_past(module, args, kwargs):
+                self.kind.num_with_past += 1
+                return self._plain(*args, **kwargs)
+            args, kwargs = without_cache(args, kwargs)
+            self.kind.has_dropped_cache = True
+        if torch.compiler.is_compiling():
+            if self.kind.options.selective:
+                return checkpoint(
+                    self._either, *args, use_reentrant=False, context_fn=_keep_expensive, **kwargs
+                )
+            return checkpoint(self._either, *args, use_reentrant=False, **kwargs)
+        kind = self.kind
+        if kind.options.selective and kind.choice is None:
+            return kind.measured(module, self._plain, args, kwargs)
+        kind.num_recomputed += 1
+        leaves, structure = tree_flatten((args, kwargs))
+        call = _Call(module, self._plain, self._buffers, kind.choice, args, kwargs, structure)
+        # As leaves, since torch finds the device, and with it the generator, by what is positional.
+        return checkpoint(call, *leaves, use_reentrant=False)
+
+    def install(self, owner: object) -> None:
+        """Stand in the forward's place, on behalf of an owner that is to take it away again."""
+        self._owner = weakref.ref(owner)
+        module = self._module()
+        assert module is not None
+        attributes = vars(module)
+        self._before = (attributes[_SLOT],) if _SLOT in attributes else ()
+        attributes[_SLOT] = self
+
+    def undo(self) -> None:
+        """Put back what was there, unless something else stands there by now."""
+        module = self._module()
+        if module is None or vars(module).get(_SLOT) is not self:
+            return
+        if self._before:
+            vars(module)[_SLOT] = self._before[0]
+        else:
+            del vars(module)[_SLOT]
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody is left who could take it away."""
+        return self._owner() is None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it stands where it was put."""
+        module = self._module()
+        return module is not None and vars(module).get(_SLOT) is self
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before:
+            return self._before[0](*args, **kwargs)
+        module: Any = self._module()
+        # By the class of now: sharding gives a module another one.
+        return type(module).forward(module, *args, **kwargs)
+
+    def _either(self, *args: Any, **kwargs: Any) -> Any:
+        """Run within what is compiled, or, where the compiler has to leave the block, eagerly."""
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            return self._plain(*args, **kwargs)
+        module: Any = self._module()
+        with self._buffers.standing_in(module, self._buffers.before(module)):
+            return self._plain(*args, **kwargs)
+
+    # A copy of the module computes by its class, or by what the user had put there.
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._before:
+            return operator.getitem, ([self._before[0]], 0)
+        module = self._module()
+        return (type(None), ()) if module is None else (getattr, (module, _SLOT))
+
+
+def forward_of(module: nn.Module) -> BlockForward | None:
+    """Return what stands in a module's way, if it is one of ours."""
+    there = vars(module).get(_SLOT)
+    return there if isinstance(there, BlockForward) else None
+
+
+@final
+class _Call:
+    """One call of a block: first the forward, and later as often as the backward asks."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[..., Any],
+        buffers: WrittenBuffers,
+        choice: KeptChoice | None,
+        args: Any,
+        kwargs: Any,
+        structure: Any,
+    ) -> None:
+        self._module, self._run, self._buffers = module, run, buffers
+        self._results = None if choice is None else KeptResults(choice)
+        # The forward gets the user's own containers, not copies: it may write to them.
+        self._first: tuple[Any, Any] | None = (args, kwargs)
+        self._structure = structure
+        self._before: Before = []
+
+    def __call__(self, *leaves: Any) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            return self._forward(args, kwargs)
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        with self._buffers.standing_in(self._module, self._before):
+            if self._results is None:
+                return self._run(*args, **kwargs)
+            with self._results.giving():
+                return self._run(*args, **kwargs)
+
+    def _forward(self, args: Any, kwargs: Any) -> Any:
+        before = self._buffers.before(self._module)
+        if self._results is None:
+            result = self._run(*args, **kwargs)
+        else:
+            with self._results.keeping():
+                result = self._run(*args, **kwargs)
+        self._before = self._buffers.written(before)
+        return result
+
+
+def _nothing() -> None:
+    return None

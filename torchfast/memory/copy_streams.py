@@ -1,0 +1,82 @@
+"""What offloading asks of a device: streams beside the computation, and pinned memory.
+
+It is here, and small, so that all that offloads can be run against a simulated device, whose
+streams are as late as a test likes.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from torchfast._core.device import is_capturing
+from torchfast._core.stream_context import on_stream
+
+
+class CopyStreams(Protocol):
+    """Streams of a device. Each has ``record_event()`` and ``wait_event(event)``."""
+
+    def new(self) -> Any:
+        """Return another stream."""
+
+    def current(self) -> Any:
+        """Return the stream that this thread enqueues on."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Let the body enqueue on a stream, and allocate from its pool."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on the device."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Return so much pinned memory of the host, as a uint8 tensor."""
+
+    def is_capturing(self) -> bool:
+        """Whether what is enqueued goes into a graph."""
+
+
+@final
+class CUDACopyStreams:
+    """Streams of a CUDA device.
+
+    Args:
+        device: With its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new(self) -> torch.cuda.Stream:
+        """Return the next of torch's streams."""
+        return torch.cuda.Stream(self._device)
+
+    def current(self) -> torch.cuda.Stream:
+        """Return this thread's stream on the device."""
+        return torch.cuda.current_stream(self._device)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """Make a stream, and its device, the current one."""
+        return on_stream(stream)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Ask the tensor."""
+        return tensor.is_cuda and tensor.device == self._device
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Ask torch's allocator, which asks the driver."""
+        # The device is named, since a default device may be set; and what is made in inference
+        # mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def is_capturing(self) -> bool:
+        """Ask the current stream."""
+        return is_capturing()
+
+
+def copy_streams_for(device: torch.device) -> CopyStreams | None:
+    """Return the streams of a device, given with its index; None where copies never run beside."""
+    return CUDACopyStreams(device) if device.type == "cuda" else None

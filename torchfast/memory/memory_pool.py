@@ -1,0 +1,126 @@
+"""MemoryPool: a named region of device memory of its own.
+
+Memory that lives long and memory of a step share segments, and what lives long leaves holes between
+what does not. What is allocated in a pool of its own shares segments with nobody: caches, buffers
+of evaluation, weights that are loaded in the middle of a run. And its size can be read.
+
+Only this thread's requests are routed: a backward runs in threads of torch's, whose gradients go
+where they always go. A pool keeps its memory until it is let go and all its tensors are. In a
+capture requests belong to the graph, so a pool steps aside there.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, final
+
+import torch
+
+from torchfast._core.arguments import explain_keywords
+from torchfast._core.decisions import Decision
+from torchfast._core.device import check_device, is_capturing
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStatistics:
+    """What a pool holds.
+
+    Attributes:
+        name: Of the pool.
+        reserved_bytes: In its segments.
+        allocated_bytes: In tensors.
+        num_segments: How many segments.
+    """
+
+    name: str
+    reserved_bytes: int = 0
+    allocated_bytes: int = 0
+    num_segments: int = 0
+
+    @property
+    def fragmentation(self) -> float:
+        """Which part of what is reserved is in no tensor."""
+        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
+
+@final
+class MemoryPool:
+    """A context in which this thread allocates in a pool of its own.
+
+    Args:
+        name: For its statistics.
+        device: A CUDA device; None means the current one. On others, requests go where they go.
+
+    Raises:
+        TypeError: ``name`` is no string, or ``device`` is none.
+        ValueError: No such device.
+        UnsupportedDeviceError: A device that this machine or torch build has not.
+        RuntimeError: It is entered while it is entered.
+
+    Numerics: Bitwise equal.
+    Synchronizes: Never.
+
+    Example:
+        >>> pool = MemoryPool("cache", device="cpu")
+        >>> with pool:
+        ...     cache = torch.zeros(1024)
+        >>> pool.statistics().name, pool.decision.outcome
+        ('cache', 'stepped aside')
+    """
+
+    @explain_keywords
+    def __init__(self, name: str, *, device: torch.device | str | int | None = None) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {name!r} ({type(name).__name__})")
+        self.name = name
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = check_device(default if device is None else device)
+        # Whose memory lives as long as this object and all tensors in it.
+        self._pool: Any = None
+        self._stack: ExitStack | None = None
+
+    @property
+    def decision(self) -> Decision:
+        """Whether there is such a pool."""
+        if self._device.type == "cuda":
+            detail = f"{self.name!r} has segments of its own on {self._device}"
+            return Decision(lever="memory pool", outcome="applied", detail=detail)
+        detail = f"{self.name!r} is no pool: torch has pools of memory on CUDA devices only"
+        return Decision(lever="memory pool", outcome="stepped aside", detail=detail)
+
+    def statistics(self) -> PoolStatistics:
+        """Return what the pool holds now; zeros before its first use, and on other devices."""
+        if self._pool is None:
+            return PoolStatistics(name=self.name)
+        segments = torch.cuda.memory_snapshot(self._pool.id)
+        return PoolStatistics(
+            name=self.name,
+            reserved_bytes=sum(segment["total_size"] for segment in segments),
+            allocated_bytes=sum(segment["allocated_size"] for segment in segments),
+            num_segments=len(segments),
+        )
+
+    def __enter__(self) -> MemoryPool:
+        if self._stack is not None:
+            raise RuntimeError(f"memory pool {self.name!r} is entered already; leave it first")
+        self._stack = ExitStack()
+        if self._device.type == "cuda" and not is_capturing():
+            if self._pool is None:
+                self._pool = torch.cuda.MemPool()
+            self._stack.enter_context(torch.cuda.use_mem_pool(self._pool, self._device))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stack, self._stack = self._stack, None
+        assert stack is not None
+        stack.__exit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return f"MemoryPool({self.name!r}, device={str(self._device)!r})"

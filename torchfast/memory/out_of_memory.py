@@ -1,0 +1,314 @@
+"""What happens when a step does not fit into memory: an account, and, if wanted, another try.
+
+Torch's own error says how much was asked for and how much was free. What one needs to know is what
+the rest was taken for. So the step's `OutOfMemoryGuard` takes an account at that moment and raises
+`OutOfMemoryError` with it. The error that torch raised is let go of: its traceback holds the frames
+of the step, and these hold its tensors, so whoever caught it would find that nothing was freed.
+
+With ``"split"`` a step that ran out in its forward or backward is done again with each micro-batch
+in halves, then in quarters, and so on (see `splitting`). The gradient is the same within rounding.
+Nothing has been updated by then; what the failed try has changed is put back (see `before_step`).
+The size that failed is remembered, so later steps of that size begin in parts. A step costs the
+time of all its tries, so this is for the rare batch that is too large, and for finding out what
+fits; where every batch is too large, a smaller batch with ``accumulate`` does the same without the
+copies of the buffers that each step then takes.
+
+An update that ran out is never tried again: it may have updated some parameters already.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType
+from typing import Any, NamedTuple, TypeVar, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchfast._core.decisions import Decision
+from torchfast._core.device import is_capturing
+from torchfast._core.errors import CaptureError, OutOfMemoryError
+from torchfast.memory.account import MemoryAccount
+from torchfast.memory.before_step import BeforeStep
+from torchfast.memory.failure import AccountTaker, let_go
+from torchfast.memory.moment import MomentSource, moments_of
+from torchfast.memory.out_of_memory_options import OutOfMemoryOptions
+from torchfast.memory.splitting import SplitBatch, num_elements, parts_of, split, why_whole
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+Group = tuple[Any, ...]
+
+_REPEATABLE = ("forward", "backward")  # before which nothing has been updated
+
+
+class _Failure(NamedTuple):
+    """A try that ran out of memory, without anything that holds a tensor."""
+
+    account: MemoryAccount
+    text: str
+    is_elsewhere: bool
+
+
+class _ElsewhereError(torch.OutOfMemoryError):
+    """Another rank ran out of memory."""
+
+
+@final
+class OutOfMemoryGuard:
+    """Runs a step, and says what was in memory if there was not enough.
+
+    Args:
+        model: Whose tensors are named, and whose buffers are put back before another try.
+        optimizer: Whose state is named, and whose gradients are dropped after a failure.
+        device: Where the step runs.
+        options: What to do.
+        stages: ``"forward"``, ``"backward"`` or ``"update"`` by the code of the function that does
+            it: what a traceback tells the stage by.
+        facts: The plan's fields, for the advice.
+        others: Returns more tensors by category.
+        after_failure: Lets go of what the step has kept of a try.
+        agree: Told by each rank once in each try, behind the backward, whether it ran out of
+            memory; returns whether any rank did. All then do the same. It may wait. It is not
+            called while a step is captured, nor for a replay.
+        source: Where moments come from, in place of the device.
+
+    Numerics: Bitwise the step that is run; in parts, the same gradient within rounding.
+    Synchronizes: Only where memory ran out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        options: OutOfMemoryOptions,
+        *,
+        stages: Mapping[CodeType, str],
+        facts: Mapping[str, Any] | None = None,
+        others: Callable[[], Mapping[str, Iterable[Tensor]]] = dict,
+        after_failure: Callable[[], None] = lambda: None,
+        agree: Callable[[bool], bool] = lambda flag: flag,
+        source: MomentSource | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._options = options
+        self._after_failure, self._agree = after_failure, agree
+        history = options.history if options.snapshot is not None else 0
+        self._moments = source or moments_of(device, lines=options.lines, history=history)
+        self._limit: int | None = None  # elements of the smallest part that did not fit
+        self._num_failures = 0
+        self._num_split_steps = 0
+        self._most_parts = 1
+        self._last_account: MemoryAccount | None = None
+        self._accounts = AccountTaker(
+            model,
+            optimizer,
+            device,
+            options,
+            self._moments,
+            stages=stages,
+            facts=facts or {},
+            others=others,
+        )
+        self._moments.start()
+
+    def run(
+        self,
+        attempt: Callable[[Group], R],
+        group: Group,
+        *,
+        keeps_gradients: bool = False,
+        is_step: bool = True,
+    ) -> R:
+        """Return ``attempt(group)``.
+
+        Args:
+            attempt: A step, or its first half, on micro-batches, each of which may be a
+                `SplitBatch`.
+            group: The micro-batches.
+            keeps_gradients: After a failure ``.grad`` stays: the attempt is an update alone.
+            is_step: Whether it counts as a step, should it run in parts.
+
+        Raises:
+            OutOfMemoryError: It does not fit, and splitting is not wanted or of no use.
+        """
+        splits = self._options.action == "split" and not keeps_gradients
+        pieces = self._in_parts(group) if splits else group
+        limit = self._limit
+        while True:
+            before = BeforeStep(self._model, self._device) if splits else None
+            result, failure = self._try(attempt, pieces)
+            if failure is None:
+                self._num_split_steps += is_step and pieces is not group
+                return cast(R, result)
+            # Out here, where the error that torch raised is no longer being handled.
+            self._clean_up(keeps_gradients=keeps_gradients)
+            if before is None:
+                raise self._error(failure)
+            if failure.is_elsewhere or failure.account.stage in _REPEATABLE:
+                before.put_back()
+            del before
+            smaller = self._smaller(group, pieces, failure)
+            if isinstance(smaller, str):
+                self._limit = limit  # or steps that do fit would run in parts from now on
+                raise self._error(failure, smaller)
+            pieces = smaller
+            num_parts = _num_parts(pieces)
+            self._most_parts = max(self._most_parts, num_parts)
+            logger.warning(
+                "out of memory in the %s; the step is done again in %d parts, and so are later "
+                "ones of its size%s",
+                failure.account.stage,
+                num_parts,
+                self._of_batch_norm(),
+            )
+
+    def check_others(self) -> None:
+        """Fail if another rank has: between backward and update, while nothing is changed yet."""
+        if not is_capturing() and self._agree(False):
+            raise _ElsewhereError("another rank ran out of memory")
+
+    @property
+    def last_account(self) -> MemoryAccount | None:
+        """What was in memory when a step last ran out of it; None if none has."""
+        return self._last_account
+
+    def decisions(self) -> list[Decision]:
+        """Return what to say in a report; nothing where there is nothing to say."""
+        if self._options == OutOfMemoryOptions() and not self._num_failures:
+            return []
+        detail = "a step that does not fit raises OutOfMemoryError with an account"
+        if self._options.action == "split":
+            detail = (
+                "a step that does not fit is done again in parts; each step copies the buffers"
+                f"{self._of_batch_norm()}"
+            )
+        if self._limit is not None:
+            detail += f"; batches of {self._limit} elements and more run in parts"
+        return [Decision(lever="out_of_memory", outcome="applied", detail=detail)]
+
+    def counters(self) -> dict[str, int]:
+        """Return tries that ran out of memory, and steps in parts; empty if there were none."""
+        if not self._num_failures:
+            return {}
+        return {
+            "out_of_memory": self._num_failures,
+            "split_steps": self._num_split_steps,
+            "most_parts": self._most_parts,
+        }
+
+    def close(self) -> None:
+        """End the noting of lines; a second call does nothing."""
+        self._moments.stop()
+
+    # --- a try -----------------------------------------------------------------------------------
+
+    def _try(
+        self, attempt: Callable[[Group], R], pieces: Group
+    ) -> tuple[R | None, _Failure | None]:
+        outer = sys.exception()
+        self._moments.open()
+        try:
+            return attempt(pieces), None
+        except OutOfMemoryError:
+            raise
+        except torch.OutOfMemoryError as error:
+            failure = self._failure(error, pieces)
+            let_go(error, outer)
+        except CaptureError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                let_go(error.__cause__, outer)
+            raise
+        except Exception as error:
+            if any(isinstance(piece, SplitBatch) for piece in pieces):
+                error.add_note(
+                    f"raised in a step that runs in {_num_parts(pieces)} parts, since it did not "
+                    "fit into memory, under out_of_memory='split'"
+                )
+            raise
+        finally:
+            self._moments.close()
+        return None, failure
+
+    def _failure(self, error: torch.OutOfMemoryError, pieces: Group) -> _Failure:
+        """Return what there is to know, while the frames of the try are still alive."""
+        is_elsewhere = isinstance(error, _ElsewhereError)
+        if is_elsewhere:
+            account = MemoryAccount(device=str(self._device), stage="step")
+        else:
+            account = self._last_account = self._accounts.take(error, pieces)
+            if account.stage in _REPEATABLE and not is_capturing():
+                self._agree(True)
+        self._num_failures += 1
+        return _Failure(account, str(error).strip().splitlines()[0], is_elsewhere)
+
+    def _clean_up(self, *, keeps_gradients: bool) -> None:
+        """Free what a failed try has left: half a gradient is of no use to anybody."""
+        self._after_failure()
+        torch.clear_autocast_cache()
+        if not keeps_gradients:
+            self._optimizer.zero_grad(set_to_none=True)
+        if self._device.type != "cpu":  # whose memory is not what is short
+            gc.collect()
+
+    def _error(self, failure: _Failure, why: str | None = None) -> OutOfMemoryError:
+        account = failure.account
+        parts = [failure.text if failure.is_elsewhere else str(account)]
+        if why is not None:
+            parts.append(f"  out_of_memory='split' is of no use here: {why}")
+        if account.stage == "update":
+            parts.append(
+                "  the update was interrupted, so some parameters may be updated and others not: "
+                "load a checkpoint to go on"
+            )
+        error = OutOfMemoryError("\n".join(parts))
+        error.account = None if failure.is_elsewhere else account
+        return error
+
+    # --- in parts --------------------------------------------------------------------------------
+
+    def _in_parts(self, group: Group) -> Group:
+        """Return the group with what is known not to fit in parts; itself, if all of it may fit."""
+        limit = self._limit
+        if limit is None:
+            return group
+        pieces = tuple(
+            batch if why_whole(batch) is not None else split(batch, limit) for batch in group
+        )
+        return group if all(a is b for a, b in zip(pieces, group, strict=True)) else pieces
+
+    def _smaller(self, group: Group, pieces: Group, failure: _Failure) -> Group | str:
+        """Return the group in smaller parts than those that failed, or why that cannot be."""
+        if not failure.is_elsewhere and failure.account.stage not in _REPEATABLE:
+            return f"it happened in the {failure.account.stage}, not in forward or backward"
+        largest = max(num_elements(part) for piece in pieces for part in parts_of(piece))
+        self._limit = largest
+        for batch in group:
+            if num_elements(batch) >= largest and (why := why_whole(batch)) is not None:
+                return why
+        smaller = self._in_parts(group)
+        parts = [part for piece in smaller for part in parts_of(piece)]
+        num_parts = _num_parts(smaller)
+        if max(map(num_elements, parts)) >= largest:
+            return "a single sample does not fit"
+        if num_parts > self._options.max_parts:
+            return f"it would take {num_parts} parts, and max_parts={self._options.max_parts}"
+        return smaller
+
+    def _of_batch_norm(self) -> str:
+        """Say whether parts have other statistics than the whole."""
+        norm = nn.modules.batchnorm._BatchNorm
+        if any(isinstance(m, norm) and m.training for m in self._model.modules()):
+            return "; BatchNorm in it then sees the statistics of a part, not of the batch"
+        return ""
+
+
+def _num_parts(pieces: Group) -> int:
+    """Return the most parts that a micro-batch is in."""
+    return max(len(parts_of(piece)) for piece in pieces)

@@ -1,0 +1,320 @@
+"""Which recompute a model needs to fit into a memory, and what it costs: measured, not guessed.
+
+A few forwards and backwards of the model are run with all its blocks recomputed, so that a model
+that does not fit without can be measured too. From what they save, by block, and from what their
+forwards and the expensive operations in them take, it follows what a step keeps and takes under
+each choice: nothing recomputed, all blocks, every second one, whole or selective.
+
+Bytes are counted on the tensors that autograd saves, each storage once. What a step needs beside
+them and beside parameters, gradients and optimizer state is not counted: the largest temporary
+results, workspaces of libraries, fragmentation. Leave a tenth of a device for these.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchfast._core.arguments import check_callable, check_int, check_positive, explain_keywords
+from torchfast._core.batches import to_device
+from torchfast._core.device import resolve_device
+from torchfast._core.loss import check_differentiable, unpack_loss
+from torchfast._core.untouched import untouched
+from torchfast.memory.block_costs import BlockCosts, Storages, tensors_in
+from torchfast.memory.kept_results import choose_kept
+from torchfast.memory.recompute import chosen_blocks, why_not
+from torchfast.memory.recompute_options import RecomputeOptions
+from torchfast.memory.recompute_probe import BlockProbe, ProbedCall
+
+_EVERY = (4, 2, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeChoice:
+    """One way to recompute, and what it comes to.
+
+    Attributes:
+        name: In words.
+        recompute: What ``Plan(recompute=...)`` takes.
+        saved_bytes: What a forward keeps for the backward.
+        step_ms: What forward and backward take.
+        fits: Whether a step fits into the memory.
+    """
+
+    name: str
+    recompute: bool | str | float | RecomputeOptions
+    saved_bytes: int
+    step_ms: float
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputePlan:
+    """What each choice saves and costs; ``str`` is a table.
+
+    Attributes:
+        choices: From the fastest.
+        fixed_bytes: Parameters, buffers, gradients and optimizer state.
+        memory_bytes: What there is.
+    """
+
+    choices: tuple[RecomputeChoice, ...]
+    fixed_bytes: int
+    memory_bytes: int
+
+    @property
+    def choice(self) -> RecomputeChoice | None:
+        """The fastest choice that fits; None if none does."""
+        return next((choice for choice in self.choices if choice.fits), None)
+
+    def __str__(self) -> str:
+        """Return a table for a person."""
+        plain = self._plain
+        lines = [f"{'recompute':<24} {'saved GiB':>10} {'of none':>8} {'ms':>9} {'of none':>8}"]
+        for choice in self.choices:
+            share = choice.saved_bytes / max(1, plain.saved_bytes)
+            mark = "  <- chosen" if choice is self.choice else "" if choice.fits else "  too large"
+            lines.append(
+                f"{choice.name:<24} {choice.saved_bytes / 2**30:>10.4f} {share:>8.2f} "
+                f"{choice.step_ms:>9.2f} {choice.step_ms / plain.step_ms:>8.2f}{mark}"
+            )
+        fixed, memory = self.fixed_bytes / 2**30, self.memory_bytes / 2**30
+        lines.append(
+            f"beside what is saved: {fixed:.4f} GiB of parameters, gradients and optimizer state; "
+            f"memory: {memory:.4f} GiB"
+        )
+        if self.choice is None:
+            least = min(self.choices, key=lambda choice: choice.saved_bytes)
+            needed = (self.fixed_bytes + least.saved_bytes) / 2**30
+            lines.append(
+                f"nothing fits: {least.name} needs {needed:.4f} GiB; take smaller micro-batches"
+            )
+        return "\n".join(lines)
+
+    @property
+    def _plain(self) -> RecomputeChoice:
+        return next(choice for choice in self.choices if choice.recompute is False)
+
+
+@explain_keywords
+def plan_recompute(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    memory_gb: float,
+    optimizer: Optimizer | None = None,
+    autocast: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    repeats: int = 3,
+) -> RecomputePlan:
+    """Measure a model and find the cheapest recompute with which its step fits into a memory.
+
+    Args:
+        model: Run a few times in training mode, forward and backward. Its gradients, buffers and
+            mode, and the random generators, are put back.
+        loss_fn: As a `Trainer` takes it.
+        batch: A batch, or a micro-batch where gradients are accumulated.
+        memory_gb: What there is for a step, in GB of 10**9 bytes.
+        optimizer: Whose state takes memory too; before its first step it is estimated.
+        autocast: The dtype of autocast, if the step is to train under it.
+        device: Where to measure; None means where the parameters are.
+        repeats: How many steps are timed.
+
+    Returns:
+        The choices, from the fastest. Times are of an eager step.
+
+    Raises:
+        TypeError: Not a module, or not a loss function.
+        ValueError: A model whose blocks cannot be recomputed, or that has none.
+
+    Numerics: Changes nothing.
+    Synchronizes: Yes.
+
+    Example:
+        >>> block = lambda: nn.TransformerEncoderLayer(16, 2, 64, batch_first=True)
+        >>> model = nn.Sequential(block(), block(), block(), block())
+        >>> plan = plan_recompute(
+        ...     model, lambda m, x: m(x).square().mean(), torch.ones(8, 32, 16), memory_gb=1.0
+        ... )
+        >>> plan.choice.name
+        'none'
+    """
+    check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+    size = check_positive("memory_gb", memory_gb)
+    check_int("repeats", repeats, minimum=1)
+    if reason := why_not(model, RecomputeOptions()):
+        raise ValueError(f"model cannot be recomputed: {reason}")
+    where = resolve_device(device, model)
+    moved = to_device(batch, where)
+    blocks = chosen_blocks(model, RecomputeOptions())
+    probe = BlockProbe(model, blocks, where, moved)
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+
+    def step() -> None:
+        with _autocast(where, autocast):
+            loss = unpack_loss(loss_fn(model, moved)).loss
+        check_differentiable(loss)
+        loss.backward()
+
+    try:
+        with untouched(model, where):
+            with probe.counting():
+                step()
+                _wait(where)
+            times, whole = _timed(step, probe, model, where, repeats)
+    finally:
+        for module, training in modes:
+            module.training = training
+    return _plan(probe, times, whole, model, optimizer, int(size * 1e9))
+
+
+def _timed(
+    step: Callable[[], None],
+    probe: BlockProbe,
+    model: nn.Module,
+    device: torch.device,
+    repeats: int,
+) -> tuple[list[float], float]:
+    """Return the time of each call of a block, and of a step in which all are recomputed."""
+    by_call, wholes = [], []
+    for _ in range(repeats + 1):
+        model.zero_grad(set_to_none=True)
+        probe.take_times()
+        _wait(device)
+        start = time.perf_counter()
+        with probe.timing():
+            step()
+        _wait(device)
+        wholes.append((time.perf_counter() - start) * 1e3)
+        by_call.append(probe.take_times())
+    # The first one warms up.
+    return [statistics.median(ms) for ms in zip(*by_call[1:], strict=True)], statistics.median(
+        wholes[1:]
+    )
+
+
+def _plan(
+    probe: BlockProbe,
+    times: list[float],
+    whole_ms: float,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    memory_bytes: int,
+) -> RecomputePlan:
+    plain_ms = max(whole_ms - sum(times), whole_ms / 10)
+    fixed = fixed_bytes(model, optimizer)
+    found = []
+    for options in (None, *_options(len(probe.paths))):
+        chosen = set(probe.paths[:: options.every]) if options is not None else set()
+        saved, more_ms = _predicted(probe, times, chosen, options)
+        found.append(
+            RecomputeChoice(
+                name=_name(options),
+                recompute=False if options is None else options.shortest,
+                saved_bytes=saved,
+                step_ms=plain_ms + more_ms,
+                fits=fixed + saved <= memory_bytes,
+            )
+        )
+    found.sort(key=lambda choice: choice.step_ms)
+    return RecomputePlan(choices=tuple(found), fixed_bytes=fixed, memory_bytes=memory_bytes)
+
+
+def _options(num_blocks: int) -> Iterable[RecomputeOptions]:
+    for selective in (True, False):
+        for every in _EVERY:
+            if every <= num_blocks:
+                yield RecomputeOptions(selective=selective, every=every)
+
+
+def _name(options: RecomputeOptions | None) -> str:
+    if options is None:
+        return "none"
+    word = "selective" if options.selective else "blocks"
+    return word if options.every == 1 else f"{word}, one of {options.every}"
+
+
+def _predicted(
+    probe: BlockProbe,
+    times: list[float],
+    chosen: set[str],
+    options: RecomputeOptions | None,
+) -> tuple[int, float]:
+    """Return the bytes that a forward keeps, and the time that is spent on top of none."""
+    passed = {key for call in probe.calls for held in call.inputs for key in held}
+    passed.update(key for call in probe.calls for key in call.outputs)
+    shared: Storages = dict(probe.outside)
+    own_bytes, more_ms = 0, 0.0
+    first = {call.kind: call for call in reversed(probe.calls)}
+    for call, ms in zip(probe.calls, times, strict=True):
+        cost = probe.costs[call.kind]
+        if call.path in chosen:
+            assert options is not None
+            for held in call.inputs:
+                shared.update(held)
+            more_ms += ms
+            if options.selective:
+                kept = choose_kept(
+                    cost.results, cost.saved_bytes, cost.input_bytes, options.share
+                ).kept
+                for keep, result, held in zip(
+                    kept, cost.results, cost.result_storages, strict=True
+                ):
+                    if keep:
+                        own_bytes += _own_bytes(held, passed, probe.outside)
+                        more_ms -= min(result.ms, ms)
+        else:
+            own_bytes += _own_bytes(cost.saved, passed, probe.outside)
+            shared.update(_saved_by(call, first[call.kind], cost))
+    return sum(shared.values()) + own_bytes, max(0.0, more_ms)
+
+
+def _own_bytes(held: Storages, passed: set[int], outside: Storages) -> int:
+    """Return the bytes that stay within the block."""
+    return sum(size for key, size in held.items() if key not in passed and key not in outside)
+
+
+def _saved_by(call: ProbedCall, first: ProbedCall, cost: BlockCosts) -> Storages:
+    """Return what goes in and out of a call and is saved in it, as in the first of its kind."""
+    saved: Storages = {}
+    for place, held in enumerate(call.inputs):
+        if place >= len(first.inputs) or any(key in cost.saved for key in first.inputs[place]):
+            saved.update(held)
+    if any(key in cost.saved for key in first.outputs):
+        saved.update(call.outputs)
+    return saved
+
+
+def fixed_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
+    """Return what parameters, buffers, gradients and optimizer state take."""
+    parameters = list(model.parameters())
+    total = sum(p.nbytes for p in (*parameters, *model.buffers()))
+    total += sum(p.nbytes for p in parameters if p.requires_grad)
+    if optimizer is None:
+        return total
+    state = tensors_in(list(optimizer.state.values()))
+    if state:
+        return total + sum(t.nbytes for t in state)
+    for group in optimizer.param_groups:
+        copies = 2 if "betas" in group else 1 if group.get("momentum") else 0
+        total += copies * sum(p.nbytes for p in group["params"])
+    return total
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

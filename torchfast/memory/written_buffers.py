@@ -1,0 +1,129 @@
+"""Buffers in a second run of a block: what the first one found, and no trace left behind.
+
+BatchNorm updates its running statistics in each forward in training mode, and a forward that runs
+again in the backward would update them twice, silently. Spectral norm is worse: its power iteration
+starts from what the last one left in a buffer, so a second run would compute another weight.
+
+So the second run works on stand-ins. Which buffers a forward writes to is seen by the count of
+writes that torch keeps, or by another tensor standing there; of those the value at the start of
+each forward is kept, and the second run gets a copy of it. The statistics of norms steer nothing in
+training mode, so any memory will do for them.
+
+In its first call all buffers are kept. One that is written for the first time in a later call (an
+observer that is switched on) is found behind that call, whose second run then starts from what the
+first one left.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, final
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+class _Kept(NamedTuple):
+    owner: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor | None
+
+    @property
+    def is_written(self) -> bool:
+        now = self.owner._buffers.get(self.name)
+        return now is not self.buffer or now._version != self.version
+
+    @property
+    def copied(self) -> _Kept:
+        """With what the second run starts from: what stands there now, if no more is known."""
+        now = self.owner._buffers.get(self.name)
+        value = now.detach().clone() if self.value is None and now is not None else self.value
+        return self._replace(value=value)
+
+
+Before = list[_Kept]
+
+
+@final
+class WrittenBuffers:
+    """Knows which buffers of a block its forward writes to.
+
+    Args:
+        module: The block; it is not kept.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[tuple[int, str]] | None = None
+        # Kept, since to walk through the modules takes longer than some blocks.
+        self._places: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._has_statistics = True
+        self._scratch: dict[tuple[int, str], Tensor] = {}
+
+    def before(self, module: nn.Module) -> Before:
+        """Return what to remember of the buffers, at the start of a forward."""
+        if self._names is None:
+            there = [(owner, name) for owner, name, _ in _buffers(module)]
+            own = [place for place in there if not _is_statistic(*place)]
+            self._has_statistics = len(own) < len(there)
+            self._places = [(weakref.ref(owner), name) for owner, name in own]
+        found = []
+        for reference, name in self._places:
+            owner = reference()
+            buffer = None if owner is None else owner._buffers.get(name)
+            if owner is None or buffer is None or buffer.is_inference():
+                continue
+            is_kept = self._names is None or (id(owner), name) in self._names
+            value = buffer.detach().clone() if is_kept else None
+            found.append(_Kept(owner, name, buffer, buffer._version, value))
+        return found
+
+    def written(self, before: Before) -> Before:
+        """Return the part of it that the forward, which has ended, wrote to."""
+        names = self._names = set() if self._names is None else self._names
+        names |= {(id(kept.owner), kept.name) for kept in before if kept.is_written}
+        return [kept.copied for kept in before if (id(kept.owner), kept.name) in names]
+
+    @contextmanager
+    def standing_in(self, module: nn.Module, before: Before) -> Iterator[None]:
+        """Let the forward run again on stand-ins; put back what stands there now."""
+        there: list[tuple[nn.Module, str, Tensor | None]] = []
+        try:
+            for owner, name, buffer in list(_buffers(module)) if self._has_statistics else []:
+                if _is_statistic(owner, name) and owner.training:
+                    there.append((owner, name, buffer))
+                    owner._buffers[name] = self._scratch_for(owner, name, buffer)
+            for kept in before:
+                there.append((kept.owner, kept.name, kept.owner._buffers.get(kept.name)))
+                value = kept.value
+                kept.owner._buffers[kept.name] = None if value is None else value.clone()
+            yield
+        finally:
+            for owner, name, own in there:
+                owner._buffers[name] = own
+
+    def _scratch_for(self, owner: nn.Module, name: str, buffer: Tensor) -> Tensor:
+        key = id(owner), name
+        known = self._scratch.get(key)
+        like = (buffer.shape, buffer.dtype, buffer.device)
+        if known is None or (known.shape, known.dtype, known.device) != like:
+            known = self._scratch[key] = buffer.detach().clone()
+        return known
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not buffer.is_inference():
+                yield owner, name, buffer
+
+
+def _is_statistic(owner: nn.Module, name: str) -> bool:
+    return isinstance(owner, _NormBase) and name in (
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    )
