@@ -16,7 +16,7 @@ the gradients, two copies of the buffers, and what `SkippableUpdate` says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast, final
 
@@ -28,6 +28,7 @@ from torchfast._core.arguments import check_choice, check_int, explain_init_keyw
 from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import NonFiniteError, PlanError
+from torchfast._core.local import local
 from torchfast.precision.scaler import LossScaler
 from torchfast.precision.skip_counts import SkipCounts
 from torchfast.precision.skipping import SkippableUpdate, Snapshot, any_flag
@@ -116,6 +117,7 @@ class UpdateGuard:
         device: Where the loss is.
         options: What to do.
         scaler: fp16's, or None.
+        any_rank: Brings a flag to 1.0 on all ranks where it is on any, so that all do alike.
 
     Numerics: Where all is finite, bitwise the same step without it.
     Synchronizes: As `SkippableUpdate`.
@@ -129,6 +131,7 @@ class UpdateGuard:
         options: NonfiniteOptions,
         *,
         scaler: LossScaler | None,
+        any_rank: Callable[[Tensor], Tensor] = Tensor.detach,
     ) -> None:
         self.options = options
         self.is_on = options.action == "skip"
@@ -137,6 +140,7 @@ class UpdateGuard:
         self._model = model
         self._optimizer = optimizer
         self._device = device
+        self._any_rank = any_rank
         self._update = SkippableUpdate(optimizer)
         self._ones: dict[torch.device, Tensor] = {}
         self._bad_loss: Tensor | None = None
@@ -174,6 +178,7 @@ class UpdateGuard:
             on_device = [loss.to(self._device) for loss in losses]
             self._bad_loss = _clear(self._device)
             self._check([torch.stack(on_device)], self._bad_loss)
+            self._bad_loss = self._any_rank(self._bad_loss)
 
     def forget(self) -> None:
         """Let go of what a step has noted that was never carried out."""
@@ -190,7 +195,7 @@ class UpdateGuard:
         flags = [] if self.scaler is None else self.scaler.flags()
         if self.is_on:
             flags = [*flags, *self._gradient_flags()]
-        self._flag = any_flag(flags, self._device) if flags else None
+        self._flag = self._any_rank(any_flag(flags, self._device)) if flags else None
 
     def update(self, norm: Tensor | None = None) -> Tensor | None:
         """Update or skip, as `judge` decided.
@@ -368,6 +373,7 @@ def _have_one_form(old: Tensor, new: Tensor) -> bool:
 
 def _values(gradient: Tensor) -> Tensor:
     """Return the numbers of a gradient as a dense real tensor that shares its storage."""
+    gradient = local(gradient)
     if gradient.layout is not torch.strided:
         gradient = gradient._values() if gradient.is_sparse else gradient.values()
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from torchfast._core.arguments import (
     check_choice,
@@ -13,8 +13,9 @@ from torchfast._core.arguments import (
     explain_init_keywords,
 )
 from torchfast._core.errors import PlanError
+from torchfast.precision.float8_options import Float8Options
 
-Format = Literal["as_given", "auto", "fp32", "tf32", "bf16", "fp16"]
+Format = Literal["as_given", "auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
 @explain_init_keywords
@@ -24,7 +25,8 @@ class PrecisionOptions:
 
     Args:
         format: ``"as_given"`` (nothing is touched), ``"fp32"``, ``"tf32"``, ``"bf16"``,
-            ``"fp16"``, or ``"auto"``: bf16 where the device computes it natively, else as given.
+            ``"fp16"``, ``"fp8"`` (see `Float8Options`), or ``"auto"``: bf16 where the device
+            computes it natively, else as given.
         init_scale: First loss scale of fp16 (65536 if None).
         growth_factor: Factor by which the scale grows (2.0 if None).
         backoff_factor: Factor by which it shrinks after a non-finite gradient (0.5 if None).
@@ -44,7 +46,15 @@ class PrecisionOptions:
     backoff_factor: float | None = None
     growth_interval: int | None = None
 
-    FORMATS: ClassVar[tuple[str, ...]] = ("as_given", "auto", "fp32", "tf32", "bf16", "fp16")
+    FORMATS: ClassVar[tuple[str, ...]] = (
+        "as_given",
+        "auto",
+        "fp32",
+        "tf32",
+        "bf16",
+        "fp16",
+        "fp8",
+    )
 
     def __post_init__(self) -> None:
         check_choice("precision", self.format, self.FORMATS, PlanError)
@@ -76,14 +86,23 @@ class PrecisionOptions:
         """Return options from the scalar form ``"bf16"`` or from options."""
         if isinstance(value, cls):
             return value
+        if isinstance(value, Float8Options):
+            return cls(format="fp8")
         if isinstance(value, str):
             return cls(format=cast(Format, value))
         raise TypeError(
-            f"precision must be one of {list(cls.FORMATS)} or PrecisionOptions, "
-            f"got {value!r} ({type(value).__name__})"
+            f"precision must be one of {list(cls.FORMATS)} or PrecisionOptions "
+            f"or Float8Options, got {value!r} ({type(value).__name__})"
         )
 
     def __repr__(self) -> str:
         """Return the call that makes these options, defaults left out."""
         parts = [f"format={self.format!r}", *(f"{k}={v!r}" for k, v in self.scaling.items())]
         return f"PrecisionOptions({', '.join(parts)})"
+
+
+def precision_from(**values: Any) -> PrecisionOptions | Float8Options:
+    """Return the options that a plan in JSON describes; its format says which."""
+    if values.get("format") != "fp8":
+        return PrecisionOptions(**values)
+    return Float8Options(**{name: value for name, value in values.items() if name != "format"})

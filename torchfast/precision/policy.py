@@ -23,7 +23,7 @@ from torchfast._core.errors import PlanError
 from torchfast.precision.options import PrecisionOptions
 
 _NOTHING = nullcontext()  # holds nothing, so one serves every step
-_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @final
@@ -123,5 +123,6 @@ def _resolve(options: PrecisionOptions, device: torch.device) -> tuple[str, Deci
         "tf32": "fp32 tensors, products and convolutions in tf32",
         "bf16": "bf16 autocast of the forward; parameters and optimizer state stay as they are",
         "fp16": "fp16 autocast of the forward, with loss scaling",
+        "fp8": "bf16 autocast of the forward, around linear layers in float8",
     }
     return decided(asked, "applied", details[asked])

@@ -23,6 +23,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
+from torchfast._core.local import local
+from torchfast.precision.low_bit_kind import as_low_bit
 
 # Not every kernel takes these, so they are copied as integers of their size.
 _RARE_DTYPES = {
@@ -53,7 +55,7 @@ class Snapshot:
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         self._large: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
-            for tensor in tensors:
+            for tensor in map(local, tensors):
                 if tensor.dtype in _RARE_DTYPES:
                     tensor = tensor.view(_RARE_DTYPES[tensor.dtype])
                 if tensor.numel() <= _SMALL:
@@ -91,7 +93,9 @@ class SkippableUpdate:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim")
+        self._is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim") or (
+            as_low_bit(optimizer) is not None
+        )
         # An older contract: such a step() wants the whole scaler, and is judged on the host.
         self._wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
 

@@ -1,0 +1,88 @@
+"""A small model with layers that can be in float8 and others, and what the tests of it share."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchfast import Float8Linears, Float8Options
+from torchfast._core.measure import Measurement
+
+EMULATED = Float8Options(recipe="tensorwise", smallest=16, emulate=True, watch_at=())
+MEASURED = Float8Options(emulate=True, watch_at=())
+WATCHED = Float8Options(recipe="tensorwise", smallest=16, emulate=True, watch_at=(1,))
+
+
+class TinyGPT(nn.Module):
+    """A vocabulary, two blocks with layers of both kinds, and a tied head."""
+
+    def __init__(self, vocabulary=48, width=32):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 2 * width), nn.Dropout(0.1), nn.GELU(), nn.Linear(2 * width, width)
+            )
+            for _ in range(2)
+        )
+        self.norm = nn.BatchNorm1d(width)
+        self.gate = nn.Linear(width, 3)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.norm(x.flatten(0, 1)).view_as(x)
+        return self.head(x * self.gate(x).mean(-1, keepdim=True).sigmoid())
+
+
+def loss_fn(model, batch):
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+def batches(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(48, (4, 17), generator=generator) for _ in range(count)]
+    return [(t[:, :16], t[:, 1:]) for t in tokens]
+
+
+def gpt():
+    torch.manual_seed(0)
+    return TinyGPT()
+
+
+def applied(model, options):
+    float8 = Float8Linears(model, options)
+    float8.apply()
+    return float8
+
+
+def bf16_loss(model, batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_fn(model, batch)
+
+
+def timer_of(seconds, seen=None):
+    """Return a timer that knows what each way takes, by recipe, and runs each once."""
+
+    def timer(works, device, budget_s):
+        for work in works.values():
+            work()
+        if seen is not None:
+            seen.append(sorted(works))
+        rounds = tuple({name: seconds[name] for name in works} for _ in range(12))
+        return Measurement(
+            reference="bf16",
+            rounds=rounds,
+            units=dict.fromkeys(works, 1),
+            failed={},
+            smallest=0.02,
+            elapsed_s=0.0,
+            ended_by="told",
+        )
+
+    return timer

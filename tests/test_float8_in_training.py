@@ -1,0 +1,149 @@
+"""float8 in a trainer: alone and on several ranks."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+from torch import nn, optim
+
+import ranks
+from float8_models import (
+    EMULATED,
+    MEASURED,
+    WATCHED,
+    batches,
+    gpt,
+    loss_fn,
+    timer_of,
+)
+from torchfast import Plan, PlanError, Trainer
+
+# --- in a step -----------------------------------------------------------------------------------
+
+
+def trained(precision, steps=12, **options):
+    model = gpt()
+    factory = partial(optim.AdamW, lr=3e-3)
+    trainer = Trainer(model, factory, loss_fn, Plan(precision=precision), **options)
+    losses = [float(trainer.step(batch)) for batch in batches(1) * steps]
+    return trainer, losses
+
+
+def test_a_step_in_float8_trains_as_one_in_bf16():
+    _, plain = trained("bf16")
+    trainer, losses = trained(WATCHED, max_grad_norm=1.0, ema=0.9)
+    assert losses == pytest.approx(plain, 0.05)
+    assert losses != plain
+    assert losses[-1] < 0.9 * losses[0]
+    report = str(trainer.report())
+    assert "4 of 6 linear layers (4 tensorwise, emulated)" in report
+    assert "beside bf16, update 1: loss" in report
+    assert "bf16 autocast of the forward, around linear layers in float8" in report
+    # The average is evaluated, copied and saved without torchao.
+    assert all(
+        type(m) is nn.Linear for m in trainer.ema_model.modules() if isinstance(m, nn.Linear)
+    )
+    state, model = copy.deepcopy(trainer.state_dict()), trainer.model
+    trainer.close()
+    assert type(model.blocks[0][0]) is nn.Linear
+    resumed = []
+    for _ in range(2):
+        other, _ = trained(WATCHED, steps=1, max_grad_norm=1.0, ema=0.9)
+        other.load_state_dict(state)
+        resumed.append([float(other.step(batches(1)[0])) for _ in range(2)])
+    assert resumed[0] == resumed[1]
+    assert resumed[0][0] < losses[-2]
+
+
+def test_a_trainer_built_anew_on_the_same_optimizer_takes_over():
+    model = gpt()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    first = Trainer(model, optimizer, loss_fn, Plan(precision=EMULATED))
+    second = Trainer(model, optimizer, loss_fn, Plan(precision=EMULATED))
+    second.step(batches(1)[0])
+    first.close()
+    assert type(model.blocks[0][0]) is not nn.Linear
+    second.close()
+    assert type(model.blocks[0][0]) is nn.Linear
+
+
+def test_a_refused_argument_leaves_the_model_as_it_was():
+    model = gpt()
+    with pytest.raises(TypeError):
+        Trainer(model, partial(optim.AdamW, lr=1e-3), loss_fn, Plan(precision=EMULATED), ema="no")
+    with pytest.raises(TypeError):
+        Trainer(model, lambda _: None, loss_fn, Plan(precision=EMULATED))
+    assert type(model.blocks[0][0]) is nn.Linear
+
+
+def test_measured_recipes_are_decided_at_the_first_step(monkeypatch):
+    seen = []
+    seconds = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
+    monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(seconds, seen))
+    trainer, _ = trained(MEASURED, steps=2)
+    assert seen == [sorted(seconds)] * 2  # one for each shape, once
+    report = str(trainer.report())
+    assert "4 of 6 linear layers (4 tensorwise, emulated)" in report
+    assert "float8 recipes measured on cpu, not compiled" in report
+
+
+# --- on several ranks ----------------------------------------------------------------------------
+
+
+def without_batch_norm():
+    model = gpt()
+    model.norm = nn.LayerNorm(32)  # whose weight may be gathered in bf16
+    return model
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_replicas_and_shards_train_in_float8(shard):
+    def rank(number):
+        model = without_batch_norm()
+        keys = list(model.state_dict())
+        plan = Plan(precision=WATCHED, optimizer="adamw8bit", shard=shard)
+        trainer = Trainer(model, partial(optim.AdamW, lr=3e-3), loss_fn, plan, max_grad_norm=1.0)
+        losses = [float(trainer.step(batch)) for batch in batches(1) * 4]
+        report = str(trainer.report())
+        trainer.close()
+        assert list(model.state_dict()) == keys
+        return losses, report, isinstance(model.blocks[0][0], nn.Linear)
+
+    for losses, report, is_linear in ranks.run(rank):
+        assert losses[-1] < 0.8 * losses[0]
+        assert "4 of 6 linear layers (4 tensorwise, emulated)" in report
+        assert "with several processes a rank cannot run a step of its own" in report
+        assert is_linear
+
+
+def test_replicas_take_the_recipes_of_the_first():
+    def rank(number):
+        seconds = {
+            "bf16": 1.0,
+            "tensorwise": 0.7 + number,
+            "rowwise": 0.8,
+            "rowwise_with_gw_hp": 2.0,
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torchfast.precision.float8_choice._on_device", timer_of(seconds))
+            plan = Plan(precision=MEASURED, shard="ddp")
+            trainer = Trainer(without_batch_norm(), partial(optim.AdamW, lr=1e-3), loss_fn, plan)
+            trainer.step(batches(1)[0])
+            return str(trainer.report())
+
+    assert ["(4 tensorwise, emulated)" in report for report in ranks.run(rank)] == [True, True]
+
+
+def test_measured_recipes_are_refused_where_the_model_is_sharded():
+    def rank(number):
+        with pytest.raises(PlanError, match="when a sharded model can no longer be converted"):
+            Trainer(
+                without_batch_norm(),
+                partial(optim.AdamW, lr=1e-3),
+                loss_fn,
+                Plan(precision=MEASURED, shard="fsdp"),
+            )
+
+    ranks.run(rank)

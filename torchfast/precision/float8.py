@@ -1,0 +1,347 @@
+"""float8 training: the matrix products of linear layers in 8 bits, in place and taken back.
+
+A float8 number has 2 or 3 bits of mantissa, and units that multiply it do twice the products a
+second of bf16. torchao's converted layers scale each operand to the format's range by its largest
+value, multiply, and give bf16 back; the three products of a layer (output, gradient of the input,
+gradient of the weight) are all done so. Weights, gradients and optimizer state stay as they are.
+
+When it helps: large layers (thousands of features) with many rows, compiled, so that scaling and
+casting are fused with what comes before. When it does not: small layers, whose casts take longer
+than the product saves; a step that is not compiled; a step that waits for something else.
+
+The model object, its parameters and its keys stay: what is trained so loads without torchao, and an
+optimizer that was built before still holds the right parameters. Copies of the model and pickles of
+it have plain layers. Forbidden is a model that is
+itself one linear layer, since that would have to be another object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from torchfast._core.building import optimized
+from torchfast._core.closing import Closing
+from torchfast._core.decisions import Decision
+from torchfast._core.device import float8_obstacle
+from torchfast._core.errors import PlanError, UnsupportedDeviceError
+from torchfast._core.measure import first_line
+from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, rows_of
+from torchfast.precision.float8_forward import forward_class
+from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, survey
+from torchfast.precision.float8_options import Float8Options
+from torchfast.precision.torchao_modules import torchao_module
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 4
+
+
+@final
+class Float8Linears(Closing):
+    """The linear layers of a model, in float8 from `apply` to `close`, or within ``with``.
+
+    Args:
+        model: Changed in place: modules that hold an ``nn.Linear`` hold torchao's in its place,
+            with the same parameters. The object, its parameters and its keys stay.
+        options: Which layers and how; by default each as measured (see `decide`).
+        device: Where the model trains; None means where its parameters are.
+
+    Raises:
+        PlanError: A model that is a linear layer itself.
+        UnsupportedDeviceError: A device without float8 products, and ``emulate`` is off.
+        ImportError: torchao is missing or too old.
+
+    Numerics: Close to bf16. With every layer left out, none.
+    Synchronizes: Never, but in `decide`.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> options = Float8Options(recipe="tensorwise", smallest=16, emulate=True)
+        >>> with Float8Linears(model, options) as float8:
+        ...     print(float8.recipes)
+        {'0': 'tensorwise'}
+        >>> type(model[0]) is nn.Linear
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Float8Options | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.options = Float8Options() if options is None else options
+        self.device = next(model.parameters()).device if device is None else device
+        self._model = model
+        self._layers: list[Layer] = []
+        self._converted: dict[str, nn.Module] = {}  # by the layer's name
+        self._is_in = False
+        self.recipes: dict[str, str] = {}  # of the layers in float8, by name
+        self.receipt: Float8Receipt | None = None  # what `decide` measured
+        check_no_layer(model)
+        self._check_hardware()
+        self._ao = torchao_module("torchao.float8", "precision='fp8'")
+        if self.options.recipe != "auto":
+            self._probe(self.options.recipe)
+
+    def apply(self) -> None:
+        """Convert the layers; where recipes are measured, `decide` does.
+
+        Raises:
+            PlanError: A model that is in float8 already, or that has no layer which could be; a
+                name in the options that fits no layer.
+        """
+        model = self._model
+        self._layers = survey(model, self.options)
+        possible = [layer for layer in self._layers if layer.reason is None]
+        if not possible:
+            raise PlanError(
+                f"no linear layer of this {type(model).__name__} can be in float8: "
+                f"{self._left_out() or 'it has none'}; use precision='bf16'"
+            )
+        if self.options.recipe != "auto":
+            self._convert({layer.name: self.options.recipe for layer in possible})
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether `decide` is still to choose the recipes; until then everything is in bf16."""
+        return self.options.recipe == "auto" and self.receipt is None
+
+    def decide(
+        self,
+        forward: Callable[[], object],
+        *,
+        compiled: bool = True,
+        timer: Callable[..., Any] | None = None,
+        agree: Callable[[dict[str, str]], dict[str, str]] = dict,
+    ) -> None:
+        """Choose each layer's recipe by measurement, bf16 among them, and convert.
+
+        Each recipe is timed against bf16 on every shape that the model has, forward and backward,
+        in turns. A layer takes float8 only where that is faster beyond the noise, so the step does
+        not get slower by it.
+
+        Args:
+            forward: Runs the loss on the first batch, to see how many rows each layer gets.
+            compiled: Whether the layers will be compiled; then the candidates are too.
+            timer: What times them, by default on the device.
+            agree: Takes the recipes that this process would choose, by layer, and returns those
+                that all ranks take.
+
+        Synchronizes: Yes.
+        """
+        possible = [layer for layer in self._layers if layer.reason is None]
+        rows = rows_of(possible, forward, self._model, self.device)
+        layers = []
+        for layer in self._layers:
+            reason = layer.reason
+            if reason is None and layer.name not in rows:
+                reason = "nothing called it in the first forward"
+            elif reason is None and rows[layer.name] % MULTIPLE and not self.options.pad_rows:
+                reason = f"its {rows[layer.name]} rows are not divisible by {MULTIPLE}"
+            layers.append(dataclasses.replace(layer, reason=reason))
+        self._layers = layers
+        possible = [layer for layer in layers if layer.reason is None]
+        self.receipt = choose_recipes(
+            {layer.name: (rows[layer.name], layer.module) for layer in possible},
+            self._converter,
+            self.device,
+            budget_s=self.options.budget_s,
+            compiled=compiled,
+            timer=timer,
+        )
+        chosen = agree(self.receipt.recipes)
+        self._layers = [
+            dataclasses.replace(layer, reason=self.receipt.why_not(layer.name))
+            if layer.reason is None and layer.name not in chosen
+            else layer
+            for layer in layers
+        ]
+        self._convert(chosen)
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Let the model be in bf16 for the length of a block."""
+        was_in = self._is_in
+        self._leave()
+        try:
+            yield
+        finally:
+            if was_in:
+                self._enter()
+
+    @override
+    def __enter__(self) -> Self:
+        self.apply()
+        return self
+
+    @override
+    def close(self) -> None:
+        """Put the plain layers back, with the parameters as they are now."""
+        self._leave()
+        self._converted = {}
+        self.recipes = {}
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return the layers in float8, by name."""
+        return self._converted
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer holds other tensors than the weights of the converted layers.
+
+        Raises:
+            PlanError: It was built on another model, or on this one before its weights were
+                replaced.
+        """
+        held = {id(p) for p in optimized(optimizer)}
+        own = {id(p) for p in self._model.parameters()}
+        if held <= own:
+            return
+        lacking = [
+            layer.name
+            for layer in self._layers
+            if layer.reason is None
+            and layer.module.weight.requires_grad
+            and id(layer.module.weight) not in held
+        ]
+        if lacking:
+            raise PlanError(
+                f"{type(optimizer).__name__} holds {len(held - own)} parameters that this model "
+                f"does not have and lacks the weight of {lacking[0]!r}, so it would train tensors "
+                "that nothing reads; build it on this model's parameters, or pass a callable "
+                "parameters -> Optimizer"
+            )
+
+    def decision(self) -> Decision:
+        """Say which layers are in float8, in which recipe, and why the others are not."""
+        if self.is_undecided:
+            detail = "the recipes are measured at the first step; until then bf16"
+            return Decision(lever="float8", outcome="applied", detail=detail)
+        why = self._left_out()
+        rest = f"; in bf16: {why}" if why else ""
+        if not self.recipes:
+            return Decision(lever="float8", outcome="left alone", detail=f"no layer{rest}")
+        counts = Counter(self.recipes.values())
+        kinds = ", ".join(f"{count} {recipe}" for recipe, count in counts.items())
+        emulated = ", emulated" if self.options.emulate else ""
+        detail = f"{len(self.recipes)} of {len(self._layers)} linear layers ({kinds}{emulated})"
+        return Decision(lever="float8", outcome="applied", detail=f"{detail}{rest}")
+
+    def __repr__(self) -> str:
+        return f"Float8Linears({type(self._model).__name__}, {self.recipes or 'undecided'})"
+
+    # --- conversion -------------------------------------------------------------------------
+
+    def _check_hardware(self) -> None:
+        obstacle = None if self.options.emulate else float8_obstacle(self.device)
+        if obstacle is not None:
+            raise UnsupportedDeviceError(
+                "float8 products need an NVIDIA GPU of compute capability 8.9 or later (Ada, "
+                f"Hopper, Blackwell), but {obstacle}; use precision='bf16', or "
+                "Float8Options(emulate=True) to test the numbers"
+            )
+
+    def _probe(self, recipe: str) -> None:
+        """Raise if this device refuses a recipe: which takes which differs between releases."""
+        # Not initialised by torch, which would draw from the generators of the run.
+        layer = nn.utils.skip_init(nn.Linear, MULTIPLE, MULTIPLE, False, device=self.device)
+        nn.init.ones_(layer.weight)
+        convert = self._converter(recipe, False)
+        try:
+            with torch.autocast(self.device.type, dtype=torch.bfloat16):
+                out: Tensor = convert(layer)(torch.ones(MULTIPLE, MULTIPLE, device=self.device))
+            out.float().sum().backward()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            raise UnsupportedDeviceError(
+                f"this device refuses float8 with recipe={recipe!r} ({first_line(error)}); use "
+                "recipe='auto' or another, or precision='bf16'"
+            ) from error
+
+    def _converter(self, recipe: str, pad_rows: bool) -> Callable[[nn.Module], nn.Module]:
+        """Return what converts a layer, or those within a module that a filter names."""
+        config = dataclasses.replace(
+            self._ao.Float8LinearConfig.from_recipe_name(recipe),
+            emulate=self.options.emulate,
+            pad_inner_dim=pad_rows or self.options.pad_rows,
+        )
+
+        def convert(module: nn.Module) -> nn.Module:
+            converted: nn.Module = self._ao.convert_to_float8_training(module, config=config)
+            kind: Any = type(converted)
+            converted.__class__ = forward_class(kind)
+            return converted
+
+        return convert
+
+    def _convert(self, recipes: Mapping[str, str]) -> None:
+        for layer in self._layers:
+            recipe = recipes.get(layer.name)
+            if recipe is None:
+                continue
+            new = self._converter(recipe, False)(layer.module)
+            new.train(layer.module.training)
+            # What the user has put on the layer beside its weight is found on the new one too.
+            for key, value in vars(layer.module).items():
+                if key not in vars(new):
+                    setattr(new, key, value)
+            # Copies and pickles hold the plain layer: they need neither torchao nor this device.
+            vars(new)["__reduce_ex__"] = partial(_reduced_as_plain, layer.module, new)
+            self._converted[layer.name] = new
+            self.recipes[layer.name] = recipe
+        self._enter()
+
+    def _enter(self) -> None:
+        for layer in self._layers:
+            new = self._converted.get(layer.name)
+            if new is not None:
+                _replace(layer, layer.module, new)
+        self._is_in = True
+
+    def _leave(self) -> None:
+        for layer in self._layers:
+            new = self._converted.get(layer.name)
+            if new is not None:
+                _replace(layer, new, layer.module)
+        self._is_in = False
+
+    def _left_out(self) -> str:
+        """Return the reasons why layers stay in bf16, each with its layers."""
+        by_reason: dict[str, list[str]] = {}
+        for layer in self._layers:
+            if layer.reason is not None:
+                by_reason.setdefault(layer.reason, []).append(repr(layer.name))
+        parts = []
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            parts.append(f"{', '.join(names[:_SHOWN])}{more} ({reason})")
+        return "; ".join(parts)
+
+
+def _replace(layer: Layer, old: nn.Module, new: nn.Module) -> None:
+    """Let what holds ``old`` hold ``new``, with the parameters and the mode that it has now."""
+    new._parameters.update(old._parameters)
+    new.training = old.training
+    for parent, attribute in layer.places:
+        # What the user has put in its place meanwhile stays.
+        if parent._modules.get(attribute) is old:
+            parent._modules[attribute] = new
+
+
+def _reduced_as_plain(plain: nn.Module, new: nn.Module, protocol: Any) -> Any:
+    plain._parameters.update(new._parameters)
+    plain.training = new.training
+    reduced = plain.__reduce_ex__(protocol)
+    # Python's own way to say "a new one of its class" insists on the class of the module copied.
+    return object.__new__, (type(plain),), *reduced[2:]

@@ -1,0 +1,276 @@
+"""Which recipe each layer takes: timed on the shapes that the model has, bf16 among them.
+
+Whether float8 pays depends on the shape: the product becomes faster with its volume, the casts
+before it take time with its surface. So each distinct shape (rows, inputs, outputs) is timed by
+itself, forward and backward, compiled if the step is, in turns with bf16 (see `_core/measure`).
+What is not faster beyond the noise stays bf16: a step is not slower for having asked.
+
+What it does not see: casts that the compiler fuses with the layer before, so it is a little hard on
+float8; and the launches that a graph saves, which matter for small shapes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from torchfast._core.measure import Measurement, first_line, measure
+from torchfast.precision.float8_layers import MULTIPLE, Layer
+from torchfast.precision.float8_options import RECIPES
+from torchfast.precision.float8_trial import without_trace
+
+PLAIN: Final = "bf16"
+Work = Callable[[], object]
+Timer = Callable[[Mapping[str, Work], torch.device, float], Measurement]
+Converter = Callable[[str, bool], Callable[[nn.Module], nn.Module]]
+# A part less than which a recipe need not be faster: what a step of many layers may not lose.
+_SMALLEST: Final = 0.02
+
+
+class Shape(NamedTuple):
+    """What the time of a layer depends on."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    has_bias: bool
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows, {self.inputs} to {self.outputs}"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShapeChoice:
+    """What was measured of one shape.
+
+    Attributes:
+        shape: In words.
+        layers: The layers that have it.
+        recipe: What is fastest; ``"bf16"`` where no recipe is faster beyond the noise.
+        times_ms: Of forward and backward, by recipe; the median.
+        ratios: Of each recipe to bf16: median, and the bounds of its interval at 99 %.
+        refused: What torch said to a recipe that does not run here.
+    """
+
+    shape: str
+    layers: tuple[str, ...]
+    recipe: str
+    times_ms: Mapping[str, float] = field(default_factory=dict)
+    ratios: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in self.times_ms.items())
+        refused = "".join(f"; {name} refused: {why}" for name, why in self.refused.items())
+        count = "1 layer" if len(self.layers) == 1 else f"{len(self.layers)} layers"
+        return f"{self.shape}, {count}: {self.recipe} ({times}{refused})"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Float8Receipt:
+    """The record of a choice of recipes: ``str`` for a person, `to_dict` for a file.
+
+    Attributes:
+        device: What it was measured on.
+        compiled: Whether the candidates were.
+        choices: What was measured, shape by shape.
+    """
+
+    device: str
+    compiled: bool
+    choices: tuple[ShapeChoice, ...]
+
+    @property
+    def recipes(self) -> dict[str, str]:
+        """The recipe of each layer that is to be in float8."""
+        return {
+            name: choice.recipe
+            for choice in self.choices
+            if choice.recipe != PLAIN
+            for name in choice.layers
+        }
+
+    def why_not(self, name: str) -> str:
+        """Return why a layer stays in bf16."""
+        choice = next(choice for choice in self.choices if name in choice.layers)
+        if not choice.ratios:
+            return f"no recipe runs here: {'; '.join(choice.refused.values())}"
+        best = min(choice.ratios, key=lambda recipe: choice.ratios[recipe][0])
+        _, low, high = choice.ratios[best]
+        part = f"{low:.2f} to {high:.2f}"
+        return f"not surely faster: {best} took {part} of the time of bf16 at {choice.shape}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the receipt as JSON-ready builtins."""
+        return {
+            "device": self.device,
+            "compiled": self.compiled,
+            "torch": torch.__version__,
+            "choices": [asdict(choice) for choice in self.choices],
+        }
+
+    def __str__(self) -> str:
+        kind = "compiled" if self.compiled else "not compiled"
+        lines = [f"float8 recipes measured on {self.device}, {kind}"]
+        return "\n".join([*lines, *(f"  {choice}" for choice in self.choices)])
+
+
+def rows_of(
+    layers: Iterable[Layer], forward: Work, model: nn.Module, device: torch.device
+) -> dict[str, int]:
+    """Return how many rows each layer gets in one forward; those not called are not there."""
+    rows: dict[str, int] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], Tensor):
+                rows[name] = args[0].numel() // max(1, args[0].shape[-1])
+
+        return hook
+
+    hooks = [layer.module.register_forward_pre_hook(note(layer.name)) for layer in layers]
+    try:
+        with without_trace(model, device):
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return rows
+
+
+def choose_recipes(
+    layers: Mapping[str, tuple[int, nn.Linear]],
+    converter: Converter,
+    device: torch.device,
+    *,
+    budget_s: float,
+    compiled: bool,
+    timer: Timer | None = None,
+) -> Float8Receipt:
+    """Time every recipe on every shape, and take what is fastest.
+
+    Args:
+        layers: Rows and layer, by name.
+        converter: Makes what converts a layer by a recipe.
+        device: Where.
+        budget_s: Most seconds a shape, compilation aside.
+        compiled: Whether the candidates are compiled.
+        timer: What times them.
+
+    Synchronizes: Yes.
+    """
+    named: dict[Shape, list[str]] = {}
+    for name, (rows, module) in layers.items():
+        shape = Shape(
+            rows,
+            module.in_features,
+            module.out_features,
+            module.bias is not None,
+            module.weight.dtype,
+        )
+        named.setdefault(shape, []).append(name)
+    clock = _on_device if timer is None else timer
+    choices = [
+        _choice(shape, tuple(names), converter, device, budget_s, compiled, clock)
+        for shape, names in named.items()
+    ]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Float8Receipt(device=name, compiled=compiled, choices=tuple(choices))
+
+
+def _choice(
+    shape: Shape,
+    layers: tuple[str, ...],
+    converter: Converter,
+    device: torch.device,
+    budget_s: float,
+    compiled: bool,
+    timer: Timer,
+) -> ShapeChoice:
+    works: dict[str, Work] = {}
+    refused: dict[str, str] = {}
+    for recipe in (PLAIN, *RECIPES):
+        layer: nn.Module = _layer(shape, device)
+        try:
+            if recipe != PLAIN:
+                layer = converter(recipe, shape.rows % MULTIPLE != 0)(layer)
+            work = _work(layer, shape, device, compiled)
+            with _no_recompile_limit() if compiled else nullcontext():
+                for _ in range(2):  # compiles, forward and backward
+                    work()
+        except Exception as error:
+            if recipe == PLAIN:
+                raise
+            refused[recipe] = first_line(error)
+            continue
+        works[recipe] = work
+    if len(works) == 1:
+        return ShapeChoice(shape=str(shape), layers=layers, recipe=PLAIN, refused=refused)
+    found = timer(works, device, budget_s)
+    ratios = {name: found.ratio(name) for name in works if name != PLAIN}
+    faster = {n: r.ratio for n, r in ratios.items() if r.verdict == "faster"}
+    timings = {name: found.timing(name) for name in works}
+    return ShapeChoice(
+        shape=str(shape),
+        layers=layers,
+        recipe=min(faster, key=lambda n: faster[n]) if faster else PLAIN,
+        times_ms={name: timing.median_ms for name, timing in timings.items() if timing},
+        ratios={n: (r.ratio, r.low, r.high) for n, r in ratios.items() if r.num_rounds},
+        refused={**refused, **found.failed},
+    )
+
+
+def _layer(shape: Shape, device: torch.device) -> nn.Linear:
+    # Not initialised by torch, which would draw from the generators of the run.
+    layer: nn.Linear = nn.utils.skip_init(
+        nn.Linear, shape.inputs, shape.outputs, shape.has_bias, device=device, dtype=shape.dtype
+    )
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.0, 0.02, generator=generator)
+    return layer
+
+
+def _work(layer: nn.Module, shape: Shape, device: torch.device, compiled: bool) -> Work:
+    """Return one forward and backward of a layer as it is done in a step."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def drawn(features: int) -> Tensor:
+        return torch.randn(
+            shape.rows, features, generator=generator, device=device, dtype=torch.bfloat16
+        )
+
+    inputs, gradient = drawn(shape.inputs).requires_grad_(), drawn(shape.outputs)
+    call: Callable[[Tensor], Tensor] = layer
+    if compiled:
+        call = torch.compile(layer, dynamic=False)
+    written = [inputs, *layer.parameters()]
+
+    def work() -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            out = call(inputs)
+        out.backward(gradient.to(out.dtype))
+        for tensor in written:
+            tensor.grad = None
+
+    return work
+
+
+def _no_recompile_limit() -> Any:
+    """Let one function be compiled for every shape: dynamo counts those of all layers together."""
+    from torch._dynamo.utils import disable_cache_limit
+
+    return disable_cache_limit()
+
+
+def _on_device(works: Mapping[str, Work], device: torch.device, budget_s: float) -> Measurement:
+    return measure(works, reference=PLAIN, device=device, budget_s=budget_s, smallest=_SMALLEST)

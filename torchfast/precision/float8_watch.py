@@ -1,0 +1,326 @@
+"""What float8 does to the numbers of a model: drift from bf16, and what falls out of the format.
+
+A converted layer that loses too much raises nothing: the model just learns worse. So before some of
+the first updates the first micro-batch goes through forward and backward twice more, once in float8
+and once in bf16, with the same weights and the same random draws, and loss and gradient norm are
+compared. On the way each converted layer's operands are looked at: the largest value, which sets
+the scale, and the part of the values that the scale leaves so small that they become zero.
+
+Nothing of it is read by the host when it is computed. The figures go to pinned memory behind an
+event, and are judged at a later step, when they have arrived. The two passes run eagerly and leave
+no gradient, no draw and no statistic behind; they take memory as an eager step does, and where
+there is not enough the watch steps aside.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from torchfast._core.decisions import Decision
+from torchfast._core.measure import first_line
+from torchfast._core.reading import Reading
+from torchfast.precision.float8 import Float8Linears
+from torchfast.precision.float8_trial import without_trace
+
+logger = logging.getLogger(__name__)
+
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# The format of gradients: a scale for a whole tensor needs range more than it needs digits.
+_GRADIENTS: Final = {"tensorwise": _E5M2, "rowwise": _E4M3, "rowwise_with_gw_hp": _E4M3}
+_BY_ROW: Final = ("rowwise", "rowwise_with_gw_hp")
+# More than this part of an operand's values lost, and most of it is not there.
+MOST_LOST: Final = 0.5
+_FIGURES: Final = ("amax", "lost")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LayerNumbers:
+    """One operand of a layer, as it was before an update.
+
+    Attributes:
+        layer: Its name.
+        operand: ``"input"``, ``"weight"`` or ``"gradient"`` (of the output).
+        amax: The largest magnitude.
+        scale: What brings it to the largest number of the format; of the whole operand, where
+            there is one for each row.
+        lost: The part of its values that are not zero and become it.
+    """
+
+    layer: str
+    operand: str
+    amax: float
+    scale: float
+    lost: float
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it, or None."""
+        if not math.isfinite(self.amax):
+            return f"its {self.operand} has values that are not finite, so it has no scale"
+        if self.lost > MOST_LOST:
+            return (
+                f"{self.lost:.0%} of its {self.operand} become zero beside a largest value of "
+                f"{self.amax:.3g}"
+            )
+        return None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """Loss and gradient norm of one micro-batch, in float8 and in bf16.
+
+    Attributes:
+        step: The number of the update before which they were compared.
+        loss: In float8.
+        plain_loss: In bf16.
+        norm: Of the gradients, in float8.
+        plain_norm: In bf16.
+        layers: The operands of the converted layers.
+    """
+
+    step: int
+    loss: float
+    plain_loss: float
+    norm: float
+    plain_norm: float
+    layers: tuple[LayerNumbers, ...]
+
+    @property
+    def loss_drift(self) -> float:
+        """Relative difference of the loss."""
+        return _relative(self.loss, self.plain_loss)
+
+    @property
+    def norm_drift(self) -> float:
+        """Relative difference of the gradient norm."""
+        return _relative(self.norm, self.plain_norm)
+
+    @property
+    def problems(self) -> tuple[LayerNumbers, ...]:
+        """The operands that do not fit the format, the worst first."""
+        found = [numbers for numbers in self.layers if numbers.problem]
+        return tuple(sorted(found, key=lambda n: (math.isfinite(n.amax), -n.lost)))
+
+
+@final
+class Float8Watch:
+    """Compares a step in float8 with bf16, before the updates that its options name.
+
+    Args:
+        model: As it trains.
+        float8: Its converted layers.
+
+    Numerics: None: the step finds everything as it was.
+    Synchronizes: To read the generator's state before the updates named; never in between.
+    """
+
+    def __init__(self, model: nn.Module, float8: Float8Linears) -> None:
+        self._model, self._float8 = model, float8
+        self._options = float8.options
+        self._pending: list[tuple[int, Reading]] = []
+        self._obstacle: str | None = None
+        self._warned: set[str] = set()
+        self._looked_at = 0
+        self.drifts: list[Drift] = []
+
+    def look(self, step: int, forward: Callable[[], Tensor]) -> None:
+        """Compare, if this update is one of those to compare at, and judge what has arrived.
+
+        Args:
+            step: The number of the update that is to come; the first is 1.
+            forward: Runs the loss on a micro-batch, uncompiled or not, and returns it.
+        """
+        while self._pending and self._pending[0][1].is_ready:
+            self._judge()
+        is_due = step in self._options.watch_at and step != self._looked_at
+        if not is_due or self._obstacle or not self._float8.recipes:
+            return
+        self._looked_at = step
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            self._obstacle = "with several processes a rank cannot run a step of its own"
+            return
+        try:
+            values = self._compare(forward)
+        except RuntimeError as error:  # too little memory, above all
+            self._obstacle = first_line(error)
+            return
+        self._pending.append((step, Reading(values, self._float8.device)))
+
+    def decisions(self) -> list[Decision]:
+        """Say what was found. Synchronizes: Where figures are on their way."""
+        while self._pending:
+            self._judge()
+        if not self._float8.recipes or not self._options.watch_at:
+            return []
+        if self._obstacle is not None:
+            detail = f"float8 is not compared with bf16: {self._obstacle}"
+            return [Decision(lever="float8 watch", outcome="left alone", detail=detail)]
+        if not self.drifts:
+            steps = ", ".join(map(str, self._options.watch_at))
+            detail = f"compares with bf16 before updates {steps}"
+            return [Decision(lever="float8 watch", outcome="applied", detail=detail)]
+        compared = "; ".join(
+            f"update {d.step}: loss {d.loss:.6g} ({d.loss_drift:+.2%}), "
+            f"gradient norm {d.norm:.4g} ({d.norm_drift:+.2%})"
+            for d in self.drifts
+        )
+        scales = "; ".join(
+            f"{numbers.layer} {numbers.operand} {numbers.scale:.3g}"
+            + (f" (!) {numbers.problem}" if numbers.problem else "")
+            for numbers in self.drifts[-1].layers
+        )
+        return [
+            Decision(lever="float8 watch", outcome="applied", detail=f"beside bf16, {compared}"),
+            Decision(lever="float8 scales", outcome="applied", detail=scales),
+        ]
+
+    # --- the two passes ---------------------------------------------------------------------
+
+    def _compare(self, forward: Callable[[], Tensor]) -> dict[str, Tensor | float]:
+        operands: dict[str, Tensor] = {}
+        hooks = [
+            hook
+            for name, module in self._float8.modules().items()
+            for hook in self._hooks(name, module, operands)
+        ]
+        try:
+            loss, norm = self._pass(forward)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        with self._float8.left():
+            plain_loss, plain_norm = self._pass(forward)
+        return {
+            "loss": loss,
+            "plain_loss": plain_loss,
+            "norm": norm,
+            "plain_norm": plain_norm,
+            **operands,
+        }
+
+    def _pass(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        with without_trace(self._model, self._float8.device):
+            loss = forward()
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            norm = get_total_norm([g for g in gradients if g is not None])
+        return loss.detach(), norm
+
+    def _hooks(self, name: str, module: nn.Module, into: dict[str, Tensor]) -> list[Any]:
+        recipe = self._float8.recipes[name]
+        by_row = recipe in _BY_ROW
+
+        def note(operand: str, tensor: Tensor, dtype: torch.dtype) -> None:
+            for figure, value in zip(_FIGURES, figures(tensor, dtype, by_row=by_row), strict=True):
+                into[f"{figure}/{operand}/{name}"] = value
+
+        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+            note("input", args[0], _E4M3)
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            note("weight", weight, _E4M3)
+
+        def after(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
+            if out.requires_grad:
+                out.register_hook(lambda g: note("gradient", g, _GRADIENTS[recipe]))
+
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    # --- what is made of it -----------------------------------------------------------------
+
+    def _judge(self) -> None:
+        step, reading = self._pending.pop(0)
+        values = reading.read()
+        layers = []
+        for key, amax in values.items():
+            figure, _, rest = key.partition("/")
+            if figure != "amax":
+                continue
+            operand, _, name = rest.partition("/")
+            dtype = _GRADIENTS[self._recipe_of(name)] if operand == "gradient" else _E4M3
+            scale = torch.finfo(dtype).max / amax if amax > 0 else math.inf
+            numbers = LayerNumbers(
+                layer=name, operand=operand, amax=amax, scale=scale, lost=values[f"lost/{rest}"]
+            )
+            layers.append(numbers)
+        drift = Drift(
+            step=step,
+            loss=values["loss"],
+            plain_loss=values["plain_loss"],
+            norm=values["norm"],
+            plain_norm=values["plain_norm"],
+            layers=tuple(layers),
+        )
+        self.drifts.append(drift)
+        self._warn(drift)
+
+    def _recipe_of(self, name: str) -> str:
+        return self._float8.recipes.get(name, "tensorwise")  # closed meanwhile
+
+    def _warn(self, drift: Drift) -> None:
+        for what, found, limit in (
+            ("loss", drift.loss_drift, self._options.loss_drift),
+            ("gradient norm", drift.norm_drift, self._options.norm_drift),
+        ):
+            if not abs(found) <= limit and what not in self._warned:
+                self._warned.add(what)
+                logger.warning(
+                    "before update %d the %s in float8 is %+.2g %% from that in bf16; leave out "
+                    "layers with Float8Options(keep=...), or take recipe='rowwise'",
+                    drift.step,
+                    what,
+                    100 * found,
+                )
+        if drift.problems and "layer" not in self._warned:
+            self._warned.add("layer")
+            worst = drift.problems[0]
+            more = f", and {len(drift.problems) - 1} operands more" if drift.problems[1:] else ""
+            logger.warning(
+                "before update %d layer %r does not fit float8: %s%s; leave it out with "
+                "Float8Options(keep=(%r,)), or take recipe='rowwise'",
+                drift.step,
+                worst.layer,
+                worst.problem,
+                more,
+                worst.layer,
+            )
+
+
+@torch.no_grad()
+def figures(tensor: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitude of a tensor, and the part that its scale makes zero.
+
+    Args:
+        tensor: An operand.
+        dtype: The float8 format.
+        by_row: Whether each row has a scale of its own.
+
+    Synchronizes: Never.
+    """
+    # The operands of a step are bf16 under autocast, which must not catch the arithmetic here.
+    context = torch.autocast(tensor.device.type, enabled=False) if tensor.numel() else nullcontext()
+    with context:
+        magnitude = tensor.detach().float().abs()
+        amax = magnitude.amax(-1, keepdim=True) if by_row else magnitude.amax()
+        limits = torch.finfo(dtype)
+        # Half of the smallest number is rounded to zero, as what lies below it is.
+        smallest = limits.smallest_normal * limits.eps / 2
+        is_lost = (magnitude <= amax * (smallest / limits.max)) & (magnitude > 0)
+        return magnitude.amax(), is_lost.float().mean()
+
+
+def _relative(found: float, expected: float) -> float:
+    if found == expected:
+        return 0.0
+    return (found - expected) / abs(expected) if expected else math.inf

@@ -1,0 +1,435 @@
+"""AdamW whose moments take 8 or 4 bits a value in place of 32.
+
+Two fp32 moments are twice the size of the fp32 weights. In 8 bits with a scale for each block of
+256 values they take a quarter of that; the update reads them, computes in fp32 and rounds them
+back. The codes and the rounding are torchao's (see `low_bit_codes`).
+
+torchao's own classes count steps on the host, compile inside ``step()`` on every device, keep their
+learning rate as a tensor and their moments in tensors of their own kind. Here the counter is on the
+device, so a graph can hold the update; the learning rate is a Python float, as schedulers and
+``group["lr"] = x`` expect it; and all state is plain tensors, so files load without torchao.
+
+When it helps: where optimizer state is what fills the memory. It is not faster than the fused
+update, which reads more bytes but needs no search of a table. When it does not: small models,
+convolutions and biases, which stay in fp32 below 4096 values.
+
+``stochastic_rounding`` is for weights that are bf16 themselves: an update smaller than half of the
+last digit would round to nothing for ever, so it is rounded up or down by chance.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchfast._core.arguments import check_choice, check_flag, explain_keywords
+from torchfast._core.building import optimized
+from torchfast._core.decisions import Decision
+from torchfast._core.errors import PlanError
+from torchfast._core.local import local
+from torchfast.precision.low_bit_codes import (
+    KINDS,
+    Codec,
+    codec,
+    empty_codes,
+    rounder,
+)
+from torchfast.precision.low_bit_shards import can_be_coded, spread_as
+from torchfast.precision.low_bit_update import compiled_update, make_update
+
+logger = logging.getLogger(__name__)
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCALE = "_scale"
+_OWN = ("kind", "stochastic_rounding", "compiled")
+# What an AdamW has in its groups beside, which says how it computes. Any other key is a scheduler's
+# or the user's: OneCycleLR keeps its bounds there, timm the part of the rate that a layer takes.
+_OF_ADAMW = (
+    "amsgrad",
+    "foreach",
+    "maximize",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+)
+# So many values of betas and weight decay a group are compiled for, and then no more.
+_MOST_NUMBERS = 4
+
+
+@final
+class LowBitAdamW(Optimizer):
+    """AdamW with moments in 8 bits, 4 bits or float8.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: A float, or a 0-d tensor on the parameters' device.
+        betas: Of the two moments.
+        eps: Added to the root of the second.
+        weight_decay: Decoupled.
+        state: ``"8bit"``, ``"4bit"``, ``"fp8"``, or ``"full"``: fp32 moments. Those of a tensor
+            with fewer than 4096 values, or whose blocks do not come out even, are fp32 always.
+        stochastic_rounding: Round bf16 parameters up or down by chance.
+        compiled: Compile the update of each shape; None means on CUDA devices. Given up where betas
+            or weight decay go on changing, with a warning.
+
+    Raises:
+        ValueError: A state that does not exist, or a number out of range.
+        ImportError: torchao is missing or too old.
+
+    Numerics: Close to AdamW. Bitwise the same inside a graph as outside, given that both are
+        compiled or neither is.
+    Synchronizes: Never.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(64, 64))
+        >>> optimizer = LowBitAdamW([weight], lr=0.1)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[weight]["exp_avg"].dtype
+        torch.uint8
+        >>> round(float(weight[0, 0].detach()), 3)
+        0.899
+    """
+
+    # Its counters are on the device and its rates read from a tensor: a graph can hold it as it is.
+    is_capturable: ClassVar[bool] = True
+
+    @explain_keywords
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state: str = "8bit",
+        stochastic_rounding: bool = False,
+        compiled: bool | None = None,
+    ) -> None:
+        check_choice("state", state, KINDS)
+        check_flag("stochastic_rounding", stochastic_rounding)
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not isinstance(value, Tensor) and not value >= 0.0:
+                raise ValueError(f"{name} must be >= 0, got {value}")
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas must be at least 0 and below 1, got {betas}")
+        own = {"kind": state, "stochastic_rounding": stochastic_rounding, "compiled": compiled}
+        self._prepare(own)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "capturable": True,
+        }
+        super().__init__(params, defaults)
+        for parameter in self._parameters():
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"LowBitAdamW updates real floating-point parameters, got {parameter.dtype}"
+                )
+
+    @classmethod
+    def like(cls, optimizer: Optimizer, **options: Any) -> LowBitAdamW:
+        """Return one with the parameters and hyperparameters of an AdamW that has not stepped yet.
+
+        Args:
+            optimizer: A ``torch.optim.AdamW``.
+            **options: ``state``, ``stochastic_rounding``, ``compiled``.
+
+        Raises:
+            PlanError: Another kind of optimizer, or a variant that is not to be had in low bits.
+        """
+        if isinstance(optimizer, cls):
+            return optimizer
+        name = type(optimizer).__name__
+        if type(optimizer) is not torch.optim.AdamW:
+            raise PlanError(
+                f"low-bit state is to be had for torch.optim.AdamW, but the optimizer is {name}; "
+                "give an AdamW, or optimizer='as_given'"
+            )
+        groups = optimizer.param_groups
+        variant = next((f for f in ("amsgrad", "maximize") if any(g.get(f) for g in groups)), None)
+        if variant is not None:
+            raise PlanError(
+                f"low-bit state is to be had for AdamW as it is, but the optimizer has {variant}="
+                "True; leave that out, or use optimizer='as_given'"
+            )
+        return cls([_plain_group(group) for group in groups], **options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = [
+            (index, group, parameter)
+            for index, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for _, _, parameter in found:
+            if parameter.grad.is_sparse:
+                raise RuntimeError(
+                    "LowBitAdamW takes no sparse gradients; build the embedding with sparse=False"
+                )
+            if not self.state[parameter]:
+                self.state[parameter].update(self._new_state(parameter))
+        steps = [self.state[parameter]["step"] for *_, parameter in found]
+        if steps:
+            torch._foreach_add_(steps, 1.0)
+        self._note_numbers()
+        for index, group, parameter in found:
+            self._update(parameter, group, self._rate(index, group, parameter.device))
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict()`` returned, or that of an AdamW, whose moments are coded."""
+        super().load_state_dict(dict(state_dict))
+        # torch casts state to the dtype of its parameter, which codes and scales are not.
+        given = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for index, parameter in zip(given, self._parameters(), strict=True):
+            saved = state_dict["state"].get(index)
+            if saved:
+                self.state[parameter] = self._adopted(saved, parameter)
+        for group in self.param_groups:
+            for name in {*_OF_ADAMW} - {*self.defaults}:
+                group.pop(name, None)
+            group["capturable"] = True
+
+    def dense_state_dict(self) -> dict[str, Any]:
+        """Return the state as an AdamW takes it, its moments in fp32."""
+        state = self.state_dict()
+        dense = {}
+        for index, parameter in enumerate(self._parameters()):
+            if parameter in self.state:
+                moments = {m: self._moment(parameter, m).clone() for m in _MOMENTS}
+                dense[index] = {"step": self.state[parameter]["step"].cpu(), **moments}
+        groups = [{**group, "capturable": False} for group in state["param_groups"]]
+        return {"state": dense, "param_groups": groups}
+
+    def decision(self) -> Decision:
+        """Say what the state takes, beside what it would in fp32."""
+        full = sum(8 * local(p).numel() for p in self._parameters())
+        coded = sum(self._state_bytes(p) for p in self._parameters())
+        how = "compiled" if self._is_compiled(next(self._parameters()).device) else "not compiled"
+        detail = (
+            f"AdamW with moments in {self.kind}: {coded:,} bytes of state, fp32 takes {full:,}; "
+            f"the update is {how}, and a graph can hold it"
+        )
+        return Decision(lever="optimizer state", outcome="applied", detail=detail)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._prepare(state)
+        super().__setstate__({k: v for k, v in state.items() if k not in _OWN})
+
+    # --- the parts of an update ---------------------------------------------------------------
+
+    def _prepare(self, own: Mapping[str, Any]) -> None:
+        # torch sets state without its constructor too, where only these three are missing.
+        if "kind" not in own:
+            return
+        self.kind: str = own["kind"]
+        self.stochastic_rounding: bool = own["stochastic_rounding"]
+        self.compiled: bool | None = own["compiled"]
+        self._codec: Codec | None = None if self.kind == "full" else codec(self.kind)
+        self._function = make_update(self._codec, rounder() if self.stochastic_rounding else None)
+        self._compiled_function: Callable[..., None] | None = None
+        self._numbers: dict[int, set[Any]] = {}
+        self._is_steady = True
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._rates: dict[int, tuple[float, Tensor]] = {}
+
+    def _parameters(self) -> Iterator[Any]:
+        return optimized(self)
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+        for moment in _MOMENTS:
+            if can_be_coded(self.kind, parameter):
+                # A scale of zero: not every table has a code for it.
+                codes, scales = empty_codes(self.kind, local(parameter))
+                state[moment] = spread_as(parameter, codes.zero_())
+                state[moment + _SCALE] = spread_as(parameter, scales.zero_())
+            else:
+                state[moment] = torch.zeros_like(
+                    parameter, dtype=torch.float32, requires_grad=False
+                )
+        return state
+
+    def _coded(self, moment: str, parameter: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """Return what is kept of a moment that is given in full."""
+        if self._codec is None or not can_be_coded(self.kind, parameter):
+            return {moment: values.float()}
+        own = local(values)
+        codes, scales = empty_codes(self.kind, own)
+        table = self._table(moment, own.device)
+        new_codes, new_scales = self._codec.encode(own.float().reshape(-1), table)
+        codes.copy_(new_codes.view(codes.shape))
+        scales.copy_(new_scales)
+        whole = {moment: codes, moment + _SCALE: scales}
+        return {name: spread_as(parameter, part) for name, part in whole.items()}
+
+    def _moment(self, parameter: Tensor, moment: str) -> Tensor:
+        """Return a moment in full."""
+        state = self.state[parameter]
+        if moment + _SCALE not in state:
+            values: Tensor = state[moment]
+            return values
+        assert self._codec is not None
+        table = self._table(moment, parameter.device)
+        codes, scales = local(state[moment]), local(state[moment + _SCALE])
+        flat = self._codec.decode(codes.reshape(-1), scales, table)
+        return spread_as(parameter, flat.view(local(parameter).shape))
+
+    def _adopted(self, saved: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+        """Return saved state in the form that this optimizer keeps."""
+        device = parameter.device
+        state = {"step": torch.as_tensor(saved["step"]).to(device, torch.float32, copy=True)}
+        for moment in _MOMENTS:
+            value = saved[moment]
+            is_full = moment + _SCALE not in saved
+            if is_full:
+                full = value.to(device, torch.float32, copy=True)
+                state |= self._coded(moment, parameter, full)
+            elif can_be_coded(self.kind, parameter):
+                expected, _ = empty_codes(self.kind, local(parameter))
+                if local(value).shape != expected.shape:
+                    raise ValueError(
+                        f"the optimizer state was saved by other low bits than {self.kind!r}: "
+                        f"{moment} has shape {tuple(local(value).shape)}, expected "
+                        f"{tuple(expected.shape)}; build LowBitAdamW with the state= it had"
+                    )
+                state[moment] = value.to(device, copy=True)
+                state[moment + _SCALE] = saved[moment + _SCALE].to(device, copy=True)
+            else:
+                raise ValueError(
+                    "the optimizer state holds moments in low bits, but this LowBitAdamW keeps "
+                    f"them in {self.kind!r}; build it with the state= it had"
+                )
+        return state
+
+    def _update(self, parameter: Tensor, group: Mapping[str, Any], rate: Tensor) -> None:
+        state = self.state[parameter]
+        device = parameter.device
+        empty = state["step"]  # stands for what there is none of
+        function = self._compiled_on(device)
+        gradient = parameter.grad
+        assert gradient is not None
+        function(
+            local(parameter.detach()),
+            local(gradient),
+            state["step"],
+            rate,
+            tuple(local(state[moment]) for moment in _MOMENTS),
+            tuple(local(state.get(moment + _SCALE, empty)) for moment in _MOMENTS),
+            tuple(self._table(moment, device) for moment in _MOMENTS),
+            is_coded=_MOMENTS[0] + _SCALE in state,
+            betas=tuple(float(beta) for beta in group["betas"]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            is_rounded=self.stochastic_rounding and parameter.dtype == torch.bfloat16,
+        )
+
+    def _rate(self, index: int, group: Mapping[str, Any], device: torch.device) -> Tensor:
+        """Return the learning rate as a tensor, so that both forms of it give the same bits."""
+        rate = group["lr"]
+        if isinstance(rate, Tensor):
+            return rate
+        known, tensor = self._rates.get(index, (None, None))
+        if tensor is None or tensor.device != device:
+            tensor = torch.zeros((), device=device)
+        if rate != known or self._rates[index][1] is not tensor:
+            tensor.fill_(rate)
+            self._rates[index] = float(rate), tensor
+        return tensor
+
+    def _table(self, moment: str, device: torch.device) -> Tensor:
+        if device not in self._tables:
+            tables = ((), ()) if self._codec is None else (self._codec.signed, self._codec.unsigned)
+            signed, unsigned = (torch.tensor(table, device=device) for table in tables)
+            self._tables[device] = signed, unsigned
+        return self._tables[device][_MOMENTS.index(moment)]
+
+    def _note_numbers(self) -> None:
+        """Give up compiling where betas or weight decay go on changing: each is a constant there.
+
+        Without this, OneCycleLR, which moves betas at every step, would have every step compile.
+        """
+        for index, group in enumerate(self.param_groups):
+            known = self._numbers.setdefault(index, set())
+            if len(known) <= _MOST_NUMBERS:
+                known.add((*map(float, group["betas"]), group["eps"], group["weight_decay"]))
+        if not self._is_steady or all(len(n) <= _MOST_NUMBERS for n in self._numbers.values()):
+            return
+        self._is_steady = False
+        if self._compiled_function is not None:
+            logger.warning(
+                "LowBitAdamW: betas or weight decay have changed %d times, and a compiled update "
+                "holds them as constants, so it is not compiled from now on; with OneCycleLR or "
+                "CyclicLR cycle_momentum=False keeps it compiled",
+                _MOST_NUMBERS,
+            )
+
+    def _is_compiled(self, device: torch.device) -> bool:
+        wanted = device.type == "cuda" if self.compiled is None else self.compiled
+        return wanted and self._is_steady
+
+    def _compiled_on(self, device: torch.device) -> Callable[..., None]:
+        if not self._is_compiled(device):
+            return self._function
+        if self._compiled_function is None:
+            self._compiled_function = compiled_update(self._function)
+        return self._compiled_function
+
+    def _state_bytes(self, parameter: Tensor) -> int:
+        own = local(parameter)
+        if not can_be_coded(self.kind, parameter):
+            return 8 * own.numel()
+        with torch.device("meta"):
+            codes = empty_codes(self.kind, torch.empty(own.shape))
+        return 2 * sum(t.numel() * t.element_size() for t in codes)
+
+
+def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group of an AdamW without what only that knows."""
+    kept = {k: v for k, v in group.items() if k not in (*_OF_ADAMW, "params", "param_names")}
+    names = group.get("param_names")  # which torch takes together with the parameters only
+    own = group["params"]
+    return {**kept, "params": own if names is None else list(zip(names, own, strict=True))}
+
+
+def low_bit_source(source: Any, kind: str) -> Any:
+    """Return what builds an optimizer with low-bit state where ``source`` builds an AdamW.
+
+    Raises:
+        PlanError: ``source`` is an optimizer that is built, and keeps its state otherwise.
+    """
+    if isinstance(source, LowBitAdamW) and source.kind == kind:
+        return source
+    if isinstance(source, Optimizer):
+        raise PlanError(
+            f"optimizer='adamw{kind}' builds another optimizer in place of the "
+            f"{type(source).__name__} that was given built; give Trainer a callable parameters -> "
+            f"AdamW, such as functools.partial(AdamW, lr=...), or LowBitAdamW(..., state={kind!r})"
+        )
+    if not callable(source) or isinstance(source, type):
+        return source  # for whoever builds it to refuse
+    return lambda parameters: LowBitAdamW.like(source(parameters), state=kind)
