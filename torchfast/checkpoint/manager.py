@@ -9,40 +9,50 @@ A save copies the state and returns; a thread writes it (`staging.py`). It helps
 long enough to be noticed. It does not help where the host has no memory for the copy, or where the
 next save begins before the last has ended: at most one is in flight, and the next waits for it.
 
-It is built on torch.distributed.checkpoint (`storage.py`). One process saves and loads; the layout
-has room for many ranks. No file of a checkpoint is a pickle, and none is ever unpickled.
+It is built on torch.distributed.checkpoint (`storage.py`). Of many ranks each writes its parts of
+what is sharded, rank 0 what all have alike, and each what is its own: the position of its loader
+and its generators. Any number of ranks loads it again. They save and load together, and what fails
+on one of them fails on all (`saving.py`).
+
+No file of a checkpoint is a pickle, and none is ever unpickled.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, final, overload
 
-import torch
 from torch import Tensor
 
-from torchfast._core.arguments import check_int, explain_keywords
-from torchfast._core.device import is_capturing
+from torchfast._core.arguments import check_flag, check_int, explain_keywords
 from torchfast._core.errors import (
     CheckpointCorruptError,
     CheckpointWriteError,
-    ClosedError,
     UnsafeCheckpointError,
 )
+from torchfast._core.rank_group import RankGroup
 from torchfast.checkpoint.background import Background
+from torchfast.checkpoint.checks import (
+    check_only_if,
+    check_usable,
+    checked_keys,
+    checked_metrics,
+    problems_of_all,
+    refuse_capture,
+)
 from torchfast.checkpoint.folder import CheckpointFolder, Step, folder_path
 from torchfast.checkpoint.loading import read_checkpoint, verify_folder
 from torchfast.checkpoint.retention import Mode, Retention
 from torchfast.checkpoint.saving import Saver
 from torchfast.checkpoint.staging import Stager
 from torchfast.checkpoint.state_file import export_state_dict
-from torchfast.checkpoint.tree import flatten
+from torchfast.checkpoint.tree import Whose, flatten, sharded_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +67,15 @@ class Checkpoint:
         state: What was saved; its tensors are on the CPU and nobody else's.
         metrics: What it was saved with.
         path: The folder that it was read from.
+        world_size: How many ranks saved it. A rank beyond these has the own parts (generators,
+            position) of the rank with its number modulo this one.
     """
 
     step: int
     state: dict[str, Any] = field(repr=False)
     metrics: Mapping[str, float]
     path: Path
+    world_size: int = 1
 
 
 @final
@@ -86,10 +99,15 @@ class CheckpointManager:
         monitor: Keep the best by this metric.
         mode: Whether the best is the one with the least (``"min"``) or largest value.
         keep_best: How many of the best.
+        per_rank: Keys of the state whose values each rank keeps for itself. Everything else that
+            is not sharded is the same on all ranks, and rank 0's is saved.
+        across_ranks: Whether the ranks of a process group save one checkpoint together. False is
+            for a manager that one process has for itself.
 
     Raises:
         TypeError: An argument of the wrong kind.
         ValueError: A bad number, or ``directory`` is a file.
+        RankError: Another rank failed, or cannot be reached.
 
     Numerics: What is loaded is what was saved, to the bit, NaN payloads included.
     Synchronizes: `save` waits for the device until the state is copied. Nothing else does.
@@ -115,6 +133,8 @@ class CheckpointManager:
         monitor: str | None = None,
         mode: Mode = "min",
         keep_best: int = 1,
+        per_rank: Collection[str] = ("loader", "rng"),
+        across_ranks: bool = True,
     ) -> None:
         retention = Retention(
             keep_last=keep_last,
@@ -123,13 +143,16 @@ class CheckpointManager:
             mode=mode,
             keep_best=keep_best,
         )
+        own = checked_keys(per_rank)
         self._folder = CheckpointFolder(folder_path(directory))
-        os.makedirs(self._folder.path, exist_ok=True)
-        self._folder.clean()
+        check_flag("across_ranks", across_ranks)
+        self._ranks = RankGroup.join() if across_ranks else RankGroup.alone()
+        self._whose = Whose(rank=self._ranks.rank, num_ranks=self._ranks.size, own=own)
+        self._ranks.together(self._open)
         # Here rather than at the first save: importing DCP takes a second.
         import torchfast.checkpoint.storage  # noqa: F401
 
-        self._saver = Saver(self._folder, retention)
+        self._saver = Saver(self._folder, retention, self._ranks)
         self._stager = Stager()
         self._background = Background(f"the last checkpoint of {self._folder.path}")
         self._told_of_unwanted = False
@@ -172,29 +195,37 @@ class CheckpointManager:
             CheckpointWriteError: This save (if blocking) or the one before it failed; or a CUDA
                 graph is being captured.
             ClosedError: After `close`.
+            RankError: The manager was made before the process group.
 
         Synchronizes: Once, with the current stream of each device in the state; not with a CUDA
             device whose free memory is twice the state's there.
         """
         self._check_open()
         step = check_int("step", step, minimum=0)
-        values = _checked_metrics(metrics)
-        if only_if is not None:
-            _check_flag(only_if)
-        _refuse_capture()
-        tree, tensors = flatten(state)
-        self.wait()
-        if blocking:
-            if self._is_wanted(only_if, step):
-                self._saver.write(tree, tensors, step, values)
+        try:
+            values = checked_metrics(metrics)
+            if only_if is not None:
+                check_only_if(only_if)
+            refuse_capture()
+            tree, tensors = flatten(state, self._whose)
+            self.wait()
+            flag = max(tensors, default="") + "?"  # beyond the last key, so it is none of them
+            copied = tensors if only_if is None else {**tensors, flag: only_if}
+            staged = None if blocking else self._stager.stage(copied)
+        except BaseException as error:
+            # The other ranks are about to save, and would wait for this one.
+            with suppress(CheckpointWriteError):
+                self.wait()
+            self._saver.excuse(step, error)
+            raise
+        if staged is None:
+            self._write(tree, tensors, step, values, only_if)
             return
-        flag = max(tensors, default="") + "?"  # beyond the last key, so it is none of them
-        staged = self._stager.stage(tensors if only_if is None else {**tensors, flag: only_if})
 
         def write() -> None:
             staged.arrived()
-            if self._is_wanted(staged.tensors.pop(flag, None), step):
-                self._saver.write(tree, staged.tensors, step, values)
+            wanted = staged.tensors.pop(flag, None)
+            self._write(tree, staged.tensors, step, values, wanted)
 
         self._background.start(write)
 
@@ -206,10 +237,22 @@ class CheckpointManager:
         """
         self._background.wait()
 
-    def _is_wanted(self, only_if: Tensor | None, step: int) -> bool:
-        if only_if is None or bool(only_if):
-            return True
-        if not self._told_of_unwanted:
+    def _write(
+        self,
+        tree: Any,
+        tensors: Mapping[str, Tensor],
+        step: int,
+        metrics: Mapping[str, float],
+        only_if: Tensor | None,
+    ) -> None:
+        wanted = only_if is None or bool(only_if)
+        if self._saver.agree(step, wanted=wanted):
+            self._saver.write(tree, tensors, step, metrics)
+        else:
+            self._tell_of_unwanted(step)
+
+    def _tell_of_unwanted(self, step: int) -> None:
+        if not self._told_of_unwanted and self._ranks.is_first:
             self._told_of_unwanted = True
             logger.warning(
                 "the state of step %d is not worth keeping (only_if is False; for fit: parameters "
@@ -217,7 +260,6 @@ class CheckpointManager:
                 "checkpoint stays; Plan(nonfinite='skip') skips updates that spoil a model",
                 step,
             )
-        return False
 
     @property
     def has_failed(self) -> bool:
@@ -227,18 +269,27 @@ class CheckpointManager:
     # -- Loading -----------------------------------------------------------------------------------
 
     @overload
-    def load(self, step: Literal["latest"] = "latest") -> Checkpoint | None: ...
+    def load(
+        self, step: Literal["latest"] = "latest", *, like: Mapping[str, Any] | None = None
+    ) -> Checkpoint | None: ...
     @overload
-    def load(self, step: int) -> Checkpoint: ...
-    def load(self, step: Step = "latest") -> Checkpoint | None:
+    def load(self, step: int, *, like: Mapping[str, Any] | None = None) -> Checkpoint: ...
+    def load(
+        self, step: Step = "latest", *, like: Mapping[str, Any] | None = None
+    ) -> Checkpoint | None:
         """Load the newest checkpoint, or that of a step.
 
         ``"latest"`` takes the largest step. One that is damaged is renamed (``step-N.bad-...``,
         never deleted) with a warning in the log, and the one before it is taken. A step that is
-        asked for by number is loaded or raises.
+        asked for by number is loaded or raises. Several ranks take the same one: what one of them
+        finds damaged none of them takes.
 
         Args:
             step: ``"latest"`` or a step.
+            like: A state whose sharded tensors say how to shard those under the same keys: each
+                rank then reads its part only. One in the place of a mapping stands for all tensors
+                of its size in there, so ``{"optimizer": {"state": dict(enumerate(parameters))}}``
+                shards moments. Without it everything comes back whole, on each rank.
 
         Returns:
             The checkpoint; for ``"latest"`` None where there is none yet.
@@ -247,24 +298,25 @@ class CheckpointManager:
             ValueError: There is none of that step.
             CheckpointCorruptError: That step is damaged; or ``"latest"``, and all of them are.
             UnsafeCheckpointError: A file of that step is a pickle; it was not loaded.
-            StateMismatchError: It was written by a newer torchfast.
+            StateMismatchError: It was written by a newer torchfast, or ``like`` has other sizes.
             CheckpointWriteError: A save that was being written failed.
+            RankError: It could not be loaded on another rank, or is not to be seen there.
         """
         self._check_open()
         self.wait()
+        placed = None if like is None else sharded_tensors(like)
         if step != "latest":
-            return self._read(self._folder.existing(step))
-        bad: dict[int, Exception] = {}
-        for candidate in reversed(self._folder.steps()):
-            try:
-                found = self._read(candidate)
-            except (CheckpointCorruptError, UnsafeCheckpointError) as error:
-                if candidate in self._folder:  # else another process has just deleted it
-                    bad[candidate] = error
+            return self._ranks.alike(lambda: self._read(self._folder.existing(step), placed))
+        bad: dict[int, str] = {}
+        for candidate in reversed(self._ranks.gather(self._folder.steps(), "load")[0]):
+            found, problems = self._tried(candidate, placed)
+            if problems is not None:
+                if problems:  # else another process has just deleted it
+                    bad[candidate] = problems
                 continue
-            if bad:
-                # Not before: if all of them are bad, the next start is to say so again.
-                told = [f"{error} (now {self._set_aside(at)})" for at, error in bad.items()]
+            # Not before: if all of them are bad, the next start is to say so again.
+            if bad and self._ranks.is_first:
+                told = [f"{text} (now {self._set_aside(at)})" for at, text in bad.items()]
                 logger.warning(
                     "going on from step %d, since newer checkpoints are damaged: %s",
                     candidate,
@@ -274,8 +326,7 @@ class CheckpointManager:
         if bad:
             raise CheckpointCorruptError(
                 f"every checkpoint in {self._folder.path} is damaged: "
-                f"{'; '.join(map(str, bad.values()))}; begin anew in another folder, or put a copy "
-                "here"
+                f"{'; '.join(bad.values())}; begin anew in another folder, or put a copy here"
             )
         return None
 
@@ -330,6 +381,7 @@ class CheckpointManager:
             self.wait()
         finally:
             self._stager.release()
+            self._ranks.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -354,53 +406,42 @@ class CheckpointManager:
     # -- The parts of a save and of a load ---------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(
-                "this CheckpointManager was closed; make a new one to save or load again"
-            )
+        check_usable(self._ranks, closed=self._closed)
 
-    def _read(self, step: int) -> Checkpoint:
+    def _open(self) -> None:
+        os.makedirs(self._folder.path, exist_ok=True)
+        if self._ranks.is_first:
+            self._folder.clean()
+
+    def _tried(
+        self, step: int, placed: Mapping[str, Tensor] | None
+    ) -> tuple[Checkpoint | None, str | None]:
+        """Read a checkpoint on each rank; return it, or what any of them has against it."""
+        problem: str | None = None
+
+        def tried() -> Checkpoint | None:
+            nonlocal problem
+            try:
+                return self._read(step, placed)
+            except (CheckpointCorruptError, UnsafeCheckpointError) as error:
+                problem = str(error) if step in self._folder else ""
+                return None
+
+        found = self._ranks.alike(tried)
+        problems = problems_of_all(self._ranks, self._folder.of(step), problem)
+        # One file that is damaged is found to be so by every rank that reads it.
+        return found, "; ".join(dict.fromkeys(filter(None, problems))) if problems else None
+
+    def _read(self, step: int, placed: Mapping[str, Tensor] | None) -> Checkpoint:
         path = self._folder.of(step)
-        manifest, state = read_checkpoint(path)
-        return Checkpoint(step=step, state=state, metrics=manifest.metrics, path=path)
+        manifest, state = read_checkpoint(path, rank=self._ranks.rank, like=placed)
+        size = manifest.world_size
+        return Checkpoint(
+            step=step, state=state, metrics=manifest.metrics, path=path, world_size=size
+        )
 
     def _set_aside(self, step: int) -> str:
         try:
             return self._folder.set_aside(step).name
         except OSError as error:
             return f"still in its place: it could not be renamed, {error.strerror}"
-
-
-def _checked_metrics(metrics: object) -> dict[str, float]:
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"metrics must be a mapping such as {{'loss': 2.5}}, got {type(metrics).__name__}"
-        )
-    for name, value in metrics.items():
-        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(
-                f"metrics[{name!r}] must be a host number under a str, got {type(value).__name__}; "
-                "use .item() on a tensor"
-            )
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def _check_flag(only_if: object) -> None:
-    if not isinstance(only_if, Tensor) or only_if.dtype != torch.bool or only_if.shape:
-        found = type(only_if).__name__
-        if isinstance(only_if, Tensor):
-            found = f"{tuple(only_if.shape)} of {only_if.dtype}"
-        raise TypeError(
-            f"only_if must be a bool tensor of shape (), got {found}; give tensor.all(), or "
-            "torch.tensor(flag)"
-        )
-
-
-def _refuse_capture() -> None:
-    if is_capturing():
-        raise CheckpointWriteError(
-            "save() was called while a CUDA graph is being captured, where nothing can be "
-            "copied to the host; save before or after the capture"
-        )

@@ -2,6 +2,11 @@
 
 A checkpoint that takes the place of others is read back and compared with its hashes first, each
 file as soon as it is on the disk, while others are still being written. It gets its name only then.
+
+Where several ranks write one, rank 0 makes the folder, and gives it its name when all have written
+their files. After each part of it every rank tells the others how it went: so a save that fails on
+one fails on all of them, and one that succeeds on one is there for all. A rank that is killed is
+missed at the next such moment at the latest; then nothing gets its name either.
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import final
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -19,14 +25,18 @@ from torch import Tensor
 from torchfast._core.errors import (
     CheckpointCorruptError,
     CheckpointWriteError,
+    RankError,
     TorchFastError,
     UnsafeCheckpointError,
 )
+from torchfast._core.local import local
+from torchfast._core.rank_group import RankGroup
 from torchfast.checkpoint.files import FileEntry, writing
 from torchfast.checkpoint.folder import CheckpointFolder
-from torchfast.checkpoint.loading import TREE, verify_folder
+from torchfast.checkpoint.loading import tree_name, verify_folder
 from torchfast.checkpoint.manifest import SCHEMA, Manifest, read_manifest
 from torchfast.checkpoint.retention import Retention
+from torchfast.checkpoint.sharded import is_sharded
 from torchfast.checkpoint.tree import Node
 
 logger = logging.getLogger(__name__)
@@ -34,11 +44,48 @@ logger = logging.getLogger(__name__)
 
 @final
 class Saver:
-    """Writes checkpoints into a folder and keeps as many as it is told to."""
+    """Writes checkpoints into a folder and keeps as many as it is told to.
 
-    def __init__(self, folder: CheckpointFolder, retention: Retention) -> None:
+    Args:
+        folder: Where to.
+        retention: Which to keep.
+        ranks: Who writes; all of them make the same calls.
+    """
+
+    def __init__(self, folder: CheckpointFolder, retention: Retention, ranks: RankGroup) -> None:
         self._folder = folder
         self._retention = retention
+        self._ranks = ranks
+
+    def agree(self, step: int, *, wanted: bool) -> bool:
+        """Return whether all ranks want to save; they are about to save the same step.
+
+        Raises:
+            CheckpointWriteError: One of them could not begin, or they save different steps.
+        """
+        if self._ranks.size == 1:
+            return wanted
+        with _naming_ranks(step):
+            said = self._ranks.gather((step, wanted, None), f"save step {step}")
+        failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(said) if text]
+        if failed:
+            raise CheckpointWriteError(
+                f"the checkpoint of step {step} could not be begun on every rank "
+                f"({'; '.join(failed)}); nothing was written"
+            )
+        steps = [each for each, _, _ in said]
+        if len(set(steps)) > 1:
+            raise CheckpointWriteError(
+                f"the ranks save different steps, by rank {steps}; save at the same step on all "
+                "of them. Nothing was written"
+            )
+        return all(each for _, each, _ in said)
+
+    def excuse(self, step: int, error: BaseException) -> None:
+        """Tell the other ranks, which are about to `agree`, that this one cannot take part."""
+        if self._ranks.size > 1:
+            with suppress(RankError):
+                self._ranks.gather((step, False, f"{type(error).__name__}: {error}"))
 
     def write(
         self, tree: Node, tensors: Mapping[str, Tensor], step: int, metrics: Mapping[str, float]
@@ -46,10 +93,11 @@ class Saver:
         """Write a checkpoint whole, then delete what is not to be kept.
 
         Raises:
-            CheckpointWriteError: It could not be written, or does not read back.
+            CheckpointWriteError: It could not be written, or does not read back; on any rank.
         """
         from torchfast.checkpoint.storage import write
 
+        ranks = self._ranks
         text = json.dumps(tree).encode("ascii")
 
         def describe(files: Mapping[str, FileEntry], world_size: int) -> Manifest:
@@ -64,17 +112,55 @@ class Saver:
                 files=files,
             )
 
-        num_bytes = len(text) + sum(t.numel() * t.element_size() for t in tensors.values())
-        prunes = bool(self._surplus(step, {step: metrics}))
-        read_back = prunes or step in self._folder
-        with (
-            writing(self._folder.of(step), num_bytes),
-            _reading_back(step),
-            self._folder.new(step) as temporary,
-        ):
-            write({**tensors, TREE: text}, temporary, describe, read_back=read_back)
-            if read_back:
-                verify_folder(temporary, contents=False)
+        parts = map(local, tensors.values())
+        num_bytes = len(text) + sum(part.numel() * part.element_size() for part in parts)
+        with _naming_ranks(step), ExitStack() as stack:
+            stack.enter_context(self._explained(step, num_bytes))
+
+            def begin() -> _Begun | None:
+                if not ranks.is_first:
+                    return None
+                prunes = bool(self._surplus(step, {step: metrics}))
+                read_back = prunes or step in self._folder
+                temporary = stack.enter_context(self._folder.new(step))
+                return _Begun(
+                    temporary.name,
+                    prunes,
+                    read_back,
+                    {k for k, t in tensors.items() if is_sharded(t)},
+                )
+
+            begun = ranks.together(begin)[0]
+            assert begun is not None
+            temporary = self._folder.path / begun.name
+
+            if ranks.size > 1:
+                ranks.together(lambda: _check_shared(temporary))
+            write(
+                # Of what is one tensor under several names, rank 0 has said which it is stored by.
+                {
+                    **{k: t for k, t in tensors.items() if k in begun.sharded or not is_sharded(t)},
+                    tree_name(ranks.rank): text,
+                },
+                temporary,
+                describe,
+                ranks=ranks,
+                # So that the other ranks are told what the system had to say.
+                explained=lambda: self._explained(step, num_bytes),
+                read_back=begun.read_back,
+            )
+
+            def end() -> None:
+                if ranks.is_first and begun.read_back:
+                    verify_folder(temporary, contents=False)
+                stack.close()  # on rank 0 this gives the folder its name
+                if ranks.is_first:
+                    self._settle(step, prunes=begun.prunes)
+
+            ranks.together(end)
+
+    def _settle(self, step: int, *, prunes: bool) -> None:
+        """Delete what the checkpoint of ``step``, which is there now, makes needless."""
         newest = max(self._folder.steps(), default=step)
         if newest > step:
             logger.warning(
@@ -86,6 +172,11 @@ class Saver:
             )
         if prunes:
             self._prune(step)
+
+    @contextmanager
+    def _explained(self, step: int, num_bytes: int) -> Iterator[None]:
+        with writing(self._folder.of(step), num_bytes), _reading_back(step):
+            yield
 
     def _prune(self, step: int) -> None:
         """Delete what is not to be kept; the checkpoint of ``step`` has been read back."""
@@ -116,6 +207,42 @@ class Saver:
                 if manifest.owner == identity:
                     found[step] = manifest.metrics
         return found
+
+
+@final
+class _Begun(NamedTuple):
+    """What rank 0 has decided about a save.
+
+    Attributes:
+        name: Of the temporary folder.
+        prunes: Whether others are deleted afterwards.
+        read_back: Whether what was written is read again.
+        sharded: The keys of the sharded tensors.
+    """
+
+    name: str
+    prunes: bool
+    read_back: bool
+    sharded: set[str]
+
+
+def _check_shared(temporary: Path) -> None:
+    if not temporary.is_dir():
+        raise CheckpointWriteError(
+            f"{temporary} was made by rank 0 and is not to be seen on rank "
+            f"{torch.distributed.get_rank()}; give all ranks a folder on storage that they share"
+        )
+
+
+@contextmanager
+def _naming_ranks(step: int) -> Iterator[None]:
+    try:
+        yield
+    except RankError as error:
+        raise CheckpointWriteError(
+            f"the checkpoint of step {step} could not be written by all ranks: {error}. What was "
+            "there before is as it was"
+        ) from error
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from torchfast.checkpoint.sharded import identity_of, is_sharded
+
 TAG: Final = "$"  # the key that tells what a node of the tree stands for
 _MOST_ELEMENT_BYTES: Final = 16  # complex128
 _PLAIN: Final = {
@@ -27,8 +29,13 @@ _PLAIN: Final = {
 @final
 @dataclass
 class Leaf:
-    """A tensor of the state, where it was found and the node that will stand for it."""
+    """A tensor of the state, where it was found and the node that will stand for it.
 
+    Attributes:
+        part: The key of the state under which it was found.
+    """
+
+    part: Any
     key: str
     tensor: Tensor
     node: dict[str, Any]
@@ -36,8 +43,8 @@ class Leaf:
 
 def store(leaves: list[Leaf]) -> dict[str, Tensor]:
     """Decide what to store for each leaf, note it in its node, and return what is stored."""
-    stored: dict[str, Tensor] = {}
-    for group in _overlapping(leaves):
+    stored = _store_sharded([leaf for leaf in leaves if is_sharded(leaf.tensor)])
+    for group in _overlapping([leaf for leaf in leaves if not is_sharded(leaf.tensor)]):
         first = group[0]
         views = {_layout(leaf.tensor) for leaf in group}
         simple = not _repeats_itself(first.tensor) and _has_arithmetic(first.tensor.dtype)
@@ -51,6 +58,19 @@ def store(leaves: list[Leaf]) -> dict[str, Tensor]:
             _store_stretch(f"{first.key}~memory", group, stored)
     # In the order of the state, so that one part of it lies in few files.
     return {leaf.node["key"]: stored[leaf.node["key"]] for leaf in leaves}
+
+
+def _store_sharded(leaves: list[Leaf]) -> dict[str, Tensor]:
+    """Store what is sharded: once what is one tensor, everything else as it is."""
+    stored: dict[str, Tensor] = {}
+    keys: dict[Any, str] = {}
+    for leaf in leaves:
+        identity = identity_of(leaf.tensor)
+        key = leaf.key if identity is None else keys.setdefault(identity, leaf.key)
+        leaf.node["key"] = key
+        if key == leaf.key:
+            stored[key] = leaf.tensor
+    return stored
 
 
 def _overlapping(leaves: list[Leaf]) -> list[list[Leaf]]:

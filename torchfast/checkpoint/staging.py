@@ -29,7 +29,9 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor
 
+from torchfast._core.local import local
 from torchfast._core.pinning import pin_in_place
+from torchfast.checkpoint.sharded import with_part
 from torchfast.checkpoint.sharing import plain
 
 logger = logging.getLogger(__name__)
@@ -61,20 +63,21 @@ class Stager:
         self._spared: dict[torch.device, int] = {}  # bytes of the last block on a device
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """Copy ``tensors``, which may change from then on.
+        """Copy ``tensors``, which may change from then on; of sharded ones, this rank's parts.
 
         Synchronizes: Once per device, with the current stream; not with a CUDA device whose free
             memory is twice what is copied.
         """
         by_device: dict[torch.device, list[str]] = {}
-        for key, tensor in tensors.items():
+        parts = {key: local(tensor) for key, tensor in tensors.items()}
+        for key, tensor in parts.items():
             by_device.setdefault(tensor.device, []).append(key)
         staged: dict[str, Tensor] = {}
         under_way: list[Callable[[], None]] = []
         # A block that was made under inference_mode() could not be written to again outside of it.
         with torch.inference_mode(mode=False), torch.no_grad():
             for device, keys in by_device.items():
-                copies, arrived = self._stage_device(device, {k: tensors[k] for k in keys})
+                copies, arrived = self._stage_device(device, {k: parts[k] for k in keys})
                 staged |= copies
                 if arrived is None:
                     _wait(device)
@@ -85,7 +88,8 @@ class Stager:
             while under_way:  # and what each holds on a device is let go
                 under_way.pop()()
 
-        return Staged({key: staged[key] for key in tensors}, all_arrived)
+        made = {key: with_part(tensor, staged[key]) for key, tensor in tensors.items()}
+        return Staged(made, all_arrived)
 
     def release(self) -> None:
         """Give the memory back; copies that were returned must not be used any more."""

@@ -14,10 +14,10 @@ pickles its metadata and pickles every value that is no tensor, and its planner 
 =========================  =====================================================================
 
 Files of some 256 MiB, so that several threads hash and write at once. `ShardWriter`, `ShardReader`
-and the two planners plug into ``dcp.save`` and ``dcp.load``, which is how many ranks will use them.
-One process goes through the same calls in the order that DCP documents (`write`, `read`):
-``dcp.save`` itself warns of a single process each time, and Python's filters for warnings are not
-made for threads.
+and the two planners plug into ``dcp.save`` and ``dcp.load``. Here the same calls are made in the
+order that DCP documents (`write`, `read`), by one process or by many: ``dcp.save`` warns of a
+single process each time, and Python's filters for warnings are not made for threads; and of many
+ranks each is to hear what failed on which other.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast, final
@@ -49,7 +50,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from torchfast._core.errors import CheckpointCorruptError
+from torchfast._core.errors import (
+    CheckpointCorruptError,
+    CheckpointWriteError,
+    StateMismatchError,
+)
+from torchfast._core.rank_group import RankGroup
 from torchfast.checkpoint.dcp_metadata import Place, metadata_from_json, metadata_to_json
 from torchfast.checkpoint.files import (
     FileEntry,
@@ -66,6 +72,7 @@ from torchfast.checkpoint.manifest import (
     parse_json,
     read_named,
 )
+from torchfast.checkpoint.sharded import empty_like, placed_like
 from torchfast.checkpoint.sharing import plain
 
 SHARD_BYTES: Final = 256 << 20
@@ -195,21 +202,56 @@ def write(
     folder: Path,
     describe: Callable[[Mapping[str, FileEntry], int], Manifest],
     *,
+    ranks: RankGroup | None = None,
+    explained: Callable[[], AbstractContextManager[Any]] = nullcontext,
     read_back: bool = False,
 ) -> None:
-    """Write a flat state of tensors and bytes from one process, in the order that DCP documents.
+    """Write a flat state of tensors and bytes, in the order that DCP documents.
+
+    Args:
+        flat: What this rank has of it.
+        folder: Where to.
+        describe: Makes the manifest.
+        ranks: Who writes; this process alone if left out. Returns on each when all have written
+            and the manifest is on the disk.
+        explained: Entered where this rank writes.
+        read_back: Whether to read each file again.
 
     Raises:
         CheckpointCorruptError: With ``read_back``, a file does not hold what was written.
+        CheckpointWriteError: The parts of the ranks do not make whole tensors.
+        RankError: Another rank failed.
     """
+    ranks = RankGroup.alone() if ranks is None else ranks
     planner, writer = PlainSavePlanner(), ShardWriter(folder, describe, read_back=read_back)
-    planner.set_up_planner(flat, is_coordinator=True)
-    writer.set_up_storage_writer(is_coordinator=True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([plan])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results = writer.write_data(plan, planner).wait()
-    writer.finish(metadata, [results])
+
+    def planned() -> SavePlan:
+        planner.set_up_planner(flat, is_coordinator=ranks.is_first)
+        writer.set_up_storage_writer(is_coordinator=ranks.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def written() -> list[WriteResult]:
+        with explained():
+            return writer.write_data(plan, planner).wait()
+
+    # Each rank draws up the plan for all by itself: they were told the same, so it is the same.
+    try:
+        plans, metadata = planner.create_global_plan(ranks.together(planned))
+    except ValueError as error:
+        raise CheckpointWriteError(
+            f"what the {ranks.size} ranks hold does not make whole tensors ({error}; DCP has "
+            "logged which); save the same state on every rank"
+        ) from error
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
+    results = ranks.together(written)
+
+    def finished() -> None:
+        if ranks.is_first:
+            with explained():
+                writer.finish(metadata, results)
+
+    # The disk may be full just now: the others are to hear of it, not to wait for what comes next.
+    ranks.together(finished)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -312,15 +354,21 @@ class ShardReader(StorageReader):
             done()
 
 
-def read(reader: ShardReader, wanted: Mapping[str, Sequence[int] | None]) -> dict[str, Tensor]:
-    """Load tensors in one process, in the order of calls that DCP documents.
+def read(
+    reader: ShardReader,
+    wanted: Mapping[str, Sequence[int] | None],
+    like: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Load tensors, in the order of calls that DCP documents. No other rank is asked.
 
     Args:
         reader: Of the checkpoint.
         wanted: Keys, each with the strides that the tensor shall have, or None.
+        like: Sharded tensors by key; what is stored under these keys is sharded as they are.
 
     Raises:
         CheckpointCorruptError: A file that holds one of them is damaged, or none does.
+        StateMismatchError: What is to be sharded has another size.
     """
     metadata = reader.read_metadata()
     flat: dict[str, Any] = {}
@@ -329,6 +377,15 @@ def read(reader: ShardReader, wanted: Mapping[str, Sequence[int] | None]) -> dic
         if not isinstance(found, TensorStorageMetadata):
             raise CheckpointCorruptError(f"the checkpoint has no tensor {key!r}; load another step")
         dtype = found.properties.dtype
+        sharded = placed_like(like or {}, key, found.size)
+        if sharded is not None:
+            if sharded.shape != found.size:
+                raise StateMismatchError(
+                    f"the checkpoint has {key!r} of {tuple(found.size)}, expected "
+                    f"{tuple(sharded.shape)}; build the model as it was saved"
+                )
+            flat[key] = empty_like(sharded, dtype)
+            continue
         flat[key] = (
             torch.empty(found.size, dtype=dtype, device=_CPU)
             if strides is None

@@ -17,6 +17,10 @@ builds values and runs nothing: this is the difference to pickle. A value of ano
 Tensors that share memory are stored once and share it again: equal views as one tensor, views that
 overlap as the stretch of memory that they lie in. Strides are kept where a tensor fills its memory
 (channels_last); a view with gaps is stored without them. Everything comes back on the CPU.
+
+Where several ranks save, the tree of rank 0 is that of the state. The tree of another holds only
+the parts of the state that each rank has for itself, and its tensors have keys of its own; of
+tensors that are sharded every rank has the same keys.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -32,6 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchfast.checkpoint.sharded import is_sharded, problem_of
 from torchfast.checkpoint.sharing import TAG, Leaf, dtype_name, store
 
 Node = Any  # what json.dumps takes
@@ -45,17 +50,46 @@ _REMEDY: Final = (
 
 
 @final
+@dataclass(frozen=True)
+class Whose:
+    """Which rank saves a state, and what of it is its own.
+
+    Attributes:
+        rank: Its number.
+        num_ranks: How many save.
+        own: Keys of the state whose values each rank keeps for itself.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    own: Collection[str] = ()
+
+    def keeps(self, leaf: Leaf) -> bool:
+        """Whether this rank has to store a tensor, or a part of it."""
+        return self.rank == 0 or leaf.part in self.own or is_sharded(leaf.tensor)
+
+
+ALONE: Final = Whose()
+
+
+@final
 @dataclass
 class _Walk:
+    whose: Whose = ALONE
     leaves: list[Leaf] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     parents: set[int] = field(default_factory=set)
 
 
-def flatten(state: Mapping[str, Any]) -> tuple[Node, dict[str, Tensor]]:
+def flatten(state: Mapping[str, Any], whose: Whose = ALONE) -> tuple[Node, dict[str, Tensor]]:
     """Return the tree of ``state`` and its tensors by key.
 
     The tree holds no part of the state that can change; the tensors are views of the live ones.
+
+    Args:
+        state: What to save.
+        whose: Which rank this is. Of a rank other than 0, only what is its own, and its parts of
+            what is sharded.
 
     Raises:
         TypeError: ``state`` is no mapping, or holds something that has no form here.
@@ -65,10 +99,33 @@ def flatten(state: Mapping[str, Any]) -> tuple[Node, dict[str, Tensor]]:
         raise TypeError(
             f"state must be a mapping such as trainer.state_dict(), got {type(state).__name__}"
         )
-    walk = _Walk()
+    walk = _Walk(whose)
     root = state if type(state) in (dict, OrderedDict) else dict(state)
     tree = _encode(root, (), walk)
-    return tree, store(walk.leaves)
+    if whose.rank > 0:
+        tree = {key: node for key, node in _pairs(tree) if key in whose.own}
+    return tree, store([leaf for leaf in walk.leaves if whose.keeps(leaf)])
+
+
+def sharded_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the sharded tensors of a state by the keys that they have in a checkpoint."""
+    walk = _Walk(Whose(num_ranks=2))
+    _encode(dict(state), (), walk)
+    return {leaf.key: leaf.tensor for leaf in walk.leaves if is_sharded(leaf.tensor)}
+
+
+def with_parts_of(tree: Node, own: Node) -> Node:
+    """Return the tree of a state with another rank's own parts in their places."""
+    if TAG not in tree:
+        return {**tree, **own}
+    pairs = [
+        [key, own.get(key, node) if isinstance(key, str) else node] for key, node in _pairs(tree)
+    ]
+    return {**tree, "items": pairs}
+
+
+def _pairs(tree: Node) -> list[tuple[Any, Node]]:
+    return [tuple(pair) for pair in tree["items"]] if TAG in tree else list(tree.items())
 
 
 def unflatten(tree: Node, tensors: Mapping[str, Tensor]) -> Any:
@@ -184,10 +241,14 @@ def _encode_key(key: Any, path: tuple[Any, ...]) -> Node:
 
 
 def _encode_tensor(value: Tensor, path: tuple[Any, ...], walk: _Walk) -> Node:
-    problem = _unstorable(value)
+    ranks = walk.whose.num_ranks
+    problem = problem_of(value, ranks) if is_sharded(value) else _unstorable(value)
     if problem is not None:
         raise TypeError(f"{_place(path)} is {problem}")
-    return _leaf(value.detach().resolve_conj().resolve_neg(), {TAG: "tensor"}, path, walk)
+    plain = value.detach()
+    if not is_sharded(value):
+        plain = plain.resolve_conj().resolve_neg()
+    return _leaf(plain, {TAG: "tensor"}, path, walk)
 
 
 def _unstorable(value: Tensor) -> str | None:
@@ -225,7 +286,9 @@ def _leaf(tensor: Tensor, node: dict[str, Any], path: tuple[Any, ...], walk: _Wa
     while key in walk.keys or key.startswith("rank-"):
         key = f"~{key}"
     walk.keys.add(key)
-    walk.leaves.append(Leaf(key, tensor, node))
+    if walk.whose.rank > 0 and not is_sharded(tensor):
+        key = f"rank-{walk.whose.rank:05d}/{key}"
+    walk.leaves.append(Leaf(path[0] if path else None, key, tensor, node))
     return node
 
 

@@ -2,6 +2,7 @@
 
 from torchfast.data.loader import PrefetchingLoader
 from torchfast.data.monitored import MonitoredDataLoader
+from torchfast.data.sharded import shard_loader
 from torchfast.data.statistics import LoaderStatistics
 from torchfast.data.worker_sweep import WorkerMeasurement, WorkerSweep, sweep_workers
 from torchfast.data.workers import build_dataloader
@@ -13,5 +14,6 @@ __all__ = [
     "WorkerMeasurement",
     "WorkerSweep",
     "build_dataloader",
+    "shard_loader",
     "sweep_workers",
 ]

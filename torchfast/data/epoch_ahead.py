@@ -102,8 +102,14 @@ class EpochAhead:
         self._upstream.recall()
         return True
 
-    def decision(self) -> Decision:
+    def decision(self, num_ranks: int = 1) -> Decision:
         """Return what became of ``across_epochs``."""
+        if num_ranks > 1:
+            return Decision(
+                lever="across_epochs",
+                outcome="stepped aside",
+                detail="ranks end an epoch together, so none of them begins the next one alone",
+            )
         if self._upstream.carries_state:
             return Decision(
                 lever="across_epochs",

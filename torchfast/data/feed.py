@@ -26,6 +26,7 @@ from typing import Any, Protocol, final
 from typing_extensions import override
 
 from torchfast._core.errors import ClosedError
+from torchfast._core.phases import DATA_WAIT, phase
 from torchfast._core.rng import RNGState, get_rng_state, same_rng_state
 from torchfast.data.position import Position
 from torchfast.data.ring import Ring, Staged
@@ -59,6 +60,11 @@ class Feed(Protocol):
 
     finished: bool
 
+    @property
+    def has_next(self) -> bool:
+        """Whether a batch lies ready to be taken; False where that is not known either."""
+        return False
+
     def take(self) -> tuple[Any, Position, int] | None:
         """Return the next batch on the device, its position and bytes moved; None at the end."""
 
@@ -89,6 +95,10 @@ class DirectFeed(Feed):
 
     @override
     def take(self) -> tuple[Any, Position, int] | None:
+        with phase(DATA_WAIT):
+            return self._take()
+
+    def _take(self) -> tuple[Any, Position, int] | None:
         start = time.perf_counter()
         try:
             pair = next(self._batches, None)
@@ -170,6 +180,12 @@ class RingFeed(Feed):
             return 0
         return max(0, self._stager.staged.qsize() - 1) if self._stager.exhausted else None
 
+    @property
+    @override
+    def has_next(self) -> bool:
+        # Behind the last batch comes what says why it was the last.
+        return self._primed is not None or self._stager.staged.qsize() > 1
+
     def prime(self) -> None:
         """Fetch the first batch in the caller's thread, before it is asked for."""
         self._primed = self._fetch_here()
@@ -180,6 +196,10 @@ class RingFeed(Feed):
 
     @override
     def take(self) -> tuple[Any, Position, int] | None:
+        with phase(DATA_WAIT):
+            return self._take()
+
+    def _take(self) -> tuple[Any, Position, int] | None:
         if self._left_rng is not None:
             self._look_back(self._left_rng)
         if self._primed is None:

@@ -40,8 +40,10 @@ from torchfast._core.closing import Closing
 from torchfast._core.decisions import Report
 from torchfast._core.device import check_device
 from torchfast._core.errors import ClosedError, IterationError
+from torchfast._core.rank_group import RankGroup
 from torchfast.data.arrival import DirectMove, Finish
 from torchfast.data.epoch_ahead import EpochAhead
+from torchfast.data.even_ends import even
 from torchfast.data.feed import DirectFeed, Feed, RingFeed
 from torchfast.data.loader_report import direct_decision, loader_report
 from torchfast.data.monitored import memory_of, pinned_by, unpin
@@ -84,6 +86,7 @@ class PrefetchingLoader(Closing):
             must stay in the thread that made them. Copies overlap all the same.
         strict: Raise where a batch has a leaf that cannot be moved, or another structure than
             the first one.
+        ranks: Who end an epoch together, as a Trainer gives it that trains on several ranks.
 
     Raises:
         TypeError: An argument of the wrong kind, or an unknown keyword.
@@ -118,6 +121,7 @@ class PrefetchingLoader(Closing):
         across_epochs: bool = False,
         background: bool | Literal["auto"] = "auto",
         strict: bool = False,
+        ranks: RankGroup | None = None,
     ) -> None:
         check_iterable("loader", loader, "batches")
         # Wrapped twice, it would group groups. The position is one for all that wrap a loader.
@@ -144,11 +148,11 @@ class PrefetchingLoader(Closing):
         self.epoch_ended = False  # whether the last iteration came to the end of its epoch
         self._iteration = 0
         self._closed = False
+        self.ranks = RankGroup.alone() if ranks is None else ranks
         self._ring: Ring | None = None
         self._feed: Feed | None = None
         self._counters = Counters()
         self._fetching = Fetching() if self.background else Fetching("caller", "background=False")
-        # The last batch of an epoch is known ahead of time to a thread only.
         self._fetching.is_lazy = self.background == "auto" and not self.across_epochs
         self._ahead = EpochAhead(self._upstream, self._fetching)
 
@@ -168,13 +172,12 @@ class PrefetchingLoader(Closing):
     def __len__(self) -> int:
         """Return the number of steps in an epoch; TypeError where the loader has no length."""
         try:
-            batches = len(self.loader)  # type: ignore[arg-type]
+            return -(-len(self.loader) // self.accumulate)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(
                 f"the loader ({type(self.loader).__name__}) has no length; give steps=, or count "
                 "what it yields"
             ) from error
-        return -(-batches // self.accumulate)
 
     def ungrouped(self) -> PrefetchingLoader:
         """Return another loader over the same one, at its start, that yields single batches."""
@@ -187,6 +190,7 @@ class PrefetchingLoader(Closing):
             transfer_dtype=self._transfer_dtype,
             channels_last=self.channels_last,
             background=self.background,
+            ranks=self.ranks,
         )
 
     # -- Iterating ---------------------------------------------------------------------------------
@@ -241,7 +245,7 @@ class PrefetchingLoader(Closing):
                 yield taken[0]
                 if self._iteration != mine:
                     raise IterationError(ENDED)
-            if self._upstream.may_be_at_end and not self.is_one_shot:
+            if any(self.ranks.gather(self._upstream.may_be_at_end and not self.is_one_shot)):
                 # Samplers draw at the end, so it has to be asked for; a batch that comes instead
                 # is not counted, and comes again where the position is loaded.
                 feed.extend(1)
@@ -278,10 +282,7 @@ class PrefetchingLoader(Closing):
         if self.is_one_shot and not feed.finished:
             return  # the batch in use is released when the next one is asked for
         self._feed = None
-        if feed.finished:
-            feed.close()
-        else:
-            self._abandon(feed)
+        feed.close() if feed.finished else self._abandon(feed)
 
     def _abandon(self, feed: Feed) -> None:
         """Drop an epoch that was not consumed, as if nothing of it had been fetched ahead."""
@@ -296,9 +297,10 @@ class PrefetchingLoader(Closing):
             batches = self._upstream.begin()
         if self._check is not None:
             batches = self._check.checked(batches)
-        if self._ring is None:
-            return DirectFeed(batches, self._direct_move, self._counters)
-        return RingFeed(batches, self._ring, self._fetching, self._counters, limit=limit)
+        feed: Feed = DirectFeed(batches, self._direct_move, self._counters)
+        if self._ring is not None:
+            feed = RingFeed(batches, self._ring, self._fetching, self._counters, limit=limit)
+        return even(feed, self.ranks)
 
     def _make_ring(self, transport: Transport) -> Ring:
         return Ring(
@@ -353,8 +355,8 @@ class PrefetchingLoader(Closing):
     def paused(self) -> Iterator[None]:
         """Keep the staging thread off the device for the length of the body.
 
-        For a CUDA graph that is captured in torch's default mode, which any thread's allocation
-        would end. What is staged stays; ask for no batch within, nor leave the loop.
+        For a capture in torch's default mode, which any thread's allocation would end. What is
+        staged stays; ask for no batch within, nor leave the loop.
         """
         with nullcontext() if self._ring is None else self._ring.lock:
             yield
@@ -373,8 +375,8 @@ class PrefetchingLoader(Closing):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was yielded, for ``torch.save``.
 
-        What was fetched ahead is not part of it, and comes again. Save it beside
-        ``trainer.state_dict()``, which has the global random generators.
+        What was fetched ahead comes again. Save ``trainer.state_dict()`` too: it has the global
+        random generators.
         """
         return {**self._upstream.state_dict(), "epoch": self._epoch}
 
@@ -386,9 +388,8 @@ class PrefetchingLoader(Closing):
         """Go on at a saved position: the next iteration yields the batches that were left.
 
         A loader that carries state (torchdata's StatefulDataLoader) is given its own. Any other
-        begins the epoch again, with the random generators as they were, and drops what had been
-        yielded; that takes as long as loading it. A position at the end of an epoch, before the
-        loop saw the end, yields nothing and ends.
+        begins the epoch again, with the generators as they were, and drops what had been yielded,
+        which takes as long as loading it. A position at the end of an epoch yields nothing.
 
         Raises:
             TypeError: Not a mapping.
@@ -398,8 +399,8 @@ class PrefetchingLoader(Closing):
         self.check_state_dict(state)
         self._stop()
         self._upstream.load_state_dict(state)
-        epoch = state.get("epoch")
-        if epoch is not None:
+        self.loader = self._upstream.loader
+        if (epoch := state.get("epoch")) is not None:
             self.set_epoch(epoch)
 
     # -- Report and end ----------------------------------------------------------------------------
@@ -417,7 +418,7 @@ class PrefetchingLoader(Closing):
             f"PrefetchingLoader over {type(self.loader).__name__} on {self.device}",
             self.statistics(),
             self._fetching.decision(self.depth) if ahead else direct_decision(self.device),
-            self._ahead.decision() if self.across_epochs else None,
+            self._ahead.decision(self.ranks.size) if self.across_epochs else None,
             ahead=ahead and self._fetching.is_ahead,
             has_workers=getattr(self.loader, "num_workers", 0) > 0,
             transform_draws=self._ring is not None and self._ring.finishes_late,

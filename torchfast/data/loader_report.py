@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
 
 from torchfast._core.decisions import Decision, Report
 from torchfast.data.pool_receiver import PoolStatistics
 from torchfast.data.statistics import LoaderStatistics
+
+if TYPE_CHECKING:
+    from torchfast.data.loader import PrefetchingLoader
+
+
+def device_tensors(loader: PrefetchingLoader) -> list[Tensor]:
+    """Return the blocks of device memory that a loader's ring holds; none before it has begun."""
+    ring = loader._ring
+    return [] if ring is None else [block for slot in ring.slots for block in slot.blocks]
 
 
 def loader_report(

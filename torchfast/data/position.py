@@ -20,9 +20,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
+from torchfast.data.resharding import resharded
+from torchfast.data.sharded import dealt_by_sample
 
 CPU = torch.device("cpu")
 # What must be as it was for a count of batches to mean the same batches.
@@ -30,7 +33,13 @@ FINGERPRINT = {
     "batch_size": ("batch_size",),
     "drop_last": ("drop_last",),
     "num_workers": ("num_workers",),
-    "num_replicas": ("sampler.num_replicas", "batch_sampler.sampler.num_replicas"),
+    "num_replicas": (
+        "sampler.num_replicas",
+        "batch_sampler.num_replicas",
+        "batch_sampler.sampler.num_replicas",
+        "num_replicas",
+    ),
+    "dealt_to": ("sampler.dealt_to",),
 }
 GENERATORS = (
     "generator",
@@ -203,6 +212,8 @@ class PositionedLoader:
             StateMismatchError: The position is that of another kind of loader.
         """
         self.check(state)
+        self.loader = self._fitting(state)
+        state = self._fitted(state)
         position = Position(**{name: state[name] for name in SAVED})
         if self.carries_state:
             self.loader.load_state_dict(position.loader_state)  # type: ignore[attr-defined]
@@ -233,8 +244,12 @@ class PositionedLoader:
             )
         if self.carries_state:
             return
+        fitting = self._fitting(state)
+        if fitting is not self.loader:
+            PositionedLoader(fitting).check(state)
+            return
         own = self._fingerprint()
-        for name, saved in state["fingerprint"].items():
+        for name, saved in self._fitted(state)["fingerprint"].items():
             if own.get(name) != saved:
                 raise StateMismatchError(
                     f"the position was saved with {name} {saved}, and this loader has "
@@ -242,11 +257,39 @@ class PositionedLoader:
                     "built before, or start the epoch anew"
                 )
         saved, present = len(state["epoch_start"]["generators"]), len(self._own_generators())
+        if saved < present and own["dealt_to"] is not None:
+            raise StateMismatchError(
+                "the position was saved by one process, whose loader drew its order from the "
+                f"global generator, and {own['dealt_to']} ranks draw another; end the epoch in one "
+                "process, or give the loader a generator= before the run begins"
+            )
         if saved != present:
             raise StateMismatchError(
                 f"the position was saved with {saved} generators of the loader's own, and this "
                 f"loader has {present}; give it a generator where it had one"
             )
+
+    def _fitting(self, state: Mapping[str, Any]) -> Iterable[Any]:
+        """Return the loader that can go on: this one, or what draws an order as many ranks did.
+
+        Dealt out among ranks, a loader has a generator for its order if it was given none. In one
+        process it draws from the global one, so it is dealt out to one.
+        """
+        loader = self.loader
+        if (
+            self.carries_state
+            or not isinstance(loader, DataLoader)
+            or isinstance(loader.dataset, IterableDataset)
+            or state["fingerprint"].get("dealt_to") is None
+            or not state["epoch_start"]["generators"]
+            or self._own_generators()
+            or self._fingerprint()["num_replicas"] is not None
+        ):
+            return loader
+        return dealt_by_sample(loader, 0, 1)
+
+    def _fitted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state if self.carries_state else resharded(state, self._fingerprint())
 
     def _fingerprint(self) -> dict[str, Any]:
         found = {

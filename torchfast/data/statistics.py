@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Literal, final
 
 Verdict = Literal["fed", "supply-bound", "transfer-bound", "unknown"]
 
 # Of the loop's time: less than this is noise, and nobody would change a loader for it.
 NOTEWORTHY = 0.02
+# Batches whose times on the bus are told one by one.
+LATEST = 256
 
 
 @final
@@ -39,6 +42,7 @@ class LoaderStatistics:
         fetch_s: Time spent in the loader that was given.
         copy_ms: Mean time of a batch on the bus, by the device's clock; NaN if not timed.
         stall_ms: Mean time that the device waited for a copy, a batch; NaN if not timed.
+        copies_ms: What the latest of the batches that were timed took on the bus.
     """
 
     num_batches: int
@@ -50,6 +54,7 @@ class LoaderStatistics:
     fetch_s: float
     copy_ms: float
     stall_ms: float
+    copies_ms: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def starved(self) -> float:
@@ -85,7 +90,7 @@ class LoaderStatistics:
     def to_dict(self) -> dict[str, float | int | str | None]:
         """Return the figures and the verdict as JSON-ready builtins; None for what is not known."""
         figures: dict[str, float | int | str] = {
-            **dataclasses.asdict(self),
+            **{n: v for n, v in dataclasses.asdict(self).items() if n != "copies_ms"},
             "supply_over_demand": self.supply_over_demand,
             "verdict": self.verdict,
         }
@@ -109,7 +114,7 @@ class Counters:
         self._elapsed_s = 0.0  # of the iterations before this one
         self._since: float | None = None
         self._last = 0.0
-        self._times: dict[str, list[float]] = {"copy": [], "wait": []}
+        self._copies, self._waits = _Times(), _Times()
 
     def begin(self, now: float) -> None:
         """Note that an iteration asks for its first batch."""
@@ -141,8 +146,8 @@ class Counters:
 
     def note_times(self, copies_ms: list[float], waits_ms: list[float]) -> None:
         """Add what the device's clock said."""
-        self._times["copy"] += copies_ms
-        self._times["wait"] += waits_ms
+        self._copies.add(copies_ms)
+        self._waits.add(waits_ms)
 
     def snapshot(self) -> LoaderStatistics:
         """Return the figures as they are."""
@@ -154,10 +159,25 @@ class Counters:
             starved_s=self.starved_s,
             stager_wait_s=self.stager_wait_s,
             fetch_s=self.fetch_s,
-            copy_ms=_mean(self._times["copy"]),
-            stall_ms=_mean(self._times["wait"]),
+            copy_ms=self._copies.mean,
+            stall_ms=self._waits.mean,
+            copies_ms=tuple(self._copies.latest),
         )
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+@final
+class _Times:
+    """Times whose mean is of all of them, though only the latest are kept."""
+
+    def __init__(self) -> None:
+        self.latest: deque[float] = deque(maxlen=LATEST)
+        self._total, self._count = 0.0, 0
+
+    def add(self, times_ms: list[float]) -> None:
+        self.latest += times_ms
+        self._total += sum(times_ms)
+        self._count += len(times_ms)
+
+    @property
+    def mean(self) -> float:
+        return self._total / self._count if self._count else math.nan

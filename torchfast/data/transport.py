@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from torchfast._core.phases import H2D, annotation
 from torchfast._core.pinning import pin_in_place
+from torchfast._core.stream_context import on_stream
 from torchfast.data.mold import Mold
 
 # Of so many batches one is timed on the device: two events on each of the two streams.
@@ -182,12 +184,7 @@ class CUDATransport(Transport):
         if self._current()[0] == stream.stream_id:
             slot.blocks = _others(slot.blocks)
             return
-        # An object of its own: each can be entered once at a time, and any thread may drop a batch.
-        with torch.cuda.Stream(
-            stream_id=stream.stream_id,
-            device_index=stream.device_index,
-            device_type=stream.device_type,
-        ):
+        with on_stream(stream):  # any thread may drop a batch
             slot.blocks = _others(slot.blocks)
 
     def _block(self, num_bytes: int) -> Tensor:
@@ -228,8 +225,9 @@ class CUDATransport(Transport):
             slot.held = None  # what the consumer has read may be overwritten from here on
             try:
                 start = self._mark(stream, self._num_uploads)
-                for target, source in copies:
-                    target.copy_(source, non_blocking=True)
+                with annotation(H2D):  # beside the step, and mostly in another thread than its
+                    for target, source in copies:
+                        target.copy_(source, non_blocking=True)
                 if start is not None:
                     self._timed["copy"].append((start, self._marked(stream)))
                 return None if finish is None else finish()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from torchfast._core.arguments import check_callable, check_int, explain_keywords
+from torchfast._core.cgroups import MEMBERSHIPS, ROOT, cgroup_folders
 from torchfast._core.decisions import Decision, Outcome, Report
 from torchfast._core.device import resolve_device
 from torchfast.data.monitored import MonitoredDataLoader
@@ -176,26 +177,10 @@ def usable_cores() -> int:
     return max(1, min(cores, _cgroup_cores()))
 
 
-def _cgroup_cores(
-    memberships: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> int:
+def _cgroup_cores(memberships: Path = MEMBERSHIPS, root: Path = ROOT) -> int:
     """Return the whole cores that this process's cgroups and their parents grant it."""
-    least = math.inf
-    try:
-        lines = memberships.read_text().splitlines()
-    except OSError:  # no Linux
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        mount = root / "cpu" if "cpu" in controllers.split(",") else root
-        if controllers and mount == root:
-            continue
-        folder = mount / path.strip("/")
-        # In a container the path may be the host's and the mount the container's: ask the root too.
-        for place in {folder, *folder.parents, mount}:
-            if place == mount or mount in place.parents:
-                least = min(least, _quota(place))
-    return int(min(least, 2**16))
+    quotas = map(_quota, cgroup_folders("cpu", memberships, root))
+    return int(min(min(quotas, default=math.inf), 2**16))
 
 
 def _quota(folder: Path) -> float:

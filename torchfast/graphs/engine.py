@@ -23,6 +23,8 @@ from torchfast._core.batches import map_batch
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CaptureError, ClosedError
 from torchfast._core.loss import detached
+from torchfast._core.phases import CAPTURE, REPLAY, phase
+from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.backend import backend_for
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.entries import Entry, GraphStore
@@ -34,20 +36,17 @@ from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.replay_check import find_mismatch
-from torchfast.graphs.signature import Call, describe, only_tensors, shapes
+from torchfast.graphs.signature import Call, describe
 from torchfast.graphs.static_inputs import StaticInputs
+from torchfast.graphs.together import OTHERS, Together
 from torchfast.graphs.watch import StateWatch
 
 logger = logging.getLogger(__name__)
 
 # Changes with fewer replays than this between them are not worth another capture.
 _SETTLED_REPLAYS = 10
-# Other shapes have less to warm up: the optimizer's state and the libraries are there.
-_WARM_UP_OF_OTHERS = 1
-# So many graphs thrown out for each that is kept, and the kinds are too many to be captured; so
-# many kinds that were seen for each, and somebody should know.
+# So many graphs thrown out for each that is kept, and the kinds are too many to be captured.
 _EVICTIONS_PER_GRAPH = 4
-_KINDS_PER_GRAPH = 8
 _NOT_NOW = "there are no gradients now to which the step would add"
 _LATER = "the step made new state of its optimizer, and can be captured later"
 _ATTEMPTS = 3
@@ -67,6 +66,7 @@ class GraphEngine:
             graph. Otherwise they may be None after it; each graph that is kept then needs memory
             for its own.
         after_failure: Called when a capture has failed, to let go of what ``fn`` has kept of it.
+        ranks: With whom ``fn`` talks in collectives; see `torchfast.graphs.together`.
 
     Attributes:
         why_eager: Why no step is captured any more, in words; None while some are.
@@ -86,8 +86,10 @@ class GraphEngine:
         rates: Sequence[LearningRates] = (),
         keep_gradients: bool = False,
         after_failure: Callable[[], None] = lambda: None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._fn = fn
+        self._together = Together(ranks or RankGroup.alone())
         self._state = state
         self._watch = StateWatch(state)
         self._options = options
@@ -95,7 +97,7 @@ class GraphEngine:
         self.device = device
         state.rates = list(rates)
         self._backend = backend_for(self.device)
-        self._store = GraphStore(options.max_graphs)
+        self._store = GraphStore(options)
         self._frozen: list[Any] = []
         self._error: Exception | None = None
         self._adds: bool | None = None  # whether the step adds to gradients, once that is known
@@ -116,9 +118,12 @@ class GraphEngine:
         if self.why_eager is None:
             self._notice_changes()
         if self.why_eager is not None:
+            self._together.meet(captures=False)
             return self._run_eagerly(inputs)
         call = describe(inputs)
         entry = self._entry((self._watch.mode(), call.key))
+        is_due = entry.graph is None and entry.why_eager is None and not entry.warm_up_left
+        self._together.meet(captures=is_due)
         if entry.graph is not None:
             return self._replay(entry, call)
         if entry.why_eager is not None:
@@ -126,7 +131,8 @@ class GraphEngine:
         if entry.warm_up_left:
             entry.warm_up_left -= 1
             return self._run_eagerly(inputs)
-        return self._capture(entry, call, inputs)
+        with phase(CAPTURE):
+            return self._capture(entry, call, inputs)
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
@@ -188,6 +194,9 @@ class GraphEngine:
 
     def _capture(self, entry: Entry, call: Call, inputs: Any) -> Any:
         if self._store.num_evicted > _EVICTIONS_PER_GRAPH * self._options.max_graphs:
+            for _ in range(2):  # the others wait to hear how it went, and whether to try again
+                self._together.begin()
+                self._together.fail()
             return self._fail(entry, Failure("more kinds of steps than max_graphs serves"), inputs)
         self._store.make_room()
         self._store.release_gradients()
@@ -198,8 +207,10 @@ class GraphEngine:
         # Outside of the handling of the error, which keeps alive what the capture has allocated.
         if failure is None:
             return self._replay(entry, call)
+        self._together.begin()
         surroundings = self._before_another(entry, failure)
-        if surroundings is None:
+        goes_on = self._together.all_agree(surroundings is not None)
+        if surroundings is None or not goes_on:
             return self._fail(entry, failure, inputs)
         self._drop_error()
         with surroundings:
@@ -211,7 +222,7 @@ class GraphEngine:
         """Return in what this step is to run before another attempt; None if none is to come."""
         if failure.reason == _NOT_NOW:
             return nullcontext()
-        is_passing = failure.reason == _LATER or failure.is_left_over
+        is_passing = failure.reason in (_LATER, OTHERS) or failure.is_left_over
         if not is_passing and entry.is_to_be_told(failure):
             entry.secret = entry.constants = None  # which were those of the other way
             return nullcontext()
@@ -235,15 +246,23 @@ class GraphEngine:
     def _attempt(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> Failure | None:
         """Capture and check; where that fails all is as before, and the reason is returned."""
         started = time.perf_counter()
+        together = self._together
+        together.begin()
         try:
             self._record(entry, call, inputs, facts)
+            if not together.all_agree(True):
+                raise CaptureError(OTHERS)
             self._capture_s += time.perf_counter() - started
             self._counts["captures"] += 1
             self._store.add(entry)
             self._frozen = self._watch.frozen()
-            mismatch = self._mismatch(entry, call) if self._options.check else None
-            if mismatch is None:
+            together.begin()
+            can_check = self._options.check and together.is_joint
+            mismatch = self._mismatch(entry, call) if can_check else None
+            if together.all_agree(mismatch is None):
                 return None
+            if mismatch is None:
+                raise CaptureError(OTHERS)
             if entry.secret is None:
                 mismatch += "; it was told of the capture, and may compute otherwise then"
             failure = Failure(mismatch)
@@ -251,6 +270,7 @@ class GraphEngine:
             self._undo(entry, facts)
             if not isinstance(error, Exception):
                 raise
+            together.fail()
             failure = explain(error)
             self._error = error
             if self._options.on_failure != "raise":
@@ -325,7 +345,8 @@ class GraphEngine:
         assert entry.outputs is not None
         self._fill_rates()
         entry.inputs.fill(call.tensors)
-        entry.graph.replay()
+        with phase(REPLAY):
+            entry.graph.replay()
         entry.num_replays += 1
         self._store.used(entry)
         self._counts["replays"] += 1
@@ -354,8 +375,11 @@ class GraphEngine:
                 eager=eager,
                 gradients=[gradient for _, gradient in entry.added_to],
                 with_gradients=self._keeps_gradients,
+                any_says=self._together.any_says,
             )
         except torch.OutOfMemoryError:
+            if self._together.is_open:
+                raise  # the others cannot go on with the check alone
             self._warn("check", "no memory to compare the graph with eager steps; it is used as is")
             return None
         finally:
@@ -407,32 +431,10 @@ class GraphEngine:
             logger.warning("cuda_graph: %s", message)
 
     def _entry(self, key: Any) -> Entry:
-        entries = self._store.entries
-        entry = entries.get(key)
-        if entry is None:
-            is_first = not entries
-            entry = Entry(
-                shapes=shapes(key[1]),
-                warm_up_left=self._options.warm_up_steps if is_first else _WARM_UP_OF_OTHERS,
-            )
-            is_new_shape = all(known[1] != key[1] for known in entries)
-            if not is_first and is_new_shape and self._options.new_shapes == "eager":
-                entry.why_eager = "other inputs than the first, and new_shapes='eager'"
-            entries[key] = entry
-            if len(entries) > _KINDS_PER_GRAPH * self._options.max_graphs:
-                self._warn_of_many(key)
-                self._store.forget_some(_KINDS_PER_GRAPH * self._options.max_graphs)
+        entry, concern = self._store.entry(key)
+        if concern is not None:
+            self._warn("many", concern)
         return entry
-
-    def _warn_of_many(self, key: Any) -> None:
-        kinds = [known[1] for known in self._store.entries]
-        alike = sum(only_tensors(kind) == only_tensors(key[1]) for kind in kinds)
-        why = (
-            "an input that is no tensor has another value each time; pass it as a tensor"
-            if alike > self._options.max_graphs
-            else "pad or bucket the batches to fewer shapes, or raise max_graphs"
-        )
-        self._warn("many", f"{len(kinds)} kinds of steps, each with a graph of its own; {why}")
 
     def _fill_rates(self) -> None:
         for rates in self._state.rates:

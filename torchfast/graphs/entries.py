@@ -12,8 +12,10 @@ from torch import Tensor
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.failures import Failure
+from torchfast.graphs.options import CUDAGraphOptions
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.secrecy import Secret
+from torchfast.graphs.signature import only_tensors, shapes
 from torchfast.graphs.static_inputs import StaticInputs
 
 
@@ -75,6 +77,12 @@ class Entry:
         self.gradients, self.added_to, self.from_none, self.kept = [], [], [], []
 
 
+# Other shapes have less to warm up: the optimizer's state and the libraries are there.
+_WARM_UP_OF_OTHERS = 1
+# So many kinds of steps were seen for each graph that is kept, and somebody should know.
+_KINDS_PER_GRAPH = 8
+
+
 @final
 class GraphStore:
     """The entries of a step, and whose gradients the parameters hold.
@@ -83,17 +91,48 @@ class GraphStore:
     gradients too. A parameter therefore holds the gradients of the graph that ran last, or none.
 
     Args:
-        limit: Most graphs.
+        options: How many, and what new shapes get.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, options: CUDAGraphOptions) -> None:
         self.entries: dict[Any, Entry] = {}
         self.num_evicted = 0
         self.graphs: list[Entry] = []  # the least recently used first
         self.owner: Entry | None = None
-        self._limit = limit
+        self._options, self._limit = options, options.max_graphs
 
-    def forget_some(self, limit: int) -> None:
+    def entry(self, key: Any) -> tuple[Entry, str | None]:
+        """Return the entry of a kind of step, a new one too; and what to warn of, if anything."""
+        found = self.entries.get(key)
+        if found is not None:
+            return found, None
+        is_first = not self.entries
+        entry = Entry(
+            shapes=shapes(key[1]),
+            warm_up_left=self._options.warm_up_steps if is_first else _WARM_UP_OF_OTHERS,
+        )
+        is_new_shape = all(known[1] != key[1] for known in self.entries)
+        if not is_first and is_new_shape and self._options.new_shapes == "eager":
+            entry.why_eager = "other inputs than the first, and new_shapes='eager'"
+        self.entries[key] = entry
+        most = _KINDS_PER_GRAPH * self._limit
+        if len(self.entries) <= most:
+            return entry, None
+        concern = self._concern_of_many(key)
+        self._forget_some(most)
+        return entry, concern
+
+    def _concern_of_many(self, key: Any) -> str:
+        kinds = [known[1] for known in self.entries]
+        alike = sum(only_tensors(kind) == only_tensors(key[1]) for kind in kinds)
+        why = (
+            "an input that is no tensor has another value each time; pass it as a tensor"
+            if alike > self._limit
+            else "pad or bucket the batches to fewer shapes, or raise max_graphs"
+        )
+        return f"{len(kinds)} kinds of steps, each with a graph of its own; {why}"
+
+    def _forget_some(self, limit: int) -> None:
         """Let go of what is known of the oldest kinds without a graph, beyond so many."""
         idle = [key for key, entry in self.entries.items() if entry.graph is None]
         for key in idle[: max(0, len(idle) - limit)]:

@@ -55,6 +55,9 @@ def graph_form(optimizer: Optimizer, numerics: Numerics) -> tuple[GraphForm | No
     Synchronizes: Yes.
     """
     name = type(optimizer).__name__
+    if getattr(type(optimizer), "is_capturable", False):
+        detail = f"the update of {name} can be in the graph as it is"
+        return GraphForm("as_given", torch.float32), graph_decision("applied", detail)
     refusal, rounds = f"torch.optim has no {name} that a graph can hold", False
     for form in _candidates(optimizer, numerics):
         for dtype in (torch.float32, torch.float64):

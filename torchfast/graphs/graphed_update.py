@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
+from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
@@ -40,6 +41,7 @@ class GraphedUpdate:
             can be in the graph; None where it is not.
         device: Where.
         after_failure: Called when a capture has failed.
+        ranks: With whom the step talks.
 
     Numerics: Bitwise the step, in the form that the optimizer has.
     Synchronizes: At captures.
@@ -58,9 +60,10 @@ class GraphedUpdate:
         rate_dtype: torch.dtype | None,
         device: torch.device,
         after_failure: Callable[[], None],
+        ranks: RankGroup,
     ) -> None:
         self._until_update = until_update
-        self._after_failure = after_failure
+        self._after_failure, self._ranks = after_failure, ranks
         self._model, self._optimizer = model, optimizer
         self._named, self._found = named, found
         self._options, self._device = options, device
@@ -122,4 +125,5 @@ class GraphedUpdate:
             rates=rates,
             keep_gradients=not optimizers,
             after_failure=self._after_failure,
+            ranks=self._ranks,
         )

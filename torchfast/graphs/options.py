@@ -13,6 +13,7 @@ from torchfast._core.arguments import (
 )
 from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.errors import PlanError
+from torchfast._core.option_fields import call_of, changed_fields
 
 
 def graph_decision(outcome: Outcome, detail: str) -> Decision:
@@ -63,10 +64,8 @@ class CUDAGraphOptions:
     @property
     def changed(self) -> dict[str, object]:
         """The options that are not as by default."""
-        default = type(self).__dataclass_fields__
-        values = {name: getattr(self, name) for name in default}
-        return {name: v for name, v in values.items() if v != default[name].default}
+        return changed_fields(self)
 
     def __repr__(self) -> str:
         """Return the call that makes these options, defaults left out."""
-        return f"CUDAGraphOptions({', '.join(f'{k}={v!r}' for k, v in self.changed.items())})"
+        return call_of(self, self.changed)

@@ -59,6 +59,7 @@ from torchfast._core.arguments import (
     explain_keywords,
 )
 from torchfast._core.reachable import held_by
+from torchfast._core.stream_context import on_stream
 
 _MOST_STREAMS = 32
 
@@ -106,13 +107,7 @@ class CUDASideStreams:
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         """Make a stream, and its device, the current one."""
-        # An object of its own, since each can be entered once at a time; and torch.cuda.stream()
-        # takes ten times as long.
-        return torch.cuda.Stream(
-            stream_id=stream.stream_id,
-            device_index=stream.device_index,
-            device_type=stream.device_type,
-        )
+        return on_stream(stream)
 
     def fork(self, current: torch.cuda.Stream, streams: Sequence[torch.cuda.Stream]) -> None:
         """Let streams wait for the current one; in a capture this takes them into it."""

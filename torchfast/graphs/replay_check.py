@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ def find_mismatch(
     *,
     gradients: Sequence[Tensor] = (),
     with_gradients: bool = False,
+    any_says: Callable[[bool], bool] = bool,
 ) -> str | None:
     """Run replays and eager steps from the present state, and leave it as it is.
 
@@ -60,6 +61,7 @@ def find_mismatch(
         eager: Runs the step on that batch.
         gradients: Gradients that the step adds to; they are state too.
         with_gradients: Compare all gradients, where no update shows what they were.
+        any_says: Returns whether any rank says yes.
 
     Returns:
         How they differ, in words; None if they do not.
@@ -79,17 +81,34 @@ def find_mismatch(
         finally:
             start.put_back()
 
-    replayed = run(replay)
-    runs = [run(eager)]
+    judging, verdict, is_open = _judge(), None, True
+    next(judging)
+    for step in (replay, eager, replay, *(_EAGER_RUNS - 1) * [eager]):
+        found = run(step)
+        if is_open:
+            try:
+                judging.send(found)
+            except StopIteration as end:
+                verdict, is_open = end.value, False
+        # A rank that knows goes on for those that do not yet: each step needs all of them.
+        if step is eager and not any_says(is_open):
+            break
+    return verdict
+
+
+def _judge() -> Generator[None, _Run, str | None]:
+    """Take runs, of a replay, an eager one, a replay and eager ones, and return what differs."""
+    replayed = yield
+    runs = [(yield)]
     if len(replayed.tensors) != len(runs[0].tensors) or replayed.others != runs[0].others:
         return "a step returns other things than its replay: a number, or another number of tensors"
     gaps = _distances(replayed, runs[0])
     if not any(gaps):
         return None
     spreads = [0.0] * len(gaps)
-    replays_differ = any(_distances(replayed, run(replay)))
+    replays_differ = any(_distances(replayed, (yield)))
     while len(runs) < _EAGER_RUNS:
-        runs.append(run(eager))
+        runs.append((yield))
         if len(runs[-1].tensors) != len(gaps):
             return "eager steps from the same state return another number of tensors each time"
         for other in runs[:-1]:

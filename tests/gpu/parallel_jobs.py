@@ -1,0 +1,101 @@
+"""Trainings of two GPUs, in processes of their own: captured, and as they are."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel_training import batches, fresh, full_state, mean_loss
+from torchfast import CUDAGraphOptions, Plan, Trainer
+
+STEPS = 40
+
+
+def run(rank, jobs, num_ranks, store, folder):
+    """Do some jobs by name on one rank, and leave what came of them in a file."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.cuda.set_device(rank)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=120),
+    )
+    results = {}
+    for name in jobs:
+        try:
+            results[name] = JOBS[name](rank)
+        except Exception:
+            results[name] = traceback.format_exc()
+            break  # the other ranks may be anywhere by now
+    torch.save(results, f"{folder}/rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def trained(rank, plan, loss_fn=mean_loss, **options):
+    """Train for some steps and return what is left of it, on the host."""
+    model = fresh().to("cuda")
+    trainer = Trainer(
+        model,
+        lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01), fused=True, capturable=True),
+        loss_fn,
+        plan,
+        device="cuda",
+        **options,
+    )
+    own = batches(rank)
+    losses = [trainer.step(own[number % len(own)]) for number in range(STEPS)]
+    result = {
+        "state": {name: value.cpu() for name, value in full_state(model).items()},
+        "losses": torch.stack(losses).cpu(),
+        "skipped": trainer.num_skipped,
+        "counters": dict(trainer.report().counters),
+        "report": str(trainer.report()),
+    }
+    trainer.close()
+    return result
+
+
+def both_ways(shard, **fields):
+    """Return a job that trains eagerly and captured."""
+    options = {name: fields.pop(name) for name in ("ema", "max_grad_norm") if name in fields}
+
+    def job(rank):
+        strict = CUDAGraphOptions(on_failure="raise")
+        return {
+            graph: trained(
+                rank, Plan(shard=shard, cuda_graph=strict if graph else False, **fields), **options
+            )
+            for graph in (False, True)
+        }
+
+    return job
+
+
+def refusing(rank):
+    """A loss that waits for the device on the last rank only, where no capture is possible."""
+
+    def loss_fn(model, batch):
+        loss = mean_loss(model, batch)
+        if rank == 1:
+            loss.item()
+        return loss
+
+    return trained(rank, Plan(shard="ddp", cuda_graph=True), loss_fn)
+
+
+JOBS = {
+    **{shard: both_ways(shard, max_grad_norm=0.5) for shard in ("ddp", "fsdp", "hsdp")},
+    "ddp skip": both_ways("ddp", nonfinite="skip"),
+    "fsdp skip": both_ways("fsdp", nonfinite="skip"),
+    "fsdp bf16": both_ways("fsdp", precision="bf16"),
+    "ddp average": both_ways("ddp", ema=0.9),
+    "one rank waits": refusing,
+}

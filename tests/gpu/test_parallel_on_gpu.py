@@ -1,0 +1,55 @@
+"""The whole step of two GPUs in one graph, collectives included, against the same step eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from gpu import parallel_jobs
+from gpu.requirements import requires
+
+pytestmark = [requires(gpus=2), pytest.mark.timeout(600)]
+
+GRAPHED = [name for name in parallel_jobs.JOBS if name != "one rank waits"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    jobs = list(parallel_jobs.JOBS)
+    arguments = (jobs, 2, str(folder / "store"), str(folder))
+    multiprocessing.spawn(parallel_jobs.run, arguments, nprocs=2)
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+
+
+def results_of(trained, name):
+    results = [of_rank.get(name, "an earlier job failed") for of_rank in trained]
+    for result in results:
+        assert isinstance(result, dict), result
+    return results
+
+
+@pytest.mark.parametrize("name", GRAPHED)
+def test_a_captured_step_of_two_gpus_is_the_eager_one(name, trained):
+    for result in results_of(trained, name):
+        eager, graph = result[False], result[True]
+        assert graph["counters"]["graphs"] == 1, graph["report"]
+        assert graph["counters"]["replays"] >= 20, graph["report"]
+        assert torch.equal(graph["losses"], eager["losses"])
+        for key, value in eager["state"].items():
+            assert torch.equal(graph["state"][key], value), key
+
+
+@pytest.mark.parametrize("name", GRAPHED)
+def test_ranks_end_with_one_model(name, trained):
+    first, second = results_of(trained, name)
+    for key, value in first[True]["state"].items():
+        assert torch.equal(second[True]["state"][key], value), key
+
+
+def test_a_rank_that_cannot_capture_brings_all_back(trained):
+    for result in results_of(trained, "one rank waits"):
+        assert result["counters"]["graphs"] == 0, result["report"]
+    first, _ = results_of(trained, "one rank waits")
+    assert "another rank could not capture" in first["report"]

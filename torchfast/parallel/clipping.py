@@ -1,0 +1,51 @@
+"""Clipping by the norm of all gradients, where some or all of them are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from torchfast.parallel.ranks import mean_over_ranks
+
+
+def clip_sharded(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """Clip as ``clip_grad_norm_`` does, and return the norm as a plain tensor.
+
+    Gradients that are sharded otherwise, or not at all, have norms of their own, which are joined.
+    Those of parameters that are left alone may differ between ranks: their mean square counts, for
+    every rank must clip its shards alike.
+
+    Numerics: That of ``clip_grad_norm_``, whose sums are in another order.
+    Synchronizes: Never.
+    """
+    given = list(parameters)
+    plain = [p for p in given if not isinstance(p, DTensor)]
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in given:
+        if parameter.grad is not None:
+            groups.setdefault(_layout(parameter.grad), []).append(parameter)
+    norms = [_norm(group) for layout, group in groups.items() if layout is not None]
+    if plain:  # on this rank and on all others, whether or not it has gradients now
+        square = _norm(groups[None]).square() if None in groups else plain[0].new_zeros(())
+        norms.append(mean_over_ranks(square.float()).sqrt())
+    if not norms:
+        return torch.zeros(())
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for group in groups.values():
+        clip_grads_with_norm_(group, limit, total)
+    return total
+
+
+def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _layout(gradient: Tensor) -> object:
+    if isinstance(gradient, DTensor):
+        return gradient.device_mesh, gradient.placements
+    return None

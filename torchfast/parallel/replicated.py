@@ -1,0 +1,124 @@
+"""Data parallel: each rank has the whole model, and gradients are averaged as they come.
+
+torch's `DistributedDataParallel` does the work: it reduces gradients in buckets while the backward
+still runs. It is usually wrapped around the model, which then is another object with other keys,
+and only calls of that object are in sync: ``model.module.loss(x)`` trains each rank by itself, and
+nothing says so. Here it is wrapped around the **loss function**: whatever that does with the model,
+calls it twice, calls a method of it or uses a weight by itself, lies within, and the model stays
+the user's object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchfast._core.errors import PlanError
+from torchfast.parallel.options import ShardOptions
+from torchfast.parallel.ranks import send_from_first
+
+# What is tried where the size is to be measured; the usual one first.
+BUCKETS_MB: Final = (25.0, 5.0, 100.0)
+
+
+class _Call(nn.Module):
+    """The model as the part of a module whose forward is any call that uses it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+@final
+class ReplicatedModel:
+    """Runs calls that use a model so that its gradients are averaged over the ranks.
+
+    Args:
+        model: The same on all ranks; its parameters and buffers become those of the first one.
+        options: How.
+
+    Numerics: The mean of the ranks' gradients; sums in the order of the collective.
+    Synchronizes: In `apply`, at the first step, and when parameters were replaced or others are
+        trained.
+    """
+
+    def __init__(self, model: nn.Module, options: ShardOptions) -> None:
+        self._model, self._options = model, options
+        size = options.bucket_mb
+        self.bucket_mb = BUCKETS_MB[0] if size == "auto" else size
+        self._wrapped: DistributedDataParallel | None = None
+        self._known: list[Any] = []
+
+    def apply(self) -> None:
+        """Make the model on each rank what it is on the first."""
+        send_from_first([*self._model.parameters(), *self._model.buffers()])
+
+    def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
+        """Call, within a forward that is in sync; only the ``is_last`` one reduces gradients."""
+        wrapped = self._current()
+        if wrapped is None:  # no parameter is trained
+            return call()
+        with nullcontext() if is_last else wrapped.no_sync():
+            return wrapped(call)
+
+    def use_buckets(self, size_mb: float) -> None:
+        """Reduce so much at a time from now on."""
+        self.bucket_mb, self._wrapped, self._known = size_mb, None, []
+
+    def check_reduced(self) -> None:
+        """Raise if the backward has left gradients that are not averaged; torch says so late.
+
+        Raises:
+            PlanError: A trained parameter took no part in the loss.
+        """
+        if self._wrapped is None:
+            return
+        try:
+            self._wrapped._check_reducer_finalized()
+        except RuntimeError as error:
+            named = self._model.named_parameters()
+            odd = [name for name, p in named if p.requires_grad and p.grad is None]
+            raise PlanError(
+                f"the loss did not use all trained parameters ({', '.join(odd[:3]) or 'unknown'}), "
+                "so gradients were not averaged over the ranks; give "
+                "ShardOptions(unused_parameters=True), requires_grad_(False) what is never used, "
+                "and detach what loss_fn returns besides the loss"
+            ) from error
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self._wrapped, self._known = None, []
+        for parameter in self._model.parameters():
+            parameter.grad = None  # a view of a bucket
+
+    def _current(self) -> DistributedDataParallel | None:
+        """Return the wrapper, a new one if parameters are others or others are trained."""
+        now = list(_trained(self._model))
+        if len(now) == len(self._known) and all(
+            a is b for a, b in zip(now, self._known, strict=True)
+        ):
+            return self._wrapped
+        self._wrapped = None  # takes its hooks along, before others are put on
+        if now:
+            for parameter in now:
+                parameter.grad = None
+            self._wrapped = DistributedDataParallel(
+                _Call(self._model),
+                bucket_cap_mb=self.bucket_mb,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=self._options.unused_parameters,
+            )
+        self._known = now
+        return self._wrapped
+
+
+def _trained(model: nn.Module) -> Iterator[torch.Tensor]:
+    return (p for p in model.parameters() if p.requires_grad)

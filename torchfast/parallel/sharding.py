@@ -1,0 +1,196 @@
+"""What a step does about there being several ranks, behind one face.
+
+A step asks the same of it whether it trains alone, with replicas or with shards: to run the forward
+of a micro-batch, and to bring a number to what it is over all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from torchfast._core.decisions import Decision
+from torchfast.parallel.meta_device import check_initialization, is_on_meta, materialize
+from torchfast.parallel.options import ShardOptions, shard_decision
+from torchfast.parallel.ranks import Ranks, largest_over_ranks, mean_over_ranks
+from torchfast.parallel.replicated import BUCKETS_MB, ReplicatedModel
+from torchfast.parallel.seeds import part_seeds
+from torchfast.parallel.tuning import Tuned, tune
+
+if TYPE_CHECKING:
+    from torchfast.parallel.fully_sharded import ShardedModel
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class Sharding:
+    """A model on the ranks of a run.
+
+    Args:
+        model: What is trained.
+        options: How; None, as one rank does, changes nothing.
+        ranks: Where.
+        device: This rank's.
+        gather_dtype: See `ShardedModel`.
+
+    Raises:
+        PlanError: The model cannot be sharded so.
+
+    Numerics: The gradient is the mean of the ranks' gradients, as of one batch made of all theirs.
+    Synchronizes: In `apply`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: ShardOptions | None,
+        ranks: Ranks,
+        device: torch.device,
+        gather_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self._model, self._options, self._device = model, options, device
+        self._replicated: ReplicatedModel | None = None
+        self._sharded: ShardedModel | None = None
+        self._seeds: str | None = None
+        self._tuned: Tuned[Any] | None = None
+        self.is_on = options is not None and ranks.are_many
+        if options is None or not self.is_on:
+            return
+        if options.is_sharded:
+            from torchfast.parallel.fully_sharded import ShardedModel  # takes long to import
+
+            self._sharded = ShardedModel(model, options, ranks, device, gather_dtype)
+        else:
+            self._replicated = ReplicatedModel(model, options)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of the model only."""
+        return self._sharded is not None
+
+    @property
+    def needs_factory(self) -> str | None:
+        """Why the optimizer must be built behind `apply`; None if it need not."""
+        if self._options is None or not self._options.is_sharded:
+            return None
+        # One rank changes nothing, but a script must not fail only once it runs on many.
+        return f"shard={self._options.strategy!r} replaces the model's parameters"
+
+    def apply(self) -> None:
+        """Shard the model, and give each rank random numbers of its own."""
+        if self._options is not None and not self.is_on and is_on_meta(self._model):
+            check_initialization(self._model, self._options.initialize)
+            materialize(self._model, self._device, self._options.initialize)
+        if not self.is_on:
+            return
+        if self._sharded is not None:
+            self._sharded.apply()
+        if self._replicated is not None:
+            self._replicated.apply()
+        self._seeds = part_seeds(self.ranks, self._device)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether `decide` has something to find out."""
+        is_asked = self._options is not None and self._options.is_measured
+        return self.is_on and is_asked and self._tuned is None
+
+    def decide(self, work: Callable[[], object]) -> None:
+        """Measure what is to be measured.
+
+        Args:
+            work: The forward and backward of the first batch.
+        """
+        group, device = self.ranks.group, self._device
+        if self._replicated is not None:
+            self._tuned = tune(BUCKETS_MB, self._replicated.use_buckets, work, group, device)
+        elif self._sharded is not None:
+            from torchfast.parallel.fully_sharded import DEPTHS
+
+            self._tuned = tune(DEPTHS, self._sharded.use_depth, work, group, device)
+
+    def shard_twin(self, twin: nn.Module) -> None:
+        """Shard a copy of the model, made before `apply`, as the model is."""
+        if self._sharded is not None:
+            self._sharded.shard_twin(twin)
+
+    def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
+        """Run the forward of a micro-batch; the gradients of the ``is_last`` one are reduced."""
+        if self._replicated is not None:
+            return self._replicated.run(call, is_last=is_last)
+        if self._sharded is not None:
+            return self._sharded.run(call, is_last=is_last)
+        return call()
+
+    def check_reduced(self) -> None:
+        """Raise if a backward has left gradients that are not averaged."""
+        if self._replicated is not None:
+            self._replicated.check_reduced()
+
+    def whole(self, call: Callable[[], Any], model: nn.Module) -> Any:
+        """Run a forward of the model, or of its twin, that no backward follows."""
+        return call() if self._sharded is None else self._sharded.whole(call, model)
+
+    def clip(self, limit: float) -> Tensor:
+        """Clip the model's gradients by their norm over all ranks, and return it."""
+        if self._sharded is None:
+            return clip_grad_norm_(self._model.parameters(), limit)
+        from torchfast.parallel.clipping import clip_sharded
+
+        return clip_sharded(self._model.parameters(), limit)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a number over the ranks, on the device."""
+        return mean_over_ranks(value) if self.is_on else value
+
+    def means(self, values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+        """Return the means of scalars over the ranks, brought together at once, on the device."""
+        if not self.is_on:
+            return dict(values)
+        names = sorted(values)  # a rank may have made its dict in another order
+        scalars = [
+            value.detach().to(self._device, torch.float32).reshape(())
+            if isinstance(value, Tensor)
+            else torch.full((), float(value), device=self._device)
+            for value in map(values.__getitem__, names)
+        ]
+        means = dict(zip(names, mean_over_ranks(torch.stack(scalars)).unbind(), strict=True))
+        return {name: means[name] for name in values}
+
+    def any(self, flag: Tensor) -> Tensor:
+        """Return 1.0 where any rank's flag is, on the device."""
+        return largest_over_ranks(flag) if self.is_on else flag
+
+    def decisions(self) -> list[Decision]:
+        """Say how the model is spread over the ranks."""
+        options, ranks = self._options, self.ranks
+        if options is None:
+            return []
+        if not ranks.are_many:
+            detail = f"{options.strategy!r}: one rank, so there is nothing to spread"
+            return [shard_decision("left alone", detail)]
+        if self._sharded is not None:
+            detail = f"{options.strategy!r}: {self._sharded}"
+        else:
+            assert self._replicated is not None
+            detail = (
+                f"'ddp': {ranks.world_size} ranks, gradients averaged in buckets of "
+                f"{self._replicated.bucket_mb:g} MiB"
+            )
+        found = [shard_decision("applied", f"{detail}; {self._seeds}")]
+        if self._tuned is not None:
+            name = "blocks gathered ahead" if self.is_sharded else "size of a bucket in MiB"
+            found.append(shard_decision("applied", f"{name}: {self._tuned}"))
+        return found
+
+    def close(self) -> None:
+        """Take off what replicas have added. What is sharded stays so: torch has no way back."""
+        if self._replicated is not None:
+            self._replicated.close()
