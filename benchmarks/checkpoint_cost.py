@@ -14,7 +14,9 @@ The training is the workload "llama" (1.14 billion parameters, AdamW), saved as 
   before still being written at their beginning, against as many without, in turns.
 - **resume**: see ``checkpoint_resume.py``.
 
-Figures are printed, and written, as they come.
+Figures are printed, and written, as they come. ``--out`` takes up a file of the same settings,
+machine and commit: sections that are not measured again stay as they are. ``--any-commit`` takes up
+one of another commit; each section says of which run it is.
 """
 
 from __future__ import annotations
@@ -367,6 +369,7 @@ def arguments(command_line: Iterable[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=240.0, help="of all sections together")
     parser.add_argument("--every", type=int, help="steps between checkpoints")
     parser.add_argument("--keep", type=int, default=1, help="checkpoints kept on the disk")
+    parser.add_argument("--any-commit", action="store_true", help="go on with another's --out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(None if command_line is None else list(command_line))
     if args.every is None:
@@ -392,15 +395,13 @@ def main(command_line: Iterable[str] | None = None) -> Row:
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="checkpoint-cost-", dir=root) as folder:
         scratch = Path(folder)
-        figures: Row = {
-            "settings": {**vars(settings), "limit_s": args.limit_s},
-            "num_parameters": num_parameters(args.size),
-            "place": place(settings, scratch),
-            "sections": {},
-        }
+        about = {"settings": vars(settings), "num_parameters": num_parameters(args.size)}
+        sections = results.earlier_sections(args.out, about, any_commit=args.any_commit)
+        figures: Row = {**about, "place": place(settings, scratch), "sections": sections}
+        run = results.this_run()
 
         def note(name: str, section: Row) -> None:
-            figures["sections"][name] = section
+            sections[name] = {**section, "run": run}
             if args.out:
                 results.write(args.out, figures)
 

@@ -7,6 +7,10 @@ A section is a group of rows about one claim. Each runs in a process of its own,
 allocator nor a hang of one reaches another; a section that fails, or takes too long, leaves the
 rows it had and its error, and the rest goes on. The efficiency is measured in several fresh
 processes if there is time. The figures are written after each section and printed at the end.
+
+``--out`` takes up a file of the same settings, machine and commit: sections that are not measured
+again stay as they are. ``--any-commit`` takes up one of another commit; each section says of which
+run it is.
 """
 
 from __future__ import annotations
@@ -215,6 +219,7 @@ def arguments(command_line: Iterable[str] | None = None) -> argparse.Namespace:
     cores = os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--any-commit", action="store_true", help="go on with another's --out")
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), type=section_name)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--smoke", action="store_true", help="all small; it only has to run")
@@ -250,11 +255,13 @@ def main(command_line: Iterable[str] | None = None) -> dict[str, Row]:
     deadline = time.monotonic() + args.limit_s
     if args.smoke:
         torch.set_num_threads(1)  # threads that compete for few cores take the time of a test
-    figures: dict[str, Any] = {"settings": surroundings(args), "sections": {}}
-    sections: dict[str, Row] = figures["sections"]
+    about = {"settings": surroundings(args)}
+    sections: dict[str, Row] = results.earlier_sections(args.out, about, any_commit=args.any_commit)
+    figures: dict[str, Any] = {**about, "sections": sections}
+    run = results.this_run()
 
     def note(name: str, section: Row) -> None:
-        sections[name] = section
+        sections[name] = {**section, "run": run}  # not that of a process of its own
         if args.out:
             results.write(args.out, figures)
 
@@ -273,7 +280,7 @@ def main(command_line: Iterable[str] | None = None) -> dict[str, Row]:
             faulthandler.cancel_dump_traceback_later()
         note(name, section)
         print(f"{name}: {section['status']}, {section.get('seconds', 0)} s", flush=True)
-    print("\n".join(printed(sections)))
+    print("\n".join(printed({name: sections[name] for name in names(args) if name in sections})))
     return figures
 
 

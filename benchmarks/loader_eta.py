@@ -43,8 +43,15 @@ from torchfast import PrefetchingLoader
 RATIOS = (0.2, 0.5, 0.8)  # of the time on the bus to the time of a step
 TARGET, ENOUGH = 0.99, 1.2
 MANY = 50_000  # batches of a list: more than anyone takes
-# Depth, ownership, and whether workers write into memory that is used again.
-FORMS = ((2, True, True), (2, True, False), (1, True, True), (4, True, True), (2, False, True))
+# Depth, ownership, whether workers write into memory that is used again, whether a graph launches.
+FORMS = (
+    (2, True, True, True),
+    (2, True, True, False),
+    (2, True, False, True),
+    (1, True, True, True),
+    (4, True, True, True),
+    (2, False, True, True),
+)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -54,13 +61,21 @@ def rows(settings: Settings) -> Iterator[Row]:
     try:
         for ratio in RATIOS:
             bench.set_step(ratio)
-            for depth, reuse, recycled in forms:
-                what = {"ratio": ratio, "depth": depth, "reuse": reuse, "recycled": recycled}
+            for depth, reuse, recycled, graphed in forms:
+                bench.work.graphed = graphed
+                what = {
+                    "ratio": ratio,
+                    "depth": depth,
+                    "reuse": reuse,
+                    "recycled": recycled,
+                    "graphed": graphed,
+                }
                 yield attempt(
                     settings,
                     what,
                     lambda d=depth, r=reuse, again=recycled: bench.from_workers(d, r, again),
                 )
+            bench.work.graphed = True
             if settings.brief:
                 continue
             what = {
@@ -68,6 +83,7 @@ def rows(settings: Settings) -> Iterator[Row]:
                 "depth": 2,
                 "reuse": True,
                 "recycled": False,
+                "graphed": True,
                 "upstream": "pinned list",
             }
             yield attempt(settings, what, bench.from_pinned_list)
@@ -83,7 +99,7 @@ class Bench:
         self.template = images(settings.images, 32 if settings.smoke else 224)
         self.bytes = num_bytes(self.template)
         self.transfer_ms = transfer_ms(self.template, settings.device)
-        self.work = Work(settings.device)
+        self.work = Work(settings.device, graphed=True)
         self.step_ms = 0.0
         self._resident = resident(self.template, settings.device)
         self._loaders: dict[tuple[How, bool], DataLoader[Any]] = {}
@@ -225,22 +241,23 @@ def line(row: Row) -> str:
     through = row["resident_ms"] / row["supply_through_ms"] if "supply_through_ms" in row else 0
     return (
         f"bus/step {row['actual_ratio']:4.0%} depth {row['depth']} reuse {row['reuse']!s:5} "
-        f"{upstream_of(row):16} supply x{min(row['supply_over_demand'], 99):5.2f} "
+        f"{upstream_of(row):27} supply x{min(row['supply_over_demand'], 99):5.2f} "
         f"(through x{through:5.2f}) step {row['resident_ms']:.3f} -> {row['loader_ms']:.3f} ms "
         f"eta {row['eta']:.4f} [{low:.4f} {high:.4f}] {row['verdict']}; {row['loader_says']}"
     )
 
 
 def upstream_of(row: Row) -> str:
-    """Return what the batches came from, and whether in memory that is used again."""
-    return f"{row['upstream']}{' recycled' if row['recycled'] else ''}"
+    """Return what the batches came from, whether in memory that is used again, how it was run."""
+    launched = "" if row["graphed"] else ", one by one"
+    return f"{row['upstream']}{' recycled' if row['recycled'] else ''}{launched}"
 
 
 def short_line(row: Row) -> str:
     """Return a row of a repetition in fewer words."""
     return (
         f"bus/step {row['actual_ratio']:4.0%} depth {row['depth']} reuse {row['reuse']!s:5} "
-        f"{upstream_of(row):16} eta {row['eta']:.4f} {row['verdict']}"
+        f"{upstream_of(row):27} eta {row['eta']:.4f} {row['verdict']}"
     )
 
 

@@ -78,7 +78,8 @@ class Bench:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.template = images(settings.images, 32 if settings.smoke else 224)
-        self._work = Work(settings.device)
+        # Under the profiler each launch costs the host several times as much.
+        self._work = Work(settings.device, graphed=True)
         self._upstreams: dict[tuple[How, bool], DataLoader[Any]] = {}
         batch = resident(self.template, settings.device, 1)[0]
         self._work.calibrate(transfer_ms(self.template, settings.device) / RATIO, batch)

@@ -90,10 +90,10 @@ def kinds(settings: Settings) -> Iterator[Kind]:
     yield Kind("nested dict, 12 tensors", nested(2 if settings.smoke else 64))
     if settings.smoke:
         return
+    yield Kind("tokens 32 x 1025", tokens())
     yield Kind("images 256, uint8", images(settings.images, pixels))
     yield Kind("images 256, uint8, long step", images(settings.images, pixels), long_step=True)
     yield Kind("images 64, uint8", images(max(settings.images // 4, 1), pixels))
-    yield Kind("tokens 32 x 1025", tokens())
 
 
 class Normaliser:

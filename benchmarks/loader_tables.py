@@ -80,12 +80,14 @@ def _repetitions(result: Result, row: Row) -> list[Row]:
 
 def _form(row: Row) -> tuple[Any, ...]:
     is_list = row.get("upstream") == "pinned list"
-    return (*(row[name] for name in ("ratio", "depth", "reuse", "recycled")), is_list)
+    form = ("ratio", "depth", "reuse", "recycled", "graphed")
+    return (*(row[name] for name in form), is_list)
 
 
 def _upstream(row: Row) -> str:
-    """Return what the batches came from, and whether in memory that is used again."""
-    return f"{row.get('upstream', 'workers')}{', recycled' if row['recycled'] else ''}"
+    """Return what the batches came from, whether in memory that is used again, and the launches."""
+    recycled = ", recycled" if row["recycled"] else ""
+    return f"{row.get('upstream', 'workers')}{recycled}{'' if row['graphed'] else ', one by one'}"
 
 
 def overlap(result: Result) -> list[str]:

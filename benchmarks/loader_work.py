@@ -2,7 +2,9 @@
 
 The step is real work of a length that is set beforehand: matrix products that stay in the cache of
 the device, so that they take little from the copies beside them; and it reads every byte of the
-batch, so that a batch which is not there yet, or not any more, would be noticed.
+batch, so that a batch which is not there yet, or not any more, would be noticed. The products are
+launched one by one, or all at once as a CUDA graph: a step that the host can hardly launch in time
+is slowed by any other thread of Python, whatever that thread does.
 """
 
 from __future__ import annotations
@@ -89,14 +91,20 @@ class Work:
     Args:
         device: Where.
         size: Of the matrices; 2048 in bf16 stay in the cache of a large GPU.
+        graphed: Launch the products as one CUDA graph, where there is CUDA.
+
+    Attributes:
+        graphed: May be changed at any time.
     """
 
-    def __init__(self, device: str, size: int = 2048) -> None:
+    def __init__(self, device: str, size: int = 2048, *, graphed: bool = False) -> None:
         on_cuda = device == "cuda"
         size, dtype = (size, torch.bfloat16) if on_cuda else (64, torch.float32)
         draw = torch.Generator(device).manual_seed(0)
         self.device = device
+        self.graphed = graphed
         self.repeats = 1
+        self._graph: torch.cuda.CUDAGraph | None = None
         self.total = torch.zeros((), dtype=torch.int64, device=device)
         self._a, self._b = (
             torch.randn(size, size, device=device, dtype=dtype, generator=draw) / size**0.5
@@ -123,15 +131,25 @@ class Work:
 
     def multiply(self) -> None:
         """Multiply matrices."""
+        if self.graphed and self._graph is not None:
+            self._graph.replay()
+        else:
+            self._multiply_one_by_one()
+
+    def _multiply_one_by_one(self) -> None:
         for _ in range(self.repeats):
             torch.mm(self._a, self._b, out=self._out)
 
     def calibrate(self, step_ms: float, batch: Any) -> float:
         """Make a step with such a batch take about ``step_ms``; return what it takes."""
         reading_ms = self.time_ms(lambda: self.read(batch))
-        self.repeats = 1
+        self.repeats, self._graph = 1, None
         one_ms = self.time_ms(self.multiply, 200 if self.device == "cuda" else 5)
         self.repeats = max(1, round((step_ms - reading_ms) / one_ms))
+        if self.device == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._multiply_one_by_one()
         return self.time_ms(lambda: self(batch))
 
     def time_ms(self, fn: Callable[[], Any], repeats: int = 20) -> float:

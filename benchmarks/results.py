@@ -78,6 +78,24 @@ def resumed(
     return earlier
 
 
+def earlier_sections(
+    path: Path | None, expected: dict[str, Any], *, any_commit: bool = False
+) -> dict[str, Any]:
+    """Return the sections that an earlier run left in a file, each with the run that it is from.
+
+    Args:
+        path: The file, if any.
+        expected: As for `resumed`.
+        any_commit: Take up what another commit measured, too.
+    """
+    earlier = resumed(path, expected, ignoring=["commit"] * any_commit) if path else None
+    if earlier is None:
+        return {}
+    run = {"date": earlier["date"], "command": earlier["command"]}
+    run["commit"] = earlier["machine"]["commit"]
+    return {name: {"run": run, **section} for name, section in earlier["sections"].items()}
+
+
 def _without(value: Any, keys: Collection[str]) -> Any:
     return {k: v for k, v in value.items() if k not in keys} if isinstance(value, dict) else value
 

@@ -174,6 +174,16 @@ def checkpoint_cost(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+# The sections of a file that a table is made from; all where none are named.
+PARTS = {
+    "loader efficiency": ("eta",),
+    "loader overlap": ("overlap",),
+    "loader next": ("next", "launch"),
+    "loader memory": ("memory",),
+    "loader peers": ("peers",),
+    "loader timeline": ("timeline",),
+}
+
 # Beside these, "baseline NAME" is the table of the workload NAME.
 TABLES: dict[str, tuple[str, Table]] = {
     "baseline summary": (BASELINE, baseline_tables.summary),
@@ -214,22 +224,41 @@ def render(name: str) -> str | None:
     result = json.loads(path.read_text())
     machine = result["machine"]
     device = machine["gpu"] or "CPU"
-    when = "; ".join(
-        f"{run['date']}, commit {run['commit']}, by ``{run['command']}``"
-        for run in runs(result, name)
-    )
-    source = (
-        f"Measured on one {device}, torch {machine['torch']}: {when}. "
-        f"Raw figures in ``benchmarks/results/{file}``."
-    )
+    source = told(runs(result, name), f"one {device}, torch {machine['torch']}", file)
     body = "\n".join(table(result))
     return f"<!-- figures: {name} -->\n\n{body}\n\n{source}\n\n<!-- end -->"
+
+
+def told(parts: list[dict[str, str]], where: str, file: str) -> str:
+    """Return where a table's figures are from; several commands fold away under it."""
+    told_runs = list(
+        dict.fromkeys(
+            f"{run['date']}, commit {run['commit']}, by ``{run['command']}``" for run in parts
+        )
+    )
+    raw = f"Raw figures in ``benchmarks/results/{file}``."
+    if len(told_runs) == 1:
+        return f"Measured on {where}: {told_runs[0]}. {raw}"
+    lines = "\n".join(f"- {run}" for run in told_runs)
+    days = " and ".join(sorted({run["date"] for run in parts}))
+    return (
+        f"Measured on {where}, in {len(told_runs)} runs on {days}. {raw}\n\n"
+        f"<details><summary>The runs</summary>\n\n{lines}\n\n</details>"
+    )
 
 
 def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
     """Return the runs that a table's figures are from: a file can be measured in parts."""
     if "workloads" not in result:
-        return [{**result, "commit": result["machine"]["commit"]}]
+        whole = {"date": result["date"], "command": result["command"]}
+        whole["commit"] = result["machine"]["commit"]
+        own = PARTS.get(table)
+        parts = [
+            section.get("run", whole)
+            for name, section in result.get("sections", {}).items()
+            if own is None or name.partition(" again")[0] in own
+        ]
+        return parts or [whole]
     workload = result["workloads"].get(table.removeprefix("baseline "))
     numbers = range(len(result["runs"]))
     used = {method["run"] for method in workload["methods"].values()} if workload else numbers

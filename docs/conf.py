@@ -9,12 +9,19 @@ import typing
 from typing import TYPE_CHECKING, Any
 
 import torchfast
+import torchfast.plan
+import torchfast.reporting
 
 if TYPE_CHECKING:
     from docutils.nodes import Element, Node
     from sphinx.addnodes import pending_xref
     from sphinx.application import Sphinx
     from sphinx.environment import BuildEnvironment
+
+# A name of annotations that is imported for type checkers only, or the others beside it would not
+# be resolved either.
+vars(torchfast.plan)["AllocatorConfig"] = torchfast.AllocatorConfig
+_ = torchfast.reporting.plot_lines  # imported when it is asked for, which autodoc does too late
 
 project = "torchfast"
 author = "the torchfast authors"
@@ -51,7 +58,12 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"torch\..+"),
     (r"py:.*", r"(collections|contextlib|os|pathlib)\..+"),
+    (r"py:class", r"torchfast\._core\.rank_group\.RankGroup"),  # made and passed on by torchfast
     (r"py:class", r"T|torchfast\..+\.T"),  # type variables
+    (r"py:class", r"PathLike"),  # of the standard library, in signatures with a name of ours
+    # Parts of results that are printed, and not asked for.
+    (r"py:class", r"torchfast\.profiling\.(trace\.Trace|figures\.(Row|Copies))"),
+    (r"py:class", r"torchfast\.memory\.expert_buffers\.Places"),
     (r"py:obj", r"log_y|mode|path|text|total_steps"),  # arguments, in torchfast.reporting
 ]
 

@@ -237,7 +237,7 @@ def checkpoint_cost():
 
 def loader():
     """Return what was measured of the loader, every verdict and status among it."""
-    form = {"ratio": 0.5, "depth": 2, "reuse": True, "recycled": True}
+    form = {"ratio": 0.5, "depth": 2, "reuse": True, "recycled": True, "graphed": True}
     late = {"status": "left out", "reason": "no time was left"}
     sizes = {"bytes": 38_500_000, "transfer_ms": 0.7125, "gb_s": 54.0, "workers": 12}
     fed = {

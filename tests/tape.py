@@ -7,7 +7,9 @@ What a CUDA graph does, and where it bites, holds for the tape as well:
 - numbers that the host knew are frozen; reading a value from a tensor during capture raises;
 - intermediate results and outputs stand at fixed addresses, written over by the next replay;
 - the default generator, and those that were named, go on at each replay; one that was not named
-  draws the same numbers again.
+  draws the same numbers again;
+- where the default generator is set back within a capture to where it was, as a second run of a
+  block does, each replay sets it back to where it was in that replay.
 
 On the CPU the host has no need to wait, so reading a value is what stands for a host sync.
 """
@@ -89,6 +91,16 @@ class Tape(TorchDispatchMode):
             self.calls.append((func, args, kwargs, result, fresh, generator, state))
         return result
 
+    def get_rng_state(self):
+        """Note where the generator is, and let each replay note it in the same place."""
+        state = torch.default_generator.get_state()
+        self.calls.append((None, state, "get", None, None, None, None))
+        return state
+
+    def set_rng_state(self, state):
+        torch.default_generator.set_state(state)
+        self.calls.append((None, state, "set", None, None, None, None))
+
     def save(self, tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.made and storage.data_ptr() not in self.before:
@@ -102,6 +114,12 @@ class Tape(TorchDispatchMode):
     def replay(self):
         with torch.no_grad():
             for func, args, kwargs, _, fresh, generator, state in self.calls:
+                if func is None:
+                    if kwargs == "get":
+                        args.copy_(torch.default_generator.get_state())
+                    else:
+                        torch.default_generator.set_state(args)
+                    continue
                 if state is not None:
                     now = generator.get_state()
                     generator.set_state(state)
@@ -140,10 +158,13 @@ class TapeBackend:
         gc.collect()
         ask = torch.cuda.is_current_stream_capturing
         torch.cuda.is_current_stream_capturing = lambda: True
+        get, put = torch.get_rng_state, torch.set_rng_state
+        torch.get_rng_state, torch.set_rng_state = tape.get_rng_state, tape.set_rng_state
         try:
             with self.side_stream(), tape:
                 result = body()
         finally:
+            torch.get_rng_state, torch.set_rng_state = get, put
             torch.cuda.is_current_stream_capturing = ask
             tape.undo()
             torch.set_rng_state(state)

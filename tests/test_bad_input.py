@@ -208,7 +208,7 @@ ROWS = [
         "25",
         lambda: Plan(precision="half"),
         PlanError,
-        r"precision must be one of \['as_given', .*'fp16'\], got 'half'",
+        r"precision must be one of \['as_given', .*'fp8'\], got 'half'",
     ),
     *(
         Row(

@@ -104,13 +104,29 @@ def test_a_table_of_a_file_measured_in_parts_names_the_runs_it_is_from(made_up):
             method["run"] = number
     result["workloads"]["mlp"]["methods"]["naive"]["run"] = 2
     made_up(tables.BASELINE, result)
-    assert "2026-11-20, commit c0, by ``run 0``; 2026-11-22" in tables.render("baseline mlp")
+    block = tables.render("baseline mlp")
+    assert "in 2 runs on 2026-11-20 and 2026-11-22" in block
+    assert "- 2026-11-20, commit c0, by ``run 0``\n- 2026-11-22, commit c2" in block
     block = tables.render("baseline gpt-small")
     assert "``run 1``" in block
     assert "run 0" not in block
     assert "run 2" not in block
     summary = tables.render("baseline summary")
     assert all(f"run {number}" in summary for number in range(3))
+
+
+def test_a_table_names_the_runs_of_the_sections_it_is_made_from(made_up):
+    result = benchmark_results.loader()
+    for number, section in enumerate(result["sections"].values()):
+        section["run"] = {"date": "2026-11-20", "commit": f"c{number}", "command": f"run {number}"}
+    made_up(tables.LOADER, result)
+    names = list(result["sections"])
+    assert f"``run {names.index('memory')}``" in tables.render("loader memory")
+    assert f"``run {names.index('eta')}``" not in tables.render("loader memory")
+    efficiency = tables.render("loader efficiency")
+    for name in ("eta", "eta again 2"):
+        assert f"``run {names.index(name)}``" in efficiency
+    assert f"``run {names.index('memory')}``" not in efficiency
 
 
 def test_a_table_is_made_again_from_itself(made_up):

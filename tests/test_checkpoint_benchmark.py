@@ -153,7 +153,7 @@ def test_a_slow_write_holds_up_the_next_save_only(run, monkeypatch):
 
 
 def test_a_resume_that_forgets_the_generators_is_seen(run, monkeypatch, capsys):
-    monkeypatch.setattr("torchfast.step.set_rng_state", lambda state, device: None)
+    monkeypatch.setattr("torchfast.training_state.set_rng_state", lambda state, device: None)
     figures = run("--sections", "resume")
     summary = figures["sections"]["resume"]["summary"]
     assert not summary["held"]

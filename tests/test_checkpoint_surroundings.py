@@ -148,6 +148,7 @@ def test_strange_surroundings(how, tmp_path):
         "drop": ("HOME", "USER", "LOGNAME") if "no home" in how else (),
         "options": ["-O"] if "optimised" in how else [],
         "cwd": tmp_path,
+        "fresh": "C and" in how,  # an encoding is chosen as an interpreter starts
     }
     first = faulty.run("training.py", folder, how.partition(",")[0], **options)
     assert json.loads(first.stdout) == ([2, 3, 4] if "spawn" in how else [1, 2])
@@ -246,7 +247,7 @@ def test_what_fails_and_nobody_waits_for_is_told_at_exit(tmp_path):
 
 def test_importing_it_needs_no_distributed_checkpoint(tmp_path):
     code = "import sys, torchfast\nassert 'torch.distributed.checkpoint' not in sys.modules\n"
-    faulty.run(code, cwd=tmp_path)
+    faulty.run(code, cwd=tmp_path, fresh=True)
 
 
 def test_no_thread_is_left(tmp_path):

@@ -113,9 +113,13 @@ def test_training_through_inductor_is_the_same(tmp_path, monkeypatch):
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(config, "compile_threads", 1)  # leaves no pool of processes behind
     eager = copy.deepcopy(model := Net(depth=2))
-    with CompiledModule(model, regions="blocks") as handle:
+    # One thread leaves no pool of processes behind. By torch's own patch: pytest's puts the setting
+    # back by deleting it, after which torch says that it does not exist.
+    with (
+        config.patch(compile_threads=1),
+        CompiledModule(model, regions="blocks") as handle,
+    ):
         loss = model(tokens()).pow(2).mean()
         loss.backward()
         eager(tokens()).pow(2).mean().backward()

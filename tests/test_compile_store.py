@@ -54,13 +54,15 @@ print(json.dumps({
 """
 
 
-def real(tmp_path, name, sizes):
-    """Run a process that starts with nothing but the store."""
+def real(tmp_path, name, sizes, *, fresh=True):
+    """Run a process that starts with nothing but the store; a fresh one has hashes of its own."""
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": os.fspath(tmp_path / name),
         "PYTHONHASHSEED": "random",
     }
-    finished = faulty.run(REAL, tmp_path / "store", json.dumps(sizes), environment=environment)
+    finished = faulty.run(
+        REAL, tmp_path / "store", json.dumps(sizes), environment=environment, fresh=fresh
+    )
     return json.loads(finished.stdout.splitlines()[-1])
 
 
@@ -83,7 +85,7 @@ def test_a_new_process_compiles_nothing_that_another_has_compiled(tmp_path):
     data = bytearray(entry.read_bytes())
     data[-1] ^= 1
     entry.write_bytes(data)
-    damaged = real(tmp_path, "damaged", [3])
+    damaged = real(tmp_path, "damaged", [3], fresh=False)
     assert damaged["loaded"] == damaged["outcome"] == "ignored"
     assert damaged["between"] == "saved"
     assert damaged["sums"] == cold["sums"][:2]

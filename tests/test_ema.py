@@ -15,6 +15,7 @@ from torch import optim
 
 from averages import AveragedTwins, comparable, reference, weights_of
 from models import BatchNormNet, DropoutNet, make_batches
+from pairs import in_pairs
 from poison import SKIP, batches_with, fp16, run, run_without, trainer_of
 from stepping import make_trainer
 from tape import without_check
@@ -33,9 +34,7 @@ WARM = EMAOptions(decay=0.9, warm_up=True)
 
 
 @pytest.mark.usefixtures("tape")
-@pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@in_pairs(OPTIMIZERS, ("accumulate", (1, 4)), ("clip", (None, 0.1)), ["AdamW fused", "AdamW"])
 def test_every_optimizer_is_averaged_exactly(name, accumulate, clip):
     twins = AveragedTwins(DropoutNet, OPTIMIZERS[name], accumulate=accumulate, clip=clip)
     twins.run(make_batches(12 * accumulate), accumulate)

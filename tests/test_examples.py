@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import subprocess
-import sys
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+import warm_python
 from torchfast._core.compare import differences
 
 ROOT = Path(__file__).parent.parent
@@ -19,11 +20,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(name, folder, *options):
-    command = [sys.executable, str(EXAMPLES / name), "--device", "cpu", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    done = warm_python.run(EXAMPLES / name, "--device", "cpu", *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,6 +53,46 @@ def test_the_loss_in_chunks_is_the_plain_loss(tmp_path):
     chunks, plain = (re.findall(r"^step \d  loss ([\d.]+)$", out, re.MULTILINE) for out in outputs)
     assert len(chunks) == 2
     assert [float(loss) for loss in chunks] == pytest.approx([float(loss) for loss in plain], 1e-3)
+
+
+def test_a_llama_below_bf16_trains(tmp_path):
+    output = run("09_below_bf16.py", tmp_path, "--steps", "3")
+    assert len(re.findall(r"^step \d  loss \d\.\d+$", output, re.MULTILINE)) == 3
+    assert "14 of 15 linear layers (14 tensorwise, emulated)" in output
+    assert "beside bf16, update 1: loss" in output
+    assert "AdamW with moments in 8bit" in output
+
+
+def test_a_llama_trains_alone_and_goes_on_with_two_ranks(tmp_path):
+    name = "08_many_gpus.py"
+    alone = run(name, tmp_path, "--steps", "2")
+    assert "one rank, so there is nothing to spread" in alone
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    texts = []
+    with ExitStack() as stack:
+        files = [stack.enter_context((tmp_path / f"{rank}.txt").open("w+")) for rank in range(2)]
+        processes = [
+            warm_python.Process(
+                EXAMPLES / name, "--device", "cpu", "--steps", "4", cwd=tmp_path,
+                env={**os.environ, **group, "RANK": str(rank)}, stdout=files[rank],
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        for process in processes:
+            stack.callback(process.kill)
+        for process, file in zip(processes, files, strict=True):
+            code = process.wait(100)
+            file.seek(0)
+            texts.append(file.read())
+            assert code == 0, texts[-1]
+    assert re.findall(r"^step (\d)/4", texts[0], re.MULTILINE) == ["3", "4"]
+    assert "2 blocks and the rest, over 2 ranks" in texts[0]
+    assert "loss" not in texts[1]  # the first one prints
+    weights = torch.load(tmp_path / "runs" / "many_gpus" / "model.pt", weights_only=True)
+    assert weights["0.weight"].shape == (256, 64)  # whole, and not one rank's
 
 
 def held_out(output):

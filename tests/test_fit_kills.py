@@ -6,20 +6,18 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import warm_python
 from faults import fit_job
 from torchfast import CheckpointManager
 from torchfast._core.compare import differences
 
 JOB = Path(fit_job.__file__)
-ROOT = JOB.parents[2]
 
 
 class Job:
@@ -27,13 +25,7 @@ class Job:
 
     def __init__(self, *arguments):
         self.steps = []
-        self.process = subprocess.Popen(
-            [sys.executable, str(JOB), *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+        self.process = warm_python.Process(JOB, *arguments)
         self.lines = []
 
     def read_until(self, step):

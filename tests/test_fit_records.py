@@ -33,6 +33,7 @@ def test_what_a_record_holds():
         "grad_norm",
         "metrics",
         "step_ms",
+        "phases",
         "items_per_s",
         "unit",
         "eta_s",

@@ -49,6 +49,22 @@ def test_a_signal_ends_the_run_after_the_step(number):
     assert handlers() == before
 
 
+@pytest.mark.parametrize("order", [(1, 0), (0, 1)])
+def test_a_warning_and_the_word_are_not_asking_twice_in_either_order(tmp_path, order):
+    """Two threads of a process may take signals that come together in the other order."""
+    numbers = [[signal.SIGTERM, signal.SIGUSR1][index] for index in order]
+    before = handlers()
+
+    def both(event):
+        if (event.kind, event.num_steps) == ("step", 6):
+            for number in numbers:
+                os.kill(os.getpid(), number)
+
+    result = fit(epochs=5, callbacks=[both], checkpoint=tmp_path)
+    assert (result.num_steps, result.stopped_by) == (6, "SIGTERM")
+    assert handlers() == before
+
+
 def test_a_signal_in_the_last_step_of_an_epoch_starts_no_evaluation():
     evaluated = []
     result = fit(

@@ -13,6 +13,7 @@ from torch import optim
 from torch.optim import lr_scheduler as schedulers
 
 from models import MODELS, BatchNormNet, DropoutNet, counted_loss, make_batches, weighted_loss
+from pairs import in_pairs
 from poison import BufferNet
 from tape import Twins, reasons
 
@@ -65,9 +66,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("clip", [None, 0.1], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@in_pairs(OPTIMIZERS, ("accumulate", (1, 4)), ("clip", (None, 0.1)), ["AdamW fused", "AdamW"])
 def test_every_optimizer_is_exact(name, accumulate, clip):
     twins = Twins(DropoutNet, OPTIMIZERS[name], accumulate=accumulate, clip=clip)
     twins.run(make_batches(12 * accumulate), accumulate)

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as schedulers
 from models import BatchNormNet, DropoutNet, make_batches, mean_loss
 from tape import TapeGraph, Twins, counts, drifts, reasons, without_check
 from torchfast._core.compare import differences
-from torchfast.graphs import CUDAGraphStep, engine
+from torchfast.graphs import CUDAGraphStep, entries
 from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.learning_rates import LearningRates
@@ -252,7 +252,7 @@ def test_6_the_first_step_of_momentum_is_not_captured(planted, monkeypatch):
     twins.run(make_batches(3))
     twins.both(lambda model, _: model.layers[3].requires_grad_(True))
     grow(twins)
-    monkeypatch.setattr(engine, "_WARM_UP_OF_OTHERS", 0)
+    monkeypatch.setattr(entries, "_WARM_UP_OF_OTHERS", 0)
     wrong = drifts(twins, make_batches(9, seed=1))
     assert wrong == planted
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from xml.etree import ElementTree
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import warm_python
 from benchmarks import (
     loader,
     loader_batches,
@@ -31,20 +30,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def run(*options):
-    command = [sys.executable, "-W", "ignore", "benchmarks/loader.py", "--device", "cpu", "--smoke"]
-    return subprocess.run(
-        [*command, *options],
-        capture_output=True,
-        text=True,
+    return warm_python.run(
+        results.ROOT / "benchmarks" / "loader.py",
+        *("--device", "cpu", "--smoke", *options),
         check=True,
-        timeout=120,
         cwd=results.ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": ".",
-            "OMP_NUM_THREADS": "1",
-            "TORCHFAST_COMMIT": "made up",
-        },
+        env={**os.environ, "PYTHONPATH": ".", "TORCHFAST_COMMIT": "made up"},
     ).stdout
 
 

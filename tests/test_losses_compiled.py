@@ -106,7 +106,8 @@ def test_the_module_within_a_model():
 
 def peak_bytes(function, inputs):
     """Return what a forward and backward has allocated at once, above what stood before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiled:
         function(*inputs).backward()
     now = highest = 0
     for event in profiled.profiler.kineto_results.events():

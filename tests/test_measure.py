@@ -189,6 +189,30 @@ def test_blocks_become_longer_where_waiting_takes_longer():
     assert units[1] > 5 * units[0]
 
 
+def test_a_stopwatch_of_its_own_says_the_times_and_the_clock_keeps_the_budget():
+    machine = Machine()
+    blocks = []
+
+    def stopwatch(work, units):
+        # Half of each unit is preparation, which the stopwatch leaves out.
+        started = machine.now
+        for _ in range(units):
+            work()
+        machine.synchronize()
+        blocks.append(units)
+        return (machine.now - started) / 2
+
+    seconds = {"a": 0.01, "b": 0.012}
+    measurement = machine.measure(seconds, stopwatch=stopwatch, budget_s=1.0)
+    assert measurement.timing("a").median_ms == pytest.approx(5.0, rel=0.01)
+    assert measurement.ratio("b").verdict == "slower"
+    assert measurement.elapsed_s < 1.1
+    # Blocks are sized by what a unit takes with its preparation.
+    by_clock = Machine().measure(seconds, budget_s=1.0)
+    assert measurement.units == by_clock.units
+    assert blocks[:6] == [1] * 6
+
+
 def test_a_way_that_raises_is_left_out_and_the_others_go_on():
     machine = Machine()
     calls = []

@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 
 from models import make_batches
+from pairs import in_pairs
 from poison import (
     POISONS,
     SKIP,
@@ -39,9 +40,7 @@ STEPS = ["NaN input", None, None, "NaN gradient", "infinite loss", None, "NaN lo
 # --- a skipped step leaves nothing behind ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@in_pairs(OPTIMIZERS, ("accumulate", (1, 3)), ("clip", (None, 0.5)), ["AdamW fused", "AdamW"])
 def test_a_bad_batch_is_as_if_it_had_never_been(name, accumulate, clip):
     groups = batches_with(STEPS, accumulate=accumulate)
     options = {"accumulate": accumulate, "max_grad_norm": clip}
@@ -55,9 +54,7 @@ def test_a_bad_batch_is_as_if_it_had_never_been(name, accumulate, clip):
     assert int(ours.model.seen) == 4 * accumulate * 6
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@in_pairs(OPTIMIZERS, ("accumulate", (1, 3)), ("clip", (None, 0.5)), ["AdamW fused", "AdamW"])
 def test_without_a_bad_batch_nothing_changes(name, accumulate, clip):
     groups = batches_with([None] * 4, accumulate=accumulate)
     options = {"accumulate": accumulate, "max_grad_norm": clip}

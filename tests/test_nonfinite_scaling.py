@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import optim
 
+from pairs import in_pairs
 from poison import (
     SKIP,
     as_batch,
@@ -27,9 +28,7 @@ from torchfast import NonfiniteOptions, Plan, StateMismatchError
 NOT_THE_SCALE = ["NaN input", None, None, "infinite loss", "NaN loss only", None, None]
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@in_pairs(OPTIMIZERS, ("accumulate", (1, 3)), ("clip", (None, 0.5)), ["AdamW fused", "AdamW"])
 def test_under_fp16_too_it_is_as_if_it_had_never_been(name, accumulate, clip):
     """The scale as well: where the loss is not finite it is not to blame."""
     groups = batches_with(NOT_THE_SCALE, accumulate=accumulate)

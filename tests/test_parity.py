@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
 
-import torchfast.step
 from models import BATCHES, LOSSES, MODELS, DropoutNet, make_batches, mean_loss, weighted_loss
 from torchfast import ParityError, Plan, TrainStep
 from torchfast._core import weights
+from torchfast.gradients import Gradients
+from torchfast.parallel import sharding
 from torchfast.testing import Tolerance, assert_parity
+from torchfast.update import Update
 
 
 def grouped(make, params):
@@ -183,36 +185,48 @@ def test_host_random_numbers_in_the_forward_are_exact():
 
 
 def no_clip(monkeypatch):
-    monkeypatch.setattr(torchfast.step, "clip_grad_norm_", lambda parameters, norm: norm)
+    monkeypatch.setattr(sharding, "clip_grad_norm_", lambda parameters, norm: norm)
+
+
+ACCUMULATE = 3
+
+
+def divided_otherwise(monkeypatch, divisor):
+    """Let the loss of a mean be divided by something else than the size of its group."""
+    original = Gradients._backward
+
+    def backward(self, batch, **options):
+        return original(self, batch, **{**options, "divisor": divisor})
+
+    monkeypatch.setattr(Gradients, "_backward", backward)
 
 
 def no_division(monkeypatch):
-    original = TrainStep._backward
-    monkeypatch.setattr(TrainStep, "_backward", lambda self, batch, n: original(self, batch, 1))
+    divided_otherwise(monkeypatch, 1)
 
 
 def double_update(monkeypatch):
-    original = TrainStep._second_half
+    original = Update.__call__
 
-    def second_half(self):
-        self.optimizer.step()
+    def update(self):
+        self._optimizer.step()
         return original(self)
 
-    monkeypatch.setattr(TrainStep, "_second_half", second_half)
+    monkeypatch.setattr(Update, "__call__", update)
 
 
 def stale_gradients(monkeypatch):
-    original = TrainStep._first_half
+    original = Gradients.__call__
 
-    def first_half(self, group):
-        kept = self.optimizer.zero_grad
-        self.optimizer.zero_grad = lambda set_to_none=True: None
+    def gradients(self, group):
+        kept = self._optimizer.zero_grad
+        self._optimizer.zero_grad = lambda set_to_none=True: None
         try:
             return original(self, group)
         finally:
-            self.optimizer.zero_grad = kept
+            self._optimizer.zero_grad = kept
 
-    monkeypatch.setattr(TrainStep, "_first_half", first_half)
+    monkeypatch.setattr(Gradients, "__call__", gradients)
 
 
 def clip_before_division(monkeypatch):
@@ -220,13 +234,13 @@ def clip_before_division(monkeypatch):
 
 
 def extra_random_draw(monkeypatch):
-    original = TrainStep._second_half
+    original = Update.__call__
 
-    def second_half(self):
+    def update(self):
         torch.rand(1)
         return original(self)
 
-    monkeypatch.setattr(TrainStep, "_second_half", second_half)
+    monkeypatch.setattr(Update, "__call__", update)
 
 
 def scheduler_not_stepped(monkeypatch):
@@ -240,20 +254,17 @@ def scheduler_not_stepped(monkeypatch):
 
 
 def wrong_loss(monkeypatch):
-    original = TrainStep._first_half
+    original = Gradients.__call__
 
-    def first_half(self, group):
+    def gradients(self, group):
         loss, metrics = original(self, group)
         return loss * 1.0000001, metrics
 
-    monkeypatch.setattr(TrainStep, "_first_half", first_half)
+    monkeypatch.setattr(Gradients, "__call__", gradients)
 
 
 def short_group_divided_by_accumulate(monkeypatch):
-    original = TrainStep._backward
-    monkeypatch.setattr(
-        TrainStep, "_backward", lambda self, batch, n: original(self, batch, self.accumulate)
-    )
+    divided_otherwise(monkeypatch, ACCUMULATE)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +288,7 @@ def test_a_broken_step_is_found(monkeypatch, mutate, loss_fn, first):
             OPTIMIZERS["SGD momentum"],
             loss_fn,
             make_batches(7),
-            accumulate=3,
+            accumulate=ACCUMULATE,
             max_grad_norm=0.05,
             lr_scheduler=SCHEDULERS["StepLR"],
         )

@@ -166,7 +166,7 @@ REFUSED = [
     (lambda: Plan.of(3), TypeError, r"plan must be one of .* or a Plan, got 3 \(int\)"),
     (lambda: Plan.of(None), TypeError, r"got None \(NoneType\)"),
     (lambda: Plan(precision="bf32"), PlanError, r"precision must be one of .*got 'bf32'; did you"),
-    (lambda: Plan(precision=16), TypeError, r"or PrecisionOptions, got 16 \(int\)"),
+    (lambda: Plan(precision=16), TypeError, r"PrecisionOptions or Float8Options, got 16 \(int\)"),
     (lambda: Plan(optimizer="fuse"), PlanError, r"optimizer must be .*'fuse'; did you mean 'fused"),
     (lambda: Plan(optimizer=True), TypeError, r"optimizer must be one of .* got True \(bool\)"),
     (lambda: Plan(channels_last=1), TypeError, r"channels_last must be True or False, got 1"),

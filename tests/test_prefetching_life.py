@@ -6,8 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -17,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import warm_python
 from models import mean_loss
 from simulated_device import Prompt, numbered, read_all, stagers, wait_until
 from torchfast import (
@@ -325,9 +324,7 @@ SCRIPT = """
 def test_python_exits_with_a_live_iteration(end, code):
     script = textwrap.dedent(SCRIPT).format(tests=os.path.dirname(__file__), end=end)
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = warm_python.run(script, timeout=60)
     assert "torchfast-stager" in done.stdout
     assert done.returncode in (code, -2 if code == 130 else code)
     assert "Fatal" not in done.stderr

@@ -7,8 +7,6 @@ import gc
 import io
 import os
 import pickle
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+import warm_python
 from pooling import Line, registry
 from torchfast.data.pooled_collate import empty_batch, place
 from torchfast.data.shared_memory import contiguous_strides, extent, tensor_over
@@ -148,9 +147,7 @@ sys.late = Late()
 
 
 def test_python_exits_with_batches_alive():
-    done = subprocess.run(
-        [sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = warm_python.run(EXITS, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import warm_python
 from benchmarks import sweep as runner
 from benchmarks import sweep_model
 from benchmarks.outside_models import MODELS, OutsideModel
@@ -311,21 +310,24 @@ def test_an_interrupted_sweep_leaves_a_valid_file_and_no_orphan(tmp_path, number
     script.write_text(SCRIPT)
     started = tmp_path / "started"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    errors = tmp_path / "errors"
+    with open(os.devnull, "w") as nowhere, errors.open("w") as file:
+        process = warm_python.Process(
+            script,
+            tmp_path,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=nowhere,
+            stderr=file,
+            start_new_session=True,
+        )
     try:
         _wait_until(lambda: started.exists() and started.read_text(), limit_s=60)
         child = int(started.read_text())
         os.killpg(process.pid, number)
-        _, err = process.communicate(timeout=30)
+        process.wait(30)
     finally:
         process.kill()
+    err = errors.read_text()
     if number == signal.SIGINT:
         assert process.returncode == 1
         assert err.endswith("interrupted; what was measured is kept\n")

@@ -12,9 +12,10 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import BatchNormNet, DropoutNet, make_batches, mean_loss
-from torchfast import ParityError, Plan, TrainStep
+from torchfast import ParityError, Plan
 from torchfast._core.compare import differences
 from torchfast.testing import Tolerance, assert_parity, plain_step
+from torchfast.update import Update
 
 SGD = partial(optim.SGD, lr=0.1)
 LARGE = torch.tensor([1e200 + 0j], dtype=torch.complex128)
@@ -38,23 +39,24 @@ def test_the_callers_generators_and_switches_are_put_back():
 
 
 def test_switches_are_put_back_after_a_failure(monkeypatch):
-    monkeypatch.setattr(TrainStep, "_second_half", lambda self: (None, None))
+    monkeypatch.setattr(Update, "__call__", lambda self: (None, None))
     with pytest.raises(ParityError):
         assert_parity(DropoutNet, SGD, mean_loss, make_batches(2))
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_it_says_where_and_by_how_much(monkeypatch):
-    original = TrainStep._second_half
+    original, done = Update.__call__, []
 
-    def second_half(self):
+    def update(self):
         result = original(self)
-        if self.num_steps == 1:  # of those that are done
+        done.append(self)
+        if len(done) == 2:
             with torch.no_grad():
-                self.model.layers[3].weight[1, 2] += 0.5
+                self._sharding._model.layers[3].weight[1, 2] += 0.5
         return result
 
-    monkeypatch.setattr(TrainStep, "_second_half", second_half)
+    monkeypatch.setattr(Update, "__call__", update)
     with pytest.raises(ParityError) as caught:
         assert_parity(DropoutNet, SGD, mean_loss, make_batches(3))
     message = str(caught.value)
@@ -64,28 +66,28 @@ def test_it_says_where_and_by_how_much(monkeypatch):
 
 
 def test_buffers_are_compared(monkeypatch):
-    original = TrainStep._second_half
+    original = Update.__call__
 
-    def second_half(self):
+    def update(self):
         result = original(self)
-        self.model.norm.running_mean[1] = 3.0
+        self._sharding._model.norm.running_mean[1] = 3.0
         return result
 
-    monkeypatch.setattr(TrainStep, "_second_half", second_half)
+    monkeypatch.setattr(Update, "__call__", update)
     with pytest.raises(ParityError, match=r"buffers 'norm.running_mean'"):
         assert_parity(BatchNormNet, SGD, mean_loss, make_batches(3))
 
 
 def test_optimizer_state_is_compared(monkeypatch):
-    original = TrainStep._second_half
+    original = Update.__call__
 
-    def second_half(self):
+    def update(self):
         result = original(self)
-        for state in self.optimizer.state.values():
+        for state in self._optimizer.state.values():
             state["step"] += 1
         return result
 
-    monkeypatch.setattr(TrainStep, "_second_half", second_half)
+    monkeypatch.setattr(Update, "__call__", update)
     with pytest.raises(ParityError, match=r"optimizer 'state.0.step': max |difference| 1 "):
         assert_parity(DropoutNet, partial(optim.Adam, lr=0.1), mean_loss, make_batches(1))
 
@@ -113,7 +115,7 @@ def test_a_model_that_diverges_to_nan_is_exact_but_not_close():
 
 
 def test_a_plan_that_trains_nothing_is_not_close(monkeypatch):
-    monkeypatch.setattr(TrainStep, "_second_half", lambda self: (None, None))
+    monkeypatch.setattr(Update, "__call__", lambda self: (None, None))
     with pytest.raises(ParityError, match=r"parameters' change differs by 1 of its norm"):
         assert_parity(
             DropoutNet,

@@ -5,6 +5,8 @@
 a model of your own that a plan trains as the plain loop does.
 """
 
+from typing import TYPE_CHECKING
+
 from torchfast._core.batches import MicroBatches
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import (
@@ -15,17 +17,24 @@ from torchfast._core.errors import (
     ClosedError,
     CompileError,
     EmptyEpochError,
+    HostSyncError,
     IterationError,
     LossError,
     NonFiniteError,
+    OutOfMemoryError,
     ParityError,
     PlanError,
+    RankError,
     StateMismatchError,
     TorchFastError,
+    TraceError,
     UnsafeCheckpointError,
     UnsupportedDeviceError,
     UnsupportedOptimizerError,
 )
+from torchfast._core.later import later
+from torchfast._core.phases import phase
+from torchfast._core.step_times import PhaseTimes, StepTimes
 from torchfast._core.version import __version__ as __version__
 from torchfast.checkpoint import Checkpoint, CheckpointManager, import_state_dict
 from torchfast.compiler import (
@@ -42,17 +51,68 @@ from torchfast.data import (
     WorkerMeasurement,
     WorkerSweep,
     build_dataloader,
+    shard_loader,
     sweep_workers,
 )
 from torchfast.ema import EMAOptions
 from torchfast.fit_options import FitEvent, FitResult
 from torchfast.graphs import CUDAGraphOptions, CUDAGraphStep, ParallelBranches
+from torchfast.memory import OutOfMemoryOptions, RecomputeOptions
+from torchfast.parallel import Ranks, ShardOptions, Watchdog, start_ranks
 from torchfast.plan import Plan
-from torchfast.precision import NonfiniteOptions, PrecisionOptions
+from torchfast.precision import (
+    Float8Options,
+    NonfiniteOptions,
+    PrecisionOptions,
+)
+from torchfast.profiling import HostSync, SyncGuard, SyncReport
 from torchfast.step import TrainStep
 from torchfast.trainer import Trainer
 
+if TYPE_CHECKING:
+    from torchfast.memory import (
+        ActivationOffload,
+        AllocatorChange,
+        AllocatorConfig,
+        AllocatorEnvironment,
+        AttentionReport,
+        ExpertBuffers,
+        GrowingLine,
+        HeldTensor,
+        MemoryAccount,
+        MemoryDiagnosis,
+        MemoryLine,
+        MemoryMonitor,
+        MemoryPool,
+        MemorySample,
+        MemorySource,
+        OffloadedOptimizer,
+        OffloadOptions,
+        PoolStatistics,
+        Recompute,
+        RecomputeChoice,
+        RecomputePlan,
+        SettingChange,
+        attention_backends,
+        attention_report,
+        plan_recompute,
+    )
+    from torchfast.precision import Float8Linears, LowBitAdamW
+    from torchfast.profiling import (
+        Profile,
+        ProfileReport,
+        SpeedComparison,
+        analyse_trace,
+        compare_speed,
+        profile,
+    )
+
 __all__ = [
+    "ActivationOffload",
+    "AllocatorChange",
+    "AllocatorConfig",
+    "AllocatorEnvironment",
+    "AttentionReport",
     "BatchStructureError",
     "CUDAGraphOptions",
     "CUDAGraphStep",
@@ -70,33 +130,123 @@ __all__ = [
     "Decision",
     "EMAOptions",
     "EmptyEpochError",
+    "ExpertBuffers",
     "FitEvent",
     "FitResult",
+    "Float8Linears",
+    "Float8Options",
+    "GrowingLine",
+    "HeldTensor",
+    "HostSync",
+    "HostSyncError",
     "IterationError",
     "LoaderStatistics",
     "LossError",
+    "LowBitAdamW",
+    "MemoryAccount",
+    "MemoryDiagnosis",
+    "MemoryLine",
+    "MemoryMonitor",
+    "MemoryPool",
+    "MemorySample",
+    "MemorySource",
     "MicroBatches",
     "MonitoredDataLoader",
     "NonFiniteError",
     "NonfiniteOptions",
+    "OffloadOptions",
+    "OffloadedOptimizer",
+    "OutOfMemoryError",
+    "OutOfMemoryOptions",
     "ParallelBranches",
     "ParityError",
+    "PhaseTimes",
     "Plan",
     "PlanError",
+    "PoolStatistics",
     "PrecisionOptions",
     "PrefetchingLoader",
+    "Profile",
+    "ProfileReport",
+    "RankError",
+    "Ranks",
+    "Recompute",
+    "RecomputeChoice",
+    "RecomputeOptions",
+    "RecomputePlan",
     "Report",
+    "SettingChange",
+    "ShardOptions",
+    "SpeedComparison",
     "StateMismatchError",
+    "StepTimes",
+    "SyncGuard",
+    "SyncReport",
     "TorchFastError",
+    "TraceError",
     "TrainStep",
     "Trainer",
     "UnsafeCheckpointError",
     "UnsupportedDeviceError",
     "UnsupportedOptimizerError",
+    "Watchdog",
     "WorkerMeasurement",
     "WorkerSweep",
+    "analyse_trace",
+    "attention_backends",
+    "attention_report",
     "build_dataloader",
+    "compare_speed",
     "compile_callable",
     "import_state_dict",
+    "phase",
+    "plan_recompute",
+    "profile",
+    "shard_loader",
+    "start_ranks",
     "sweep_workers",
 ]
+
+_HOMES = {
+    "torchfast.memory": (
+        "ActivationOffload",
+        "AllocatorChange",
+        "AllocatorConfig",
+        "AllocatorEnvironment",
+        "AttentionReport",
+        "ExpertBuffers",
+        "GrowingLine",
+        "HeldTensor",
+        "MemoryAccount",
+        "MemoryDiagnosis",
+        "MemoryLine",
+        "MemoryMonitor",
+        "MemoryPool",
+        "MemorySample",
+        "MemorySource",
+        "OffloadOptions",
+        "OffloadedOptimizer",
+        "PoolStatistics",
+        "Recompute",
+        "RecomputeChoice",
+        "RecomputePlan",
+        "SettingChange",
+        "attention_backends",
+        "attention_report",
+        "plan_recompute",
+    ),
+    "torchfast.precision": ("Float8Linears", "LowBitAdamW"),
+    "torchfast.profiling": (
+        "Profile",
+        "ProfileReport",
+        "SpeedComparison",
+        "analyse_trace",
+        "compare_speed",
+        "profile",
+    ),
+}
+__getattr__ = later(globals(), _HOMES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

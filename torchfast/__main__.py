@@ -1,8 +1,10 @@
 """``python -m torchfast``: what can be done from a shell.
 
 ``checkpoint {list,verify,show,export}`` looks at folders of checkpoints, ``cache
-{list,show,prune,clear}`` at folders of compiled artifacts. Exit status: 0 if all is well, 1 if
-something is damaged or could not be done, 2 if the arguments are wrong.
+{list,show,prune,clear}`` at folders of compiled artifacts, ``env`` prints the shell line for
+torch's memory allocators, and ``profile`` runs a script and says where the time of its steps goes.
+Exit status: 0 if all is well, 1 if something is damaged or could not be done, 2 if the arguments
+are wrong; after a script, its own.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from collections.abc import Sequence
 import torchfast
 from torchfast.checkpoint.commands import add_commands as add_checkpoint_commands
 from torchfast.compiler.commands import add_commands as add_cache_commands
+from torchfast.memory.commands import add_commands as add_memory_commands
+from torchfast.profiling.commands import add_commands as add_profile_commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_checkpoint_commands(commands)
     add_cache_commands(commands)
+    add_memory_commands(commands)
+    add_profile_commands(commands)
     parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)

@@ -1,10 +1,11 @@
 """The loss function of a step, compiled as its plan says.
 
 A step calls ``loss_fn(model, batch)``. Whole means that this call is compiled: the model, the loss
-and all between them, so that the last layer is fused with the loss too. By regions means that
-modules are compiled where they stand in the model, and the rest runs as it is. The model stays the
-user's object either way, and whatever else calls it (evaluation, the averaged model) finds it as
-usual.
+and all between them, so that the last layer is fused with the loss too. By blocks means that these
+are compiled where they stand in the model, and what stands around them, the loss above all, in
+pieces between them. Regions that are named are compiled where they stand, and the rest runs as it
+is. The model stays the user's object in any case, and whatever else calls it (evaluation, the
+averaged model) finds it as usual.
 
 The first steps compile, forward and backward, before a graph is captured. Under a graph nothing of
 it is left in a step but its kernels: neither guards nor Python.
@@ -13,8 +14,10 @@ it is left in a step but its kernels: neither guards nor Python.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -74,6 +77,13 @@ class CompiledLoss(Closing):
         self._has_own_graphs = False  # torch's, by the mode
         self._decisions: list[Decision] = []
         self._undecided: CompileOptions | None = None
+        recompute = plan.recompute_options
+        budget = None if recompute is None else recompute.budget
+        self._budget: Callable[[], AbstractContextManager[None]] = nullcontext
+        if budget is not None:
+            from torchfast.memory.recompute_transform import memory_budget  # few plans have one
+
+            self._budget = functools.partial(memory_budget, budget)
         options = self._resolved(plan)
         if options is None:
             return
@@ -85,7 +95,8 @@ class CompiledLoss(Closing):
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         """Return what the loss function returns."""
-        result = self._function(model, batch)
+        with self._budget():
+            result = self._function(model, batch)
         if self._has_own_graphs:
             # What lies in their memory is overwritten by the next call.
             return tree_map_only(Tensor, Tensor.clone, result)
@@ -175,13 +186,21 @@ class CompiledLoss(Closing):
             )
         fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
         del fields["budget_s"]  # of the search
-        return CompiledModule(self._model, **fields)
+        compiled = CompiledModule(self._model, **fields)
+        # Who names regions wants these and no others.
+        if not isinstance(options.regions, tuple):
+            compiled.around(self._loss_fn)
+        return compiled
 
     def _use(self, compiled: Compiled | None) -> None:
         self._compiled = compiled
         mode = None if compiled is None else compiled.options.mode
         self._has_own_graphs = mode in WITHIN_A_GRAPH and self._device.type == "cuda"
-        self._function = compiled if isinstance(compiled, CompiledCallable) else self._loss_fn
+        self._function = self._loss_fn
+        if isinstance(compiled, CompiledCallable):
+            self._function = compiled
+        elif compiled is not None and compiled.code_around is not None:
+            self._function = compiled.code_around
 
     def _resolved(self, plan: Plan) -> CompileOptions | None:
         """Return how to compile on this device, or None, and note what there is to say."""

@@ -77,6 +77,30 @@ def evaluate(
         loader = PrefetchingLoader(
             batches, step.device, reuse=True, channels_last=step.channels_last
         )
+
+    def work() -> Sums:
+        return _sums(_parts(step, model, loader, should_stop), step.device)
+
+    group = step.ranks.group
+    return _means(group.together(work) if fails_together(step, batches) else group.gather(work()))
+
+
+def fails_together(step: TrainStep, batches: object) -> bool:
+    """Whether a rank whose evaluation fails tells the others, so that it fails on all of them.
+
+    It cannot where they meet within: in the forward of a sharded model, in a loader of all ranks,
+    or in whatever a callable does.
+    """
+    return not (callable(batches) or step.is_sharded or isinstance(batches, PrefetchingLoader))
+
+
+def _parts(
+    step: TrainStep,
+    model: nn.Module,
+    loader: PrefetchingLoader,
+    should_stop: Callable[[], bool],
+) -> list[LossParts]:
+    """Return what ``loss_fn`` returns for each batch."""
     parts: list[LossParts] = []
     with undisturbed(step, model), torch.no_grad(), loader:
         step.model.eval()  # a loss that uses it all the same must not train its BatchNorm
@@ -92,11 +116,15 @@ def evaluate(
         )
     if not parts:
         raise EmptyEpochError("evaluation got no batch; its loader is empty or used up")
-    return _means(parts, step.device)
+    return parts
 
 
-def _means(parts: list[LossParts], device: torch.device) -> dict[str, float]:
-    """Average on the host, in double: read all at once, after the last batch is enqueued."""
+# The sum of a quantity over batches, each times its weight, and the sum of the weights.
+Sums = dict[str, tuple[float, float]]
+
+
+def _sums(parts: list[LossParts], device: torch.device) -> Sums:
+    """Add up on the host, in double: read all at once, after the last batch is enqueued."""
     values: dict[str, Number] = {}
     for index, part in enumerate(parts):
         values[f"{index} loss"] = part.loss
@@ -104,12 +132,22 @@ def _means(parts: list[LossParts], device: torch.device) -> dict[str, float]:
         values |= {f"{index} metric {name}": value for name, value in part.metrics.items()}
     host = Reading(values, device).read()
     weights = [host[f"{index} weight"] for index in range(len(parts))]
-    total = sum(weights)
-    means: dict[str, float] = {}
+    sums: Sums = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
         held = [i for i in range(len(parts)) if f"{i} metric {name}" in host]
-        weight = sum(weights[i] for i in held)
         weighted = sum(host[f"{i} metric {name}"] * weights[i] for i in held)
-        means[name] = weighted / weight if weight else math.nan
+        sums[f"metric {name}"] = weighted, sum(weights[i] for i in held)
+    # With weights a loss is a sum over its items already.
     losses = sum(host[f"{index} loss"] for index in range(len(parts)))
-    return {**means, "loss": losses / total if total else math.nan}
+    return {**sums, "loss": (losses, sum(weights))}
+
+
+def _means(of_ranks: list[Sums]) -> dict[str, float]:
+    """Divide what all ranks have added up."""
+    means: dict[str, float] = {}
+    for name in dict.fromkeys(name for sums in of_ranks for name in sums):
+        found = [sums[name] for sums in of_ranks if name in sums]
+        weight = sum(weight for _, weight in found)
+        total = sum(total for total, _ in found)
+        means[name.removeprefix("metric ")] = total / weight if weight else math.nan
+    return means

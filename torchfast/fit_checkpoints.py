@@ -13,14 +13,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from torchfast._core.arguments import check_int
 from torchfast._core.errors import CheckpointWriteError, StateMismatchError
+from torchfast._core.local import local
+from torchfast._core.rng import seed_everything
 from torchfast.checkpoint import Checkpoint, CheckpointManager
+from torchfast.checkpoint.sharded import is_sharded
 from torchfast.data import PrefetchingLoader
 from torchfast.step import TrainStep
 
@@ -107,7 +110,9 @@ class FitCheckpoints:
         if isinstance(options.checkpoint, CheckpointManager):
             self._manager = options.checkpoint
         elif options.checkpoint is not None:
-            self._manager = CheckpointManager(options.checkpoint, keep_last=KEPT)
+            self._manager = CheckpointManager(
+                options.checkpoint, keep_last=KEPT, across_ranks=step.ranks.are_many
+            )
         else:
             self._manager = None
         scheduler = step.lr_scheduler
@@ -150,8 +155,8 @@ class FitCheckpoints:
                 )
             return None
         if isinstance(resume, int):
-            return manager.load(resume)
-        found = manager.load()
+            return manager.load(resume, like=self._placed())
+        found = manager.load(like=self._placed())
         if found is not None or resume == "auto":
             return found
         if not Path(resume).is_dir():
@@ -159,8 +164,8 @@ class FitCheckpoints:
                 f"resume={os.fspath(resume)!r} is no folder of checkpoints; give 'auto', a step "
                 "or such a folder"
             )
-        with CheckpointManager(resume) as other:
-            found = other.load()
+        with CheckpointManager(resume, across_ranks=self._step.ranks.are_many) as other:
+            found = other.load(like=self._placed())
         if found is None:
             raise ValueError(
                 f"resume={os.fspath(resume)!r} has no checkpoint; give 'auto', a step or a folder "
@@ -185,9 +190,27 @@ class FitCheckpoints:
         # The trainer's first, and whole: it has the generators that the rest of the run draws from.
         self._step.load_state_dict(found.state)
         self._loader.load_state_dict(found.state["loader"])
+        if self._step.ranks.rank >= found.world_size:
+            self._draw_apart()
         progress = FitProgress(**found.state["fit"])
         self._saved = progress, bool(found.metrics)
         return progress
+
+    def _placed(self) -> dict[str, Any] | None:
+        """Return how the state is sharded, so that each rank reads its part only."""
+        parameters = [p for group in self._step.optimizer.param_groups for p in group["params"]]
+        if not any(map(is_sharded, parameters)):
+            return None
+        # Before the first step an optimizer has no moments yet; they are sharded as what they are
+        # of, under whose number they are saved.
+        return {**self._step.state_dict(), "optimizer": {"state": dict(enumerate(parameters))}}
+
+    def _draw_apart(self) -> None:
+        """Give a rank that the checkpoint does not know random numbers of its own.
+
+        It has those of a rank that it does know, and would draw the same as that one.
+        """
+        seed_everything(int(torch.randint(2**62, (), device="cpu")) + self._step.ranks.rank)
 
     # -- Saving ------------------------------------------------------------------------------------
 
@@ -204,7 +227,9 @@ class FitCheckpoints:
         if self._manager is None:
             return
         every = self._options.every
-        if (every is not None and progress.num_steps % every == 0) or self._manager.has_failed:
+        # Ranks hear of a failure at different times, but save at the same step: the next one due.
+        failed = self._manager.has_failed and not self._step.ranks.are_many
+        if failed or (every is not None and progress.num_steps % every == 0):
             self.save(progress, evaluation)
 
     def after_epoch(self, progress: FitProgress, evaluation: Mapping[str, float] | None) -> None:
@@ -232,8 +257,13 @@ class FitCheckpoints:
         """
         manager = self._manager
         key = progress, bool(evaluation)
-        if manager is None or (self._saved == key and not manager.has_failed):
+        if manager is None:
             return
+        if self._saved == key:
+            if self._step.ranks.are_many:
+                manager.wait()  # raises on all of them, or on none
+            if not manager.has_failed:
+                return
         state = {
             **self._step.state_dict(),
             "loader": self._loader.state_dict(),
@@ -259,8 +289,9 @@ class FitCheckpoints:
         # Not the buffers: a mask may hold infinities on purpose. Nor dtypes of a byte, which know
         # no infinity, or no isfinite().
         flags = [
+            # Of a sharded one, this rank's part; one rank that says no is enough.
             parameter.isfinite().all().to(self._step.device)
-            for parameter in self._step.model.parameters()
+            for parameter in map(local, self._step.model.parameters())
             if parameter.dtype.itemsize > 1
             and (parameter.is_floating_point() or parameter.is_complex())
         ]

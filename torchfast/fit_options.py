@@ -19,6 +19,7 @@ from torchfast._core.arguments import (
     check_positive,
 )
 from torchfast._core.loss import Number
+from torchfast._core.step_times import StepTimes
 from torchfast.fit_checkpoints import CheckpointOptions
 from torchfast.records import Record
 
@@ -69,6 +70,7 @@ class FitResult:
             checkpoints, ``"SIGUSR1"``.
         history: Every record, in order: those of training and those of evaluation.
         evaluation: The last evaluation's values; empty if there was none.
+        step_times: What steps take and what they are made of; print it.
     """
 
     num_steps: int
@@ -77,6 +79,7 @@ class FitResult:
     stopped_by: str
     history: list[Record] = field(repr=False)
     evaluation: dict[str, float]
+    step_times: StepTimes = field(default_factory=StepTimes, repr=False)
 
     @property
     def exit_code(self) -> int:

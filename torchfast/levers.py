@@ -7,6 +7,7 @@ numbers, or where it changes none.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
+from torchfast._core.rank_group import RankGroup
 from torchfast._core.reachable import held_by
 from torchfast.graphs import (
     CUDAGraphOptions,
@@ -25,7 +27,11 @@ from torchfast.graphs import (
     graph_form,
 )
 from torchfast.graphs.graphed_update import Half
-from torchfast.plan import Plan
+from torchfast.plan import LOW_BITS, Plan
+from torchfast.precision import as_low_bit
+
+# DistributedDataParallel builds its buckets anew behind its first step, and times some later ones.
+WARM_UP_OF_REPLICAS = 11
 
 
 class Levers(NamedTuple):
@@ -52,6 +58,7 @@ class Levers(NamedTuple):
         named: Sequence[object],
         loss_fn: Callable[..., Any],
         after_failure: Callable[[], None],
+        ranks: RankGroup,
     ) -> GraphedUpdate | None:
         """Return what runs a step through a graph, or None if nothing is captured."""
         if self.options is None:
@@ -67,6 +74,7 @@ class Levers(NamedTuple):
             rate_dtype=None if self.in_graph is None else self.in_graph.rate_dtype,
             device=next(model.parameters()).device,
             after_failure=after_failure,
+            ranks=ranks,
         )
 
 
@@ -85,11 +93,12 @@ def apply_levers(
     Synchronizes: Yes.
     """
     form = _form(optimizer, plan, model, device, can_skip=can_skip)
+    state = [] if (low_bit := as_low_bit(optimizer)) is None else [low_bit.decision()]
     if plan.graph_options is None:
-        return Levers(form, [graph_decision("left alone", "every step runs as it is")])
+        return Levers(form, [*state, graph_decision("left alone", "every step runs as it is")])
     if not has_graphs(device):
         detail = f"there are no graphs on {device.type}, only on CUDA"
-        return Levers(form, [graph_decision("left alone", detail)])
+        return Levers(form, [*state, graph_decision("left alone", detail)])
     found, decision = graph_form(optimizer, "exact" if plan.optimizer == "as_given" else "close")
     if found is not None and found.form != form.form:
         before = form.form
@@ -101,7 +110,18 @@ def apply_levers(
     if found is None and can_skip:
         why = "nothing is captured, since whether to update is decided behind the gradients"
         return Levers(form, [graph_decision("stepped aside", f"{why}; {decision.detail}")])
-    return Levers(form, [decision], plan.graph_options, found)
+    return Levers(form, [*state, decision], _graph_options(plan), found)
+
+
+def _graph_options(plan: Plan) -> CUDAGraphOptions:
+    """Return how to capture; replicas warm up for as long as their reducer goes on settling."""
+    options, sharding = plan.graph_options, plan.shard_options
+    assert options is not None
+    if sharding is None or sharding.is_sharded:
+        return options
+    return dataclasses.replace(
+        options, warm_up_steps=max(options.warm_up_steps, WARM_UP_OF_REPLICAS)
+    )
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -112,7 +132,14 @@ def has_graphs(device: torch.device) -> bool:
 def _form(
     optimizer: Optimizer, plan: Plan, model: nn.Module, device: torch.device, *, can_skip: bool
 ) -> OptimizerForm:
-    form = OptimizerForm(optimizer, plan.optimizer, model)
+    # What keeps its state in low bits has one form, which a graph can hold.
+    is_plain = plan.optimizer == "fused" and as_low_bit(optimizer) is None
+    form = OptimizerForm(optimizer, "fused" if is_plain else "as_given", model)
+    if as_low_bit(optimizer) is not None:
+        if plan.optimizer in LOW_BITS:
+            detail = "LowBitAdamW, with the groups and hyperparameters given"
+            form.decision = Decision(lever="optimizer", outcome="applied", detail=detail)
+        return form
     if not can_skip or form.is_fused or device.type == "cpu":
         return form
     is_fp16 = plan.precision_options.format == "fp16"

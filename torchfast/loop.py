@@ -23,24 +23,37 @@ from torchfast._core.device import peak_flops
 from torchfast._core.errors import EmptyEpochError
 from torchfast._core.signals import StopSignals
 from torchfast.data import PrefetchingLoader
-from torchfast.evaluation import EvaluationCutError, evaluate, evaluated_model, undisturbed
+from torchfast.evaluation import (
+    EvaluationCutError,
+    evaluate,
+    evaluated_model,
+    fails_together,
+    undisturbed,
+)
 from torchfast.fit_checkpoints import FitCheckpoints, FitProgress
 from torchfast.fit_options import Evaluate, FitEvent, FitOptions, FitResult
+from torchfast.parallel import Watchdog
+from torchfast.profiling import StepTimer
 from torchfast.records import IntervalRecords, Record, SkipWatch
 from torchfast.reporting import JSONLWriter, ProgressLine
 from torchfast.step import TrainStep
+from torchfast.stopping import Stopping
 
 logger = logging.getLogger(__name__)
 
 _END = object()
+_STILL_S = 300.0  # without a phase of a step, until the log says where the ranks stand
 
 
 @final
 class FitLoop:
     """One call of ``fit``: holds what the loop counts and what it has yet to read."""
 
-    def __init__(self, step: TrainStep, loader: PrefetchingLoader, options: FitOptions) -> None:
+    def __init__(
+        self, step: TrainStep, loader: PrefetchingLoader, options: FitOptions, timer: StepTimer
+    ) -> None:
         self._step = step
+        self._timer = timer
         self._loader = loader
         self._options = options
         if loader.is_one_shot and options.epochs is not None and options.epochs > 1:
@@ -52,12 +65,15 @@ class FitLoop:
         if is_plateau and options.evaluate is None:
             raise ValueError("ReduceLROnPlateau is stepped on evaluations: fit needs evaluate=")
         self._plateau = step.lr_scheduler if is_plateau else None
+        step.memory.note_loader(loader)
         evaluated_model(step, ema=options.evaluate_ema)  # or raise before hours of training
         self._done = 0
         self._epoch = step.num_epochs
         self._epochs_done = 0
         self._stop_reason: str | None = None
         self._signals = StopSignals(with_usr1=options.checkpoints.checkpoint is not None)
+        self._stopping = Stopping(self._signals, step.ranks.group)
+        self._is_cut = False  # by a loader that failed while a signal ends the loop
         self._checkpoints = FitCheckpoints(options.checkpoints, step, loader)
         self._records = IntervalRecords(
             step,
@@ -65,6 +81,7 @@ class FitLoop:
             options.unit,
             options.flops_per_item,
             options.peak_flops or peak_flops(step.device),
+            timer,
         )
         self._skips = SkipWatch(step)
         self._history: list[Record] = []
@@ -86,19 +103,25 @@ class FitLoop:
             )
         with (
             ProgressLine(
-                options.progress, total_steps=self._last_step() or None, unit=options.unit
+                options.progress if self._step.ranks.is_first else "off",
+                total_steps=self._last_step() or None,
+                unit=options.unit,
             ) as self._line,
-            _log_file(options.log_path) as self._log,
+            _log_file(options.log_path if self._step.ranks.is_first else None) as self._log,
             self._signals,
+            self._timer.session(),
+            self._step.memory.monitored(),
+            self._watched(),
         ):
             try:
                 self._resume()
                 self._epochs()
+                self._stopping.settle()
                 if self._skips.tripped(wait=True):
                     self._stop_reason = "nonfinite"
                     logger.warning("too many updates were skipped: %s", self._skips.told())
                 if self._records.has_steps:
-                    self._records.stage(self._place())
+                    self._stage()
                 self._evaluate(due=False)
                 self._checkpoints.save(self._progress(), self._fresh_evaluation(), blocking=True)
                 self._flush(wait=True)
@@ -114,12 +137,21 @@ class FitLoop:
             num_steps=self._done,
             num_epochs=self._epochs_done,
             seconds=time.perf_counter() - self._started,
-            stopped_by=self._signals.received or self._stop_reason or "steps",
+            stopped_by=self._stopping.signal or self._stop_reason or "steps",
             history=self._history,
             evaluation=self._evaluation,
+            step_times=self._timer.times(),
         )
 
     # --- the loop ------------------------------------------------------------------------------
+
+    def _watched(self) -> AbstractContextManager[Any]:
+        """Say where all ranks stand if they stand still, well before their group gives up."""
+        options = self._step.plan.shard_options
+        if options is None or not self._step.ranks.are_many:
+            return nullcontext()
+        timeout_s = min(_STILL_S, options.timeout_s / 2)
+        return Watchdog(timeout_s=timeout_s, num_steps=lambda: self._step.num_steps)
 
     def _resume(self) -> None:
         progress = self._checkpoints.resume()
@@ -170,10 +202,12 @@ class FitLoop:
             self._records.begin()
             loss = self._step(batch)
             self._done += 1
+            self._timer.end_step()
+            self._step.memory.end_step()
             self._records.add(loss, batch)
             self._emit("step", None, loss)
             if self._done % options.log_every == 0:
-                self._records.stage(self._place())
+                self._stage()
             self._flush(wait=False)
             if options.evaluate_every and self._done % options.evaluate_every == 0:
                 self._evaluate()
@@ -182,7 +216,11 @@ class FitLoop:
             if self._stop_reason is not None:
                 # A run cut short takes the end of the epoch up when it goes on.
                 return self._stop_reason == "steps" and self._ended(batches)
-        return self._signals.received is None
+        if self._is_cut:
+            # The other ranks' loaders felt the signal too; none of them is at its end.
+            self._stop_reason = self._stopping.at_once()
+            return False
+        return self._stopping.signal is None
 
     def _ended(self, batches: Iterator[Any]) -> bool:
         """Let the loader see the end of its epoch, if it is there."""
@@ -190,30 +228,39 @@ class FitLoop:
         return self._loader.epoch_ended
 
     def _next(self, batches: Iterator[Any]) -> Any:
+        self._timer.begin_step()
+        batch = self._next_or_end(batches)
+        if batch is _END:
+            self._timer.cancel_step()
+        return batch
+
+    def _next_or_end(self, batches: Iterator[Any]) -> Any:
         try:
             return next(batches, _END)
         except Exception:
             # A terminal's Ctrl-C reaches loader workers too, and their death is not an error.
-            if self._signals.received is None:
+            if not self._stopping.is_asked_here:
                 raise
             logger.warning("the loader failed while stopping on %s", self._signals.received)
+            self._is_cut = True
             return _END
 
     def _check_end(self) -> None:
         options = self._options
         if self._stop_reason is not None:
             return
-        if self._signals.received is not None:
-            self._stop_reason = self._signals.received
+        if self._skips.tripped():
+            self._stopping.ask("nonfinite")
+        asked = self._stopping.after_step()
+        if asked is not None:
+            self._stop_reason = asked
         elif options.steps is not None and self._done >= options.steps:
             self._stop_reason = "steps"
         elif options.epochs is not None and self._epochs_done >= options.epochs:
             self._stop_reason = "epochs"
-        elif self._skips.tripped():
-            self._stop_reason = "nonfinite"
 
     def _stop(self) -> None:
-        self._stop_reason = self._stop_reason or "callback"
+        self._stopping.ask("callback")
 
     def _evaluate(self, *, due: bool = True) -> None:
         """Evaluate what these steps made, unless that was done or a signal calls for the end.
@@ -223,7 +270,7 @@ class FitLoop:
         """
         evaluation = self._options.evaluate
         done_at = self._due_at if due else max(self._due_at, self._evaluated_at)
-        if evaluation is None or done_at == self._done or self._signals.received:
+        if evaluation is None or done_at == self._done or self._stopping.signal:
             return
         self._records.clock.pause()  # the time spent here belongs to no step
         self._flush(wait=True)
@@ -232,7 +279,8 @@ class FitLoop:
         except EvaluationCutError:
             return
         except Exception:
-            if self._signals.received is None:
+            is_alone = self._step.ranks.are_many and not fails_together(self._step, evaluation)
+            if is_alone or not self._stopping.is_asked_here:
                 raise
             logger.warning("the evaluation failed while stopping on %s", self._signals.received)
             return
@@ -264,15 +312,22 @@ class FitLoop:
                     "evaluate must return a mapping of names to floats, got "
                     f"{type(values).__name__}"
                 )
-            return {name: float(value) for name, value in values.items()}
+            numbers = {name: float(value) for name, value in values.items()}
+            return self._step.ranks.of_first(numbers)  # a scheduler must hear the same everywhere
         return evaluate(
             self._step,
             evaluation,
-            lambda: self._signals.received is not None,
+            # Ranks evaluate together: none leaves the others alone in it.
+            lambda: not self._step.ranks.are_many and self._stopping.is_asked_here,
             ema=self._options.evaluate_ema,
         )
 
     # --- what is told --------------------------------------------------------------------------
+
+    def _stage(self) -> None:
+        """Begin to read the interval that ends here."""
+        self._timer.note_copies(self._loader.statistics().copies_ms)
+        self._records.stage(self._place() | self._step.memory.to_record())
 
     def _flush(self, *, wait: bool) -> None:
         """Tell the records that have arrived; with ``wait``, all that are on their way."""

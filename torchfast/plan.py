@@ -3,25 +3,63 @@
 One field a lever, each a plain scalar or an options object. A plan decides nothing by itself: the
 step reads it, asks the device what is possible, and says in its report what came of it.
 
-A step applies a plan in this order: channels_last, which lays the storage of parameters out anew
-but keeps the parameter objects, and with them the optimizer's state; then compilation, in place;
-then the optimizer's form; then the graph, which holds all of it.
+A step applies a plan in this order: what changes the model (float8, recompute, sharding; see
+`transforms`), since an optimizer must be built behind it; channels_last, which lays the storage of
+parameters out anew but keeps the parameter objects, and with them the optimizer's state; then
+compilation, in place; then the optimizer's form; then the graph, which holds all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 from torchfast._core.arguments import check_choice, explain_init_keywords, suggestion
 from torchfast._core.errors import PlanError
+from torchfast._core.option_fields import call_of, changed_fields
 from torchfast.compiler import CompileOptions
 from torchfast.graphs import CUDAGraphOptions
-from torchfast.precision import NonfiniteOptions, PrecisionOptions
+from torchfast.memory import OffloadOptions, OutOfMemoryOptions, RecomputeOptions
+from torchfast.parallel import ShardOptions
+from torchfast.precision import (
+    Float8Options,
+    NonfiniteOptions,
+    PrecisionOptions,
+    precision_from,
+)
+from torchfast.profiling import SYNC_MODES
 
-Precision = Literal["as_given", "auto", "fp32", "tf32", "bf16", "fp16"]
+if TYPE_CHECKING:
+    from torchfast.memory import AllocatorConfig
+
+
+def _read_allocator(text: str) -> AllocatorConfig:
+    from torchfast.memory import AllocatorConfig  # which few plans name
+
+    return AllocatorConfig.parse(text)
+
+
+# The fields that may be an options object, and its class, for reading a plan.
+_OPTIONS: Final[dict[str, Callable[..., Any]]] = {
+    "precision": precision_from,
+    "nonfinite": NonfiniteOptions,
+    "recompute": RecomputeOptions,
+    "compile": CompileOptions,
+    "cuda_graph": CUDAGraphOptions,
+    "offload": OffloadOptions,
+    "shard": ShardOptions,
+    "allocator": _read_allocator,
+    "out_of_memory": OutOfMemoryOptions,
+}
+
+Precision = Literal["as_given", "auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
+# An AdamW whose moments take fewer bits, and how many.
+LOW_BITS: Final = {"adamw8bit": "8bit", "adamw4bit": "4bit", "adamwfp8": "fp8"}
+UpdateForm = Literal["as_given", "fused", "adamw8bit", "adamw4bit", "adamwfp8"]
+Recomputed = bool | float | str | tuple[Any, ...] | list[Any] | set[Any] | RecomputeOptions
 
 
 @explain_init_keywords
@@ -38,15 +76,31 @@ class Plan:
 
     Args:
         precision: ``"as_given"``, ``"auto"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"`` or
-            `PrecisionOptions`.
+            `PrecisionOptions`; ``"fp8"`` or `Float8Options` for linear layers in float8.
         channels_last: Lay 4-d parameters and batch tensors out as NHWC, if the model convolves.
-        optimizer: ``"as_given"``, or ``"fused"``: the fused update where torch has one.
+        optimizer: ``"as_given"``, or ``"fused"``: the fused update where torch has one. Or an
+            AdamW with moments in fewer bits, built in place of the AdamW that the callable given
+            builds: ``"adamw8bit"``, ``"adamw4bit"``, ``"adamwfp8"`` (see `LowBitAdamW`).
         nonfinite: What to do about a NaN or infinite loss or gradient: ``"propagate"``, as a
             plain loop does, ``"skip"``, which leaves parameters, optimizer state and buffers as
             they were, or `NonfiniteOptions`.
+        recompute: Compute activations again in the backward, and do not keep them: ``"blocks"``,
+            ``"selective"``, paths and module classes, a number between 0 and 1 (the memory budget
+            of the compiler, with ``compile`` only), or `RecomputeOptions`.
         compile: Compile the loss function with the model: True, False, ``"auto"`` (on CUDA devices
             only) or `CompileOptions`.
         cuda_graph: Capture the whole step into one CUDA graph: True, False or `CUDAGraphOptions`.
+        offload: Keep in the host's memory what the device does not need yet: ``"activations"``,
+            ``"optimizer"`` (its state, with the update), ``"all"``, `OffloadOptions`, or None.
+        shard: Train on several ranks: ``"ddp"``, ``"fsdp"``, ``"hsdp"``, `ShardOptions`, or None,
+            in which case each process trains by itself.
+        sync_guard: Find the lines that make the host wait for the device: ``"off"``, ``"record"``
+            (in the report), ``"warn"`` or ``"raise"``; see `SyncGuard`.
+        allocator: Settings of torch's memory allocators, made before anything else: a preset's
+            name or `AllocatorConfig`. They are the process's, and stay.
+        out_of_memory: What to do about a step that does not fit into memory: ``"raise"`` an
+            `OutOfMemoryError` with an account; ``"split"``, which does the step again with its
+            micro-batches in parts, and is close; or `OutOfMemoryOptions`.
 
     Raises:
         PlanError: A value that does not exist, or fields that contradict each other.
@@ -58,22 +112,29 @@ class Plan:
         Plan(precision='bf16')
     """
 
-    precision: Precision | PrecisionOptions = "as_given"
+    precision: Precision | PrecisionOptions | Float8Options = "as_given"
     channels_last: bool = False
-    optimizer: Literal["as_given", "fused"] = "as_given"
+    optimizer: UpdateForm = "as_given"
     nonfinite: Literal["propagate", "skip"] | NonfiniteOptions = "propagate"
+    recompute: Recomputed = False
     compile: bool | Literal["auto"] | CompileOptions = False
     cuda_graph: bool | CUDAGraphOptions = False
+    offload: Literal["activations", "optimizer", "all"] | OffloadOptions | None = None
+    shard: Literal["ddp", "fsdp", "hsdp"] | ShardOptions | None = None
+    sync_guard: Literal["off", "record", "warn", "raise"] = "off"
+    allocator: str | AllocatorConfig | None = None
+    out_of_memory: Literal["raise", "split"] | OutOfMemoryOptions = "raise"
 
     PRESETS: ClassVar[tuple[str, ...]] = ("eager", "exact", "fast")
 
     def __post_init__(self) -> None:
         options = PrecisionOptions.of(self.precision)
-        if not options.scaling:  # one way to write each plan, so that equal plans are equal
+        # One way to write each plan, so that equal plans are equal.
+        if not options.scaling and self.float8_options in (None, Float8Options()):
             object.__setattr__(self, "precision", options.format)
         if not isinstance(self.channels_last, bool):
             raise TypeError(f"channels_last must be True or False, got {self.channels_last!r}")
-        check_choice("optimizer", self.optimizer, ("as_given", "fused"), PlanError)
+        check_choice("optimizer", self.optimizer, ("as_given", "fused", *LOW_BITS), PlanError)
         nonfinite = NonfiniteOptions.of(self.nonfinite)
         if nonfinite.stop_after is None:
             object.__setattr__(self, "nonfinite", nonfinite.action)
@@ -89,6 +150,42 @@ class Plan:
             )
         if self.cuda_graph == CUDAGraphOptions():
             object.__setattr__(self, "cuda_graph", True)
+        if self.shard is not None:
+            options_of_shard = ShardOptions.of(self.shard)
+            if options_of_shard == ShardOptions.of(options_of_shard.strategy):
+                object.__setattr__(self, "shard", options_of_shard.strategy)
+        recompute = self.recompute_options
+        if recompute is not None:
+            object.__setattr__(self, "recompute", recompute.shortest)
+            if recompute.budget is not None and self.compile is False:
+                raise PlanError(
+                    f"recompute={recompute.budget} is a memory budget for the compiler, and "
+                    "compile=False; add compile=True, or use recompute='blocks' or 'selective'"
+                )
+        if self.offload is not None:
+            offload = OffloadOptions.of(self.offload)
+            object.__setattr__(self, "offload", offload.word or offload)
+            self._check_offload(offload)
+        if self.shard is not None and (self.compile_options or CompileOptions()).mode == "auto":
+            # Each rank would run as many backwards as its own watch allows.
+            raise PlanError(
+                "CompileOptions(mode='auto') does not go with shard=...: ranks that measure by "
+                "themselves wait for each other for ever; search in one process without shard, "
+                "and name the mode that it takes"
+            )
+        check_choice("sync_guard", self.sync_guard, ("off", *SYNC_MODES), PlanError)
+        _ = self.allocator_config  # or raise
+        out_of_memory = OutOfMemoryOptions.of(self.out_of_memory)
+        if out_of_memory == OutOfMemoryOptions(action=out_of_memory.action):
+            object.__setattr__(self, "out_of_memory", out_of_memory.action)
+        if out_of_memory.action == "split" and self.shard is not None:
+            # The others have begun to reduce gradients by then, and would take those of another
+            # try for the rest of the first.
+            raise PlanError(
+                "out_of_memory='split' does not go with shard=...: a backward that is done again "
+                "would meet what the other ranks began in the first one; take smaller batches and "
+                "accumulate"
+            )
 
     @classmethod
     def preset(cls, name: str) -> Plan:
@@ -121,10 +218,29 @@ class Plan:
         """The precision as an options object."""
         return PrecisionOptions.of(self.precision)
 
+    def optimizer_source(self, source: Any) -> Any:
+        """Return what builds the optimizer, given an optimizer or what builds one."""
+        bits = LOW_BITS.get(self.optimizer)
+        if bits is None:
+            return source
+        from torchfast.precision import low_bit_source  # which few plans need
+
+        return low_bit_source(source, bits)
+
+    @property
+    def float8_options(self) -> Float8Options | None:
+        """Which layers are in float8 and how; None if none is."""
+        return Float8Options.of(self.precision)
+
     @property
     def nonfinite_options(self) -> NonfiniteOptions:
         """What to do about what is not finite, as an options object."""
         return NonfiniteOptions.of(self.nonfinite)
+
+    @property
+    def recompute_options(self) -> RecomputeOptions | None:
+        """What is recomputed, as an options object; None if nothing is."""
+        return RecomputeOptions.of(self.recompute)
 
     @property
     def compile_options(self) -> CompileOptions | None:
@@ -140,12 +256,36 @@ class Plan:
             return self.cuda_graph
         return CUDAGraphOptions() if self.cuda_graph else None
 
+    @property
+    def offload_options(self) -> OffloadOptions | None:
+        """What waits on the host, as an options object; None if nothing does."""
+        return None if self.offload is None else OffloadOptions.of(self.offload)
+
+    @property
+    def shard_options(self) -> ShardOptions | None:
+        """How the model is spread over ranks, as an options object; None if it is not."""
+        return None if self.shard is None else ShardOptions.of(self.shard)
+
+    @property
+    def allocator_config(self) -> AllocatorConfig | None:
+        """The allocator's settings as an object; None if they are left alone."""
+        if self.allocator is None:
+            return None
+        from torchfast.memory import check_allocator  # which few plans need
+
+        return check_allocator(self.allocator)
+
+    @property
+    def out_of_memory_options(self) -> OutOfMemoryOptions:
+        """What to do about a step that does not fit, as an options object."""
+        return OutOfMemoryOptions.of(self.out_of_memory)
+
     def replace(self, **changes: Any) -> Plan:
         """Return a copy with some fields changed."""
         return type(self)(**{**{f: getattr(self, f) for f in _fields(type(self))}, **changes})
 
     def to_json(self) -> str:
-        """Return the plan as a JSON object, defaults left out."""
+        """Return the plan as a JSON object, defaults left out, classes and functions by name."""
         return json.dumps({k: _to_plain(v) for k, v in self._changed().items()}, sort_keys=True)
 
     @classmethod
@@ -166,25 +306,34 @@ class Plan:
                 known = _fields(cls)
                 raise PlanError(f"Plan has no field {name!r}{suggestion(name, known)}")
         try:
-            if isinstance(values.get("precision"), dict):
-                values["precision"] = PrecisionOptions(**values["precision"])
-            if isinstance(values.get("nonfinite"), dict):
-                values["nonfinite"] = NonfiniteOptions(**values["nonfinite"])
-            if isinstance(values.get("compile"), dict):
-                values["compile"] = CompileOptions(**values["compile"])
-            if isinstance(values.get("cuda_graph"), dict):
-                values["cuda_graph"] = CUDAGraphOptions(**values["cuda_graph"])
+            for name, options in _OPTIONS.items():
+                if isinstance(values.get(name), dict):
+                    values[name] = options(**values[name])
             return cls(**values)
         except (TypeError, ValueError) as error:
             raise PlanError(f"not a plan in JSON: {error}") from error
 
+    def _check_offload(self, offload: OffloadOptions) -> None:
+        if not offload.optimizer:
+            return
+        sharded, other = self.shard_options, None
+        if sharded is not None and sharded.is_sharded:
+            other = (
+                f"shard={sharded.strategy!r}: ShardOptions(offload=True) keeps shards on the host"
+            )
+        elif PrecisionOptions.of(self.precision).format == "fp16":
+            other = "precision='fp16', whose updates are called off on the device: take bf16"
+        elif self.nonfinite_options.action == "skip":
+            other = "nonfinite='skip', which calls updates off on the device"
+        if other is not None:
+            raise PlanError(f"offload of the optimizer does not go with {other}")
+
     def _changed(self) -> dict[str, Any]:
-        fields = dataclasses.fields(self)
-        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+        return changed_fields(self)
 
     def __repr__(self) -> str:
         """Return the call that makes this plan, defaults left out."""
-        return f"Plan({', '.join(f'{k}={v!r}' for k, v in self._changed().items())})"
+        return call_of(self, self._changed())
 
 
 def _fields(cls: type[Plan]) -> tuple[str, ...]:
@@ -194,8 +343,11 @@ def _fields(cls: type[Plan]) -> tuple[str, ...]:
 def _to_plain(value: Any) -> Any:
     if isinstance(value, PrecisionOptions):
         return {"format": value.format, **value.scaling}
+    if isinstance(value, Float8Options):
+        return {"format": "fp8", **value.changed}
     if isinstance(value, NonfiniteOptions):
         return dataclasses.asdict(value)
-    if isinstance(value, CUDAGraphOptions | CompileOptions):
-        return value.changed
-    return value
+    if hasattr(value, "to_text"):  # an AllocatorConfig
+        return {"text": value.to_text()}
+    changed = getattr(value, "changed", None)  # of an options object
+    return value if changed is None else changed

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchfast._core.batches import MicroBatches, count_samples
 from torchfast._core.device import memory_peak_bytes
 from torchfast._core.reading import Laps, Reading, StepClock
+from torchfast.profiling import StepTimer
 from torchfast.step import TrainStep
 
 Record = dict[str, Any]
@@ -33,6 +34,7 @@ class IntervalRecords:
         unit: What is counted.
         flops_per_item: For ``flops_per_s`` and ``mfu``, or None.
         peak_flops: What 100 % is, or None.
+        timer: What steps are made of; it is told what they took.
 
     Synchronizes: Only `arrived` with ``wait``.
     """
@@ -44,6 +46,7 @@ class IntervalRecords:
         unit: str,
         flops_per_item: float | None,
         peak_flops: float | None,
+        timer: StepTimer,
     ) -> None:
         self._step = step
         self._count_items = count_items or _samples
@@ -51,6 +54,7 @@ class IntervalRecords:
         self._flops_per_item = flops_per_item
         self._peak_flops = peak_flops
         self.clock = StepClock(step.device)
+        self._timer = timer
         self.mean_step_ms: float | None = None
         self._rates: list[Any] = []
         self._losses: list[Tensor] = []
@@ -83,6 +87,10 @@ class IntervalRecords:
         }
         if self._step.skip_counts is not None:
             values["skipped"] = self._step.skip_counts.num_skipped()
+        if self._step.ranks.are_many:
+            # Where ranks work together: what the step tells is the mean, what it did is the sum.
+            told = {n: v for n, v in values.items() if not n.startswith("lr ")}
+            values |= self._step.over_ranks({**told, "items": float(self._items)})
         reading = Reading(values, self._step.device)
         self._staged.append((record, reading, self.clock.collect(), self._items))
         self._losses = []
@@ -92,7 +100,10 @@ class IntervalRecords:
         """Yield the records whose readings have come; with ``wait``, all that are staged."""
         while self._staged and (wait or self._staged[0][1].is_ready):
             record, reading, laps, items = self._staged.pop(0)
-            self._add_values(record, reading.read())
+            values = reading.read()
+            if "items" in values:
+                items = round(values.pop("items") * self._step.ranks.world_size)
+            self._add_values(record, values)
             self._add_times(record, laps.milliseconds(), items)
             memory = memory_peak_bytes(self._step.device)
             if memory is not None:
@@ -124,6 +135,8 @@ class IntervalRecords:
             "p90": ordered[min(len(ordered) - 1, int(len(ordered) * 0.9))],
             "max": ordered[-1],
         }
+        self._timer.note_steps(times)
+        record["phases"] = self._timer.recent_times().to_dict()
         if not items or total_ms <= 0:
             return
         record["items_per_s"] = items / total_ms * 1e3
@@ -131,7 +144,9 @@ class IntervalRecords:
         if self._flops_per_item is not None:
             record["flops_per_s"] = record["items_per_s"] * self._flops_per_item
             if self._peak_flops is not None:
-                record["mfu"] = record["flops_per_s"] / self._peak_flops
+                record["mfu"] = record["flops_per_s"] / (
+                    self._peak_flops * self._step.ranks.world_size
+                )
 
 
 @final

@@ -11,17 +11,15 @@ with Python floats in its groups, no hooks, no proxies.
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchfast._core.arguments import (
     check_callable,
@@ -29,44 +27,37 @@ from torchfast._core.arguments import (
     check_positive,
     explain_keywords,
 )
-from torchfast._core.batches import as_group, to_device
+from torchfast._core.batches import as_group
 from torchfast._core.building import (
-    build_optimizer,
-    build_scheduler,
-    check_no_strays,
     claim,
     device_decision,
-    move_to,
-    release,
     scheduler_decision,
     untrained_decisions,
 )
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ClosedError
-from torchfast._core.loss import (
-    LossParts,
-    Number,
-    StepOutput,
-    check_differentiable,
-    detached,
-    unpack_loss,
-)
+from torchfast._core.loss import LossParts, Number, StepOutput, with_norm
+from torchfast._core.phases import UPDATE, phase
 from torchfast._core.reachable import weak_method
-from torchfast._core.rng import get_rng_state, set_rng_state
-from torchfast._core.state import FORMAT, check_training_state
-from torchfast._core.weights import combine
+from torchfast._core.untouched import untouched
 from torchfast.compiled_loss import CompiledLoss
-from torchfast.ema import EMAOptions, WeightAverage
+from torchfast.ema import EMAOptions
+from torchfast.gradients import Gradients, LossFn
 from torchfast.levers import apply_levers
+from torchfast.memory import StepOffload
+from torchfast.memory.splitting import parts_of
+from torchfast.parallel import Ranks, start_ranks
 from torchfast.plan import Plan
 from torchfast.precision import ChannelsLast, LossScaler, PrecisionPolicy, SkipCounts, UpdateGuard
+from torchfast.preparation import OptimizerSource, SchedulerSource, prepare
+from torchfast.step_guards import StepSyncs
+from torchfast.step_memory import StepMemory
+from torchfast.training_state import TrainingState
+from torchfast.transforms import ModelTransforms
+from torchfast.update import Update
 
 logger = logging.getLogger(__name__)
-
-LossFn = Callable[[Any, Any], Any]
-OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
-SchedulerSource = Any  # an LRScheduler, an object with step(), or optimizer -> either
 
 
 @final
@@ -130,65 +121,30 @@ class TrainStep:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
         self.plan = Plan.of(plan)
+        self.memory = StepMemory(self.plan, model)  # before anything is moved to a device
         self.accumulate = check_int("accumulate", accumulate, minimum=1)
         self.max_grad_norm = (
             None if max_grad_norm is None else check_positive("max_grad_norm", max_grad_norm)
         )
         self._ema = EMAOptions.of(ema)
-        self.device = resolve_device(device, model)
+        options = self.plan.shard_options
+        self.ranks = Ranks() if options is None else start_ranks(timeout_s=options.timeout_s)
+        self.device = resolve_device(self.ranks.device_for(device, model), model)
         self.model = model
-        self._loss_fn = loss_fn
         self._plan_name = plan if isinstance(plan, str) else repr(plan)
-
         self._precision = PrecisionPolicy(self.plan.precision_options, self.device)
-        is_new = not isinstance(optimizer, Optimizer)
-        if is_new and device is not None:
-            model.to(self.device)
-        self.optimizer = build_optimizer(optimizer, model)
-        if not is_new and device is not None:
-            move_to(self.device, model, self.optimizer)
-        self.lr_scheduler = build_scheduler(lr_scheduler, self.optimizer)
-        is_late = isinstance(self.lr_scheduler, ReduceLROnPlateau)
-        self._steps_scheduler = lr_scheduler is not None and not is_late
-        if self._precision.format == "fp16" and self.max_grad_norm is not None:
-            check_no_strays(model, self.optimizer)
-        nonfinite = self.plan.nonfinite_options
-        can_skip = self._precision.format == "fp16" or nonfinite.action == "skip"
-        self._average = WeightAverage(model, self._ema, self.device, can_skip=can_skip)
-        release(self.optimizer)
-        self._compiled = CompiledLoss(model, loss_fn, self.plan, self.device)
-        # Nothing below refuses an argument, and nothing above has changed a form or a layout.
-        self._layout = ChannelsLast(model, self.plan.channels_last)
-        levers = apply_levers(self.optimizer, self.plan, model, self.device, can_skip=can_skip)
-        self._form, self._graph_decisions = levers.form, levers.decisions
-        self._layout.align(self.optimizer)
-        self._average.align()
-        scaler = (
-            LossScaler(self.plan.precision_options, self.optimizer, self.device)
-            if self._precision.format == "fp16"
-            else None
-        )
-        self._guard = UpdateGuard(model, self.optimizer, self.device, nonfinite, scaler=scaler)
-        # What nonfinite="skip" counts, on the device, for whoever reads late.
-        self.skip_counts: SkipCounts | None = self._guard.counts if self._guard.is_on else None
-        self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
-        self._graph = levers.graphed(
-            weak_method(self._whole),
-            # What the guard decides between gradients and update cannot be parted from them.
-            None if can_skip else weak_method(self._until_update),
-            model,
-            self.optimizer,
-            [*([] if scaler is None else [scaler.held]), *self._average.named],
-            loss_fn,
-            self._guard.forget,
-        )
         self._closed = False
         self.num_steps = 0
         self.num_epochs = 0  # counted by fit(), for set_epoch
         self.metrics: dict[str, Number] = {}
-        in_place = self._layout.active or self._compiled.changes_model or self._graph is not None
-        if in_place or self._form.form != "as_given":
-            claim(self.optimizer, self.close)
+        self._transforms = ModelTransforms(model, self.plan, self.device, self.ranks)
+        self._sharding = self._transforms.sharding
+        self._offload = StepOffload(self.plan.offload_options)
+        try:
+            self._build(optimizer, loss_fn, lr_scheduler, is_moved=device is not None)
+        except BaseException:
+            self._transforms.close()
+            raise
         for decision in self._decisions():
             if decision.outcome == "stepped aside":
                 logger.warning("%s: %s", decision.lever, decision.detail)
@@ -208,20 +164,12 @@ class TrainStep:
             TypeError: A bare batch where `MicroBatches` is due, or a wrong return of loss_fn.
             ValueError: More micro-batches than ``accumulate``, or a loss that is no scalar.
             LossError: A loss without a graph.
+            OutOfMemoryError: The step does not fit into memory.
             ClosedError: After `close`.
         """
         group = self._group(batch)
         with self._average.around_step():
-            if self._graph is None:
-                output = self._whole(group)
-            else:
-                is_whole = self._graph.is_whole
-                output = self._graph(group)
-                if not is_whole:
-                    with self._precision.step():
-                        self.optimizer.step()
-                    self._precision.after_update()
-                    self._average.update(None)  # what can be skipped is not parted from the graph
+            output = self.memory.run(partial(self._update.through, self._whole), group)
         self.metrics = dict(output.metrics)
         self._after_update(output.skipped)
         return output.loss
@@ -233,7 +181,7 @@ class TrainStep:
         the group and, under fp16, unscaled. Under ``nonfinite="skip"`` a loss that is not finite
         is noted here; gradients are judged by `update`, as they are then.
         """
-        loss, self.metrics = self._first_half(self._group(batch))
+        loss, self.metrics = self.memory.run(self._gradients, self._group(batch))
         if self._graph is not None:
             self._graph.settle()
         return loss
@@ -242,15 +190,20 @@ class TrainStep:
         """Run the second half of a step: clip, optimizer, scheduler. Always eager."""
         self._check_open()
         with self._average.around_step():
-            norm, skipped = self._second_half()
-        if norm is not None:
-            self.metrics["grad_norm"] = norm
+            norm, skipped = self.memory.run_update(self._update)
+        self.metrics = with_norm(self.metrics, norm)
         self._after_update(skipped)
 
     def compute_loss(self, batch: Any, model: nn.Module | None = None) -> LossParts:
         """Run ``loss_fn`` as it was given, on the model or on its average, without a backward."""
-        with self._precision.step():
-            return self._forward(batch, self._loss_fn, self.model if model is None else model)
+        return self._gradients.compute_loss(batch, self.model if model is None else model)
+
+    def over_ranks(self, values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
+        """Return the means of scalars over the ranks; each rank must give the same names.
+
+        Synchronizes: Never.
+        """
+        return self._sharding.means(values)
 
     @property
     def ema_model(self) -> nn.Module | None:
@@ -267,6 +220,11 @@ class TrainStep:
         self._guard.check_skips()
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the model only."""
+        return self._sharding.is_sharded
+
+    @property
     def channels_last(self) -> bool:
         """Whether 4-d batch tensors are laid out as NHWC."""
         return self._layout.active
@@ -280,19 +238,9 @@ class TrainStep:
 
         Synchronizes: Yes.
         """
-        scheduler_state = getattr(self.lr_scheduler, "state_dict", dict)
-        return {
-            "format": FORMAT,
-            "plan": self.plan.to_json(),
-            "num_steps": self.num_steps,
-            "num_epochs": self.num_epochs,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "lr_scheduler": None if self.lr_scheduler is None else scheduler_state(),
-            **self._guard.state_dict(),
-            **self._average.state_dict(),
-            "rng": get_rng_state(self.device),
-        }
+        return self._state.save(
+            plan=self.plan.to_json(), num_steps=self.num_steps, num_epochs=self.num_epochs
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` returned, the global random generators included.
@@ -305,19 +253,9 @@ class TrainStep:
             StateMismatchError: A newer format, or keys, shapes or parts that do not fit.
         """
         self._check_open()
-        check_training_state(state, self.model, self.optimizer, self.lr_scheduler)
-        self._average.check_state_dict(state)
-        self.model.load_state_dict(state["model"])
-        # A copy: torch keeps tensors that need no conversion, so two trainers that load one
-        # state would share their moments.
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        if hasattr(self.lr_scheduler, "load_state_dict"):
-            self.lr_scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
-        self._guard.load_state_dict(state)
-        self._average.load_state_dict(state)
+        self._state.load(state)
         self.num_steps = state["num_steps"]
         self.num_epochs = state["num_epochs"]
-        set_rng_state(state["rng"], self.device)
 
     def report(self) -> Report:
         """Return what the plan did, what stepped aside and why.
@@ -325,8 +263,8 @@ class TrainStep:
         Synchronizes: Under fp16 and ``nonfinite="skip"``, to read what was skipped.
         """
         counters = {"steps": self.num_steps, **self._guard.counters(), **self._compiled.counters()}
-        if self._graph is not None:
-            counters |= self._graph.counters()
+        counters |= self._offload.counters() | self.memory.counters() | self.syncs.counters()
+        counters |= {} if self._graph is None else self._graph.counters()
         title = f"plan {self._plan_name!r} on {self.device}"
         return Report(title=title, decisions=tuple(self._decisions()), counters=counters)
 
@@ -338,8 +276,12 @@ class TrainStep:
         self._load_hook.remove()
         with ExitStack() as stack:  # all of it, whatever fails, the last first
             stack.callback(self._average.align)
+            stack.callback(self._transforms.close)
+            stack.callback(self._offload.close, self.optimizer)
             stack.callback(self._layout.close, self.optimizer)
             stack.callback(self._compiled.close)
+            stack.callback(self.syncs.close)
+            stack.callback(self.memory.close)
             stack.callback(self._form.close)
             if self._graph is not None:
                 stack.callback(self._graph.close)
@@ -351,6 +293,91 @@ class TrainStep:
             f"{'' if self._ema is None else f', ema={self._ema!r}'})"
         )
 
+    def _build(
+        self,
+        source: OptimizerSource,
+        loss_fn: LossFn,
+        scheduler: SchedulerSource,
+        *,
+        is_moved: bool,
+    ) -> None:
+        """Put the step together: what refuses an argument first, then what changes something."""
+        model = self.model
+        self.optimizer, self.lr_scheduler, self._steps_scheduler, self._average = prepare(
+            model,
+            source,
+            scheduler,
+            plan=self.plan,
+            transforms=self._transforms,
+            offload=self._offload,
+            ema=self._ema,
+            device=self.device,
+            is_moved=is_moved,
+            clips=self.max_grad_norm is not None,
+        )
+        is_fp16, nonfinite = self._precision.format == "fp16", self.plan.nonfinite_options
+        can_skip = is_fp16 or nonfinite.action == "skip"
+        self._offload.begin(model)
+        self._compiled = CompiledLoss(model, loss_fn, self.plan, self.device)
+        # Nothing below refuses an argument, and nothing above has changed a form or a layout.
+        self._layout = ChannelsLast(model, self.plan.channels_last)
+        levers = apply_levers(self.optimizer, self.plan, model, self.device, can_skip=can_skip)
+        self._form, self._graph_decisions = levers.form, levers.decisions
+        self._layout.align(self.optimizer)
+        self._average.align()
+        options, any_rank = self.plan.precision_options, self._sharding.any
+        scaler = LossScaler(options, self.optimizer, self.device) if is_fp16 else None
+        self._guard = UpdateGuard(
+            model, self.optimizer, self.device, nonfinite, scaler=scaler, any_rank=any_rank
+        )
+        # What nonfinite="skip" counts, on the device, for whoever reads late.
+        self.skip_counts: SkipCounts | None = self._guard.counts if self._guard.is_on else None
+        self.syncs = StepSyncs(self.plan, self.device)  # what plan.sync_guard asks for
+        self._gradients = Gradients(
+            model,
+            self.optimizer,
+            loss_fn,
+            compiled=self._compiled,
+            precision=self._precision,
+            layout=self._layout,
+            guard=self._guard,
+            syncs=self.syncs,
+            device=self.device,
+            max_grad_norm=self.max_grad_norm,
+            sharding=self._sharding,
+            forward=self._offload.forward,
+            check_others=self.memory.check_others,
+        )
+        self._update = Update(
+            self.optimizer,
+            guard=self._guard,
+            precision=self._precision,
+            average=self._average,
+            syncs=self.syncs,
+            max_grad_norm=self.max_grad_norm,
+            sharding=self._sharding,
+        )
+        self._state = TrainingState(
+            model, self.optimizer, self.lr_scheduler, self._guard, self._average, self.device
+        )
+        self.memory.watch(model, self.optimizer, self.device, self._guard, self._average)
+        self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
+        self._graph = levers.graphed(
+            weak_method(self._whole),
+            # What the guard decides between gradients and update cannot be parted from them.
+            None if can_skip else weak_method(self._until_update),
+            model,
+            self.optimizer,
+            [*([] if scaler is None else [scaler.held]), *self._average.named],
+            loss_fn,
+            self._guard.forget,
+            self.ranks.group,
+        )
+        self._update.graph = self._graph
+        in_place = self._layout.active or self._compiled.changes_model or self._graph is not None
+        if in_place or self._transforms.changes_model or self._form.form != "as_given":
+            claim(self.optimizer, self.close)
+
     # --- the parts of a step ---------------------------------------------------------------
 
     def _check_open(self) -> None:
@@ -360,53 +387,32 @@ class TrainStep:
     def _group(self, batch: Any) -> tuple[Any, ...]:
         self._check_open()
         group = as_group(batch, self.accumulate)
-        if self._compiled.is_undecided:
-            self._compiled.decide(lambda: self._first_half(group)[0], group)
+        if self._transforms.looks_at_batches or self._compiled.is_undecided:
+            self.memory.run(self._look, group, is_step=False)
+        if self._sharding.is_undecided:
+            with untouched(self.model, self.device):
+                self._sharding.decide(lambda: self._gradients(group))
         return group
+
+    def _look(self, group: Sequence[Any]) -> None:
+        """Measure and compare before a step; in parts, if it is to run in parts."""
+        first = parts_of(group[0])[0]
+        self._transforms.before_step(self.num_steps + 1, lambda: self.compute_loss(first).loss)
+        if self._compiled.is_undecided:
+            self._compiled.decide(lambda: self._gradients(group)[0], group)
 
     def _whole(self, group: Sequence[Any]) -> StepOutput:
         """Run a step on the device: what a graph can hold, and nothing else."""
-        loss, metrics = self._first_half(group)
-        norm, skipped = self._second_half()
-        if norm is not None:
-            metrics = {**metrics, "grad_norm": norm}
-        return StepOutput(loss, metrics, skipped)
+        loss, metrics = self._gradients(group)
+        norm, skipped = self._update()
+        return StepOutput(loss, with_norm(metrics, norm), skipped)
 
     def _until_update(self, group: Sequence[Any]) -> StepOutput:
         """Run a step on the device but for the update itself."""
-        loss, metrics = self._first_half(group)
-        norm = self._clip()
-        if norm is not None:
-            metrics = {**metrics, "grad_norm": norm}
-        return StepOutput(loss, metrics, None)
-
-    def _first_half(self, group: Sequence[Any]) -> tuple[Tensor, dict[str, Number]]:
-        with self._precision.step():
-            self.optimizer.zero_grad(set_to_none=True)
-            self._guard.begin()
-            parts = [self._backward(micro_batch, len(group)) for micro_batch in group]
-            loss, metrics = combine(
-                parts, self.model, self.optimizer, self.device, self.max_grad_norm
-            )
-            # After the division, so that what fp16 judges finite is what will be applied.
-            self._guard.end_backward([part.loss for part in parts])
-            return loss, metrics
-
-    def _second_half(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradient norm and whether the update was skipped, where there are such."""
-        with self._precision.step():
-            self._guard.judge()
-            norm = self._clip()
-            with nullcontext() if self._graph is None else self._graph.rates_on_device():
-                skipped = self._guard.update(norm)
-        self._precision.after_update()
-        self._average.update(skipped)
-        return norm, skipped
-
-    def _clip(self) -> Tensor | None:
-        if self.max_grad_norm is None:
-            return None
-        return clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        loss, metrics = self._gradients(group)
+        with phase(UPDATE):
+            norm = self._update.clip()
+        return StepOutput(loss, with_norm(metrics, norm), None)
 
     def _after_update(self, skipped: Tensor | None) -> None:
         """Do what the host does after an update."""
@@ -417,28 +423,19 @@ class TrainStep:
         if self._steps_scheduler:
             self.lr_scheduler.step()
 
-    def _forward(self, batch: Any, loss_fn: LossFn, model: nn.Module) -> LossParts:
-        moved = to_device(batch, self.device, channels_last=self._layout.active)
-        with self._precision.forward():
-            return unpack_loss(loss_fn(model, moved))
-
-    def _backward(self, batch: Any, num_micro_batches: int) -> LossParts:
-        loss, metrics, weight = self._forward(batch, self._compiled, self.model)
-        check_differentiable(loss)
-        if weight is None and num_micro_batches > 1:
-            loss = loss / num_micro_batches
-        self._guard.scale(loss).backward()
-        return LossParts(detached(loss), metrics, weight)
-
     def _decisions(self) -> list[Decision]:
         return [
             device_decision(self.device, self.model),
             self._precision.decision,
+            *self._transforms.decisions(),
+            *self._offload.decisions(self.optimizer),
             self._layout.decision,
             *self._compiled.decisions(),
             self._form.decision,
             *self._guard.decisions(),
             *self._average.decisions(),
+            *self.syncs.decisions(),
+            *self.memory.decisions(),
             *self._graph_decisions,
             *([] if self._graph is None else self._graph.decisions()),
             scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),

@@ -7,9 +7,10 @@ the plain loop with a progress line, a log, evaluation and a clean stop. Both ru
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,20 @@ from torchfast._core.arguments import explain_keywords
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Report
 from torchfast._core.loss import Number
-from torchfast.data import PrefetchingLoader
+from torchfast.data import PrefetchingLoader, shard_loader
 from torchfast.ema import EMAOptions
 from torchfast.evaluation import evaluate
 from torchfast.fit_checkpoints import CheckpointOptions, Resume, Target
 from torchfast.fit_options import Callback, Evaluate, FitOptions, FitResult, ProgressMode
+from torchfast.gradients import LossFn
 from torchfast.loop import FitLoop
 from torchfast.plan import Plan
-from torchfast.step import LossFn, OptimizerSource, SchedulerSource, TrainStep
+from torchfast.preparation import OptimizerSource, SchedulerSource
+from torchfast.profiling import StepTimer, SyncReport
+from torchfast.step import TrainStep
+
+if TYPE_CHECKING:
+    from torchfast.profiling import ProfileReport
 
 
 @final
@@ -100,6 +107,7 @@ class Trainer(Closing):
             device=device,
             ema=ema,
         )
+        self._timer = StepTimer(self._step.device)
 
     def step(self, batch: Any) -> Tensor:
         """Run one update and return its mean loss, detached, on the device.
@@ -138,13 +146,19 @@ class Trainer(Closing):
         """Return a `PrefetchingLoader` over ``loader`` that yields what `step` takes.
 
         On the step's device, grouped into `MicroBatches` under ``accumulate``, and as NHWC where
-        the plan says so. `PrefetchingLoader` documents the arguments.
+        the plan says so. Of many ranks each gets its own part (`shard_loader`), and all end an
+        epoch together. `PrefetchingLoader` documents the arguments.
 
         Raises:
             TypeError: An argument of the wrong kind, or an unknown keyword.
             ValueError: An argument out of range.
         """
-        return PrefetchingLoader(
+        ranks = self._step.ranks
+        if isinstance(loader, PrefetchingLoader):
+            _check_serves(loader, self._step, fully=False)
+        else:
+            loader = shard_loader(loader, rank=ranks.rank, world_size=ranks.world_size)
+        prefetching = PrefetchingLoader(
             loader,
             self.device,
             depth=depth,
@@ -156,7 +170,10 @@ class Trainer(Closing):
             across_epochs=across_epochs,
             background=background,
             strict=strict,
+            ranks=ranks.group,
         )
+        self._step.memory.note_loader(prefetching)
+        return prefetching
 
     @explain_keywords
     def fit(
@@ -254,10 +271,10 @@ class Trainer(Closing):
         )
         if isinstance(loader, PrefetchingLoader):
             _check_serves(loader, self._step)
-            return FitLoop(self._step, loader, options).run()
+            return FitLoop(self._step, loader, options, self._timer).run()
         # The loop holds no batch longer than its step.
         with self.prefetch(loader, reuse=True) as prefetching:
-            return FitLoop(self._step, prefetching, options).run()
+            return FitLoop(self._step, prefetching, options, self._timer).run()
 
     def evaluate(self, batches: Iterable[Any], *, ema: bool = False) -> dict[str, float]:
         """Return the mean loss and metrics of ``loss_fn`` over ``batches``.
@@ -275,9 +292,63 @@ class Trainer(Closing):
         """
         return evaluate(self._step, batches, ema=ema)
 
+    @explain_keywords
+    def profile(
+        self,
+        loader: Iterable[Any],
+        *,
+        steps: int = 10,
+        warmup: int = 10,
+        folder: str | PathLike[str] = "torchfast-profile",
+        lines: bool = True,
+        ceilings: bool = False,
+    ) -> ProfileReport:
+        """Train over ``loader`` for some steps and say where their time goes.
+
+        These are steps like any others: the model learns from them. `torchfast.profile` documents
+        the other arguments; the traces and a page are in the folder.
+
+        Args:
+            loader: Batches, gone through again if there are too few.
+            steps: Steps to measure.
+            warmup: Steps before, in which the step is compiled and captured.
+            folder: Where traces and page go.
+            lines: Run three steps more to learn the lines of what is found.
+            ceilings: Measure what the device can do, too.
+
+        Returns:
+            The verdict, the figures behind it and single faults; print it.
+
+        Raises:
+            TypeError: An argument of the wrong kind.
+            ValueError: A count that is too small.
+            TraceError: The loader has too few batches to measure a step.
+
+        Numerics: Bitwise equal to the same steps without.
+        Synchronizes: When the profiler begins and ends; not in between.
+        """
+        from torchfast.profiling import profile  # which few ask for
+
+        profiling = profile(folder, steps=steps, warmup=warmup, lines=lines, ceilings=ceilings)
+        with profiling, self.prefetch(loader) as batches:
+            before = -1
+            while not profiling.is_done and profiling.num_steps > before:
+                before = profiling.num_steps
+                for batch in profiling.iterate(batches):
+                    self.step(batch)
+        return profiling.report
+
     def report(self) -> Report:
-        """Return what the plan did, what stepped aside and why: print it, or ``to_dict()``."""
-        return self._step.report()
+        """Return what the plan did, what stepped aside and why: print it, or ``to_dict()``.
+
+        After `fit` it has `Report.step_times` too.
+        """
+        return dataclasses.replace(self._step.report(), step_times=self._timer.times())
+
+    @property
+    def sync_report(self) -> SyncReport | None:
+        """The lines that made the host wait so far, under ``Plan(sync_guard=...)``, else None."""
+        return self._step.syncs.report()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs but the loader's position.
@@ -365,10 +436,12 @@ class Trainer(Closing):
         return repr(self._step).replace("TrainStep", "Trainer", 1)
 
 
-def _check_serves(loader: PrefetchingLoader, step: TrainStep) -> None:
-    """Raise ValueError unless what comes out is what the step takes."""
-    for name in ("device", "accumulate"):
+def _check_serves(loader: PrefetchingLoader, step: TrainStep, *, fully: bool = True) -> None:
+    """Raise ValueError unless what comes out is what the step takes, and of ranks each its part."""
+    for name in ("device", "accumulate", "ranks") if fully else ("ranks",):
         own, needed = getattr(loader, name), getattr(step, name)
+        if name == "ranks":
+            own, needed = own.size, needed.world_size
         if own != needed:
             raise ValueError(
                 f"the PrefetchingLoader has {name}={str(own)!r} and the trainer "

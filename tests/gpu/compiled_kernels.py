@@ -30,13 +30,13 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _backward(context, gradient):
-    (x,) = context.saved_tensors
+def _backward(ctx, gradient):
+    (x,) = ctx.saved_tensors
     return gradient * 2 * x.clamp(min=0)
 
 
-def _setup_context(context, inputs, output):
-    context.save_for_backward(inputs[0])
+def _setup_context(ctx, inputs, output):  # called by these names
+    ctx.save_for_backward(inputs[0])
 
 
 squared_relu.register_autograd(_backward, setup_context=_setup_context)

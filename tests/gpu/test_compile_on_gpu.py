@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
+from torch.profiler import ProfilerActivity
 
 from benchmarks import compile_cost
 from benchmarks.outside_models import MODELS, without_dropout
@@ -22,6 +23,7 @@ from torchfast.compiler import CompileRecord
 from torchfast.testing import Tolerance, assert_parity
 
 FAST = Plan.preset("fast")
+CUDA = ProfilerActivity.CUDA
 STEPS = 14
 WARM_UP = 3  # steps before the first capture
 SIZE = GPTSize(4, 64, 4, vocabulary=256, batch=8, context=64, lr=0.05)
@@ -157,8 +159,27 @@ def test_by_blocks_and_whole(regions):
     assert told == ([4, 1, 4] if regions == "blocks" else [0, 0, 0])
 
 
-def test_a_steady_step_compiles_nothing_and_never_waits():
-    trainer = trained_on_gpu(max_grad_norm=1.0)
+def test_by_blocks_the_loss_is_compiled_too():
+    told = {}
+    for regions in ("blocks", ("blocks.*",)):
+        plan = FAST.replace(compile=CompileOptions(regions=regions), cuda_graph=False)
+        trainer = trained_on_gpu(plan)
+        batches = on_gpu(text(4))
+        for batch in batches:
+            trainer.step(batch)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            trainer.step(batches[0])
+            torch.cuda.synchronize()
+        told[regions] = {event.key for event in profile.key_averages()}
+        trainer.close()
+    assert "aten::_log_softmax" in told[("blocks.*",)]  # the blocks alone
+    assert "aten::_log_softmax" not in told["blocks"]
+
+
+@pytest.mark.parametrize("regions", ["blocks", "whole"])
+def test_a_steady_step_compiles_nothing_and_never_waits(regions):
+    plan = FAST.replace(compile=CompileOptions(regions=regions))
+    trainer = trained_on_gpu(plan, max_grad_norm=1.0)
     batches = on_gpu(text(8))
     for batch in batches[:WARM_UP]:
         trainer.step(batch)
@@ -276,6 +297,7 @@ def test_a_region_that_fails_goes_on_eagerly_and_the_step_is_captured():
 # -- Modes, kernels, caches ------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first one
 def test_reduce_overhead_without_a_graph_keeps_the_losses():
     """Its own graphs write each step's loss over that of the step before."""
     plan = FAST.replace(compile=CompileOptions(mode="reduce-overhead"), cuda_graph=False)
@@ -286,6 +308,43 @@ def test_reduce_overhead_without_a_graph_keeps_the_losses():
     torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=0.02, atol=0)
     assert len({float(loss) for loss in losses}) == STEPS
     assert "replays" not in trainer.report().counters
+
+
+class Routed(nn.Module):
+    """Asks the device in its middle, so that no graph can hold it whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.last = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
+
+    def forward(self, x):
+        x = self.first(x)
+        if x.abs().mean().item() > 1e3:
+            x = x / 2
+        return self.last(x)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first one
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_cannot_be_captured_whole_is_captured_by_pieces(accumulate):
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, 32, 64, generator=generator)
+    singles = on_gpu([(draw(), torch.arange(32) % 10) for _ in range(STEPS * accumulate)])
+    groups = [singles[n : n + accumulate] for n in range(0, len(singles), accumulate)]
+    batches = [MicroBatches(group) if accumulate > 1 else group[0] for group in groups]
+    made = partial(trained_on_gpu, make=Routed, loss_fn=image_loss, accumulate=accumulate)
+    whole = made(FAST)
+    pieces = made(FAST.replace(compile=CompileOptions(mode="reduce-overhead"), cuda_graph=False))
+    plain = made(FAST.replace(compile=False, cuda_graph=False))
+    losses = [torch.stack([t.step(b) for b in batches]) for t in (whole, pieces, plain)]
+    torch.testing.assert_close(losses[0], losses[2], rtol=0.02, atol=0)
+    torch.testing.assert_close(losses[1], losses[2], rtol=0.02, atol=0)
+    assert whole.report().counters["replays"] == 0
+    with torch.profiler.profile(activities=[CUDA], acc_events=True) as trace:
+        pieces.step(batches[0])
+    launched = [e.name for e in trace.events() if e.name.startswith("cudaGraphLaunch")]
+    assert len(launched) >= 4 * accumulate  # both sides of the question, forward and backward
 
 
 def test_reduce_overhead_within_a_graph_leaves_graphs_to_the_step():

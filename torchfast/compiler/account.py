@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
+from torchfast.compiler.early_keys import work_out_keys
 from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.steady_watch import SteadyWatch
@@ -42,6 +43,8 @@ class CompileAccount(Closing):
         self._num_steps = 0
         self._is_closed = False
         self._store: CacheStore | None = None
+        if options.backend == "inductor":
+            work_out_keys()
         if options.cache is not None:
             if model is None:
                 raise ValueError(

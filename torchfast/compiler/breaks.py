@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+# The title of a break before a region that is compiled by itself.
+APART = "torchfast region apart"
 # torch joins the messages of a break that led to another one by this.
 _LED_TO = "*** While handling this graph break, another graph break occurred: ***"
 _NOT_FOR_USERS = ("please report an issue", "may have been caused by an earlier graph break")
@@ -183,6 +185,11 @@ def read_break(message: str) -> BreakReading:
         shortened(remedy)
         or "keep the line out of the compiled code, or mark it by torch.compiler.disable",
     )
+
+
+def is_apart(message: str) -> bool:
+    """Whether torch stopped, as it was told to, before a region that is compiled by itself."""
+    return message.split(_LED_TO)[0].strip().startswith(APART)
 
 
 def why_given_up(message: str) -> str:

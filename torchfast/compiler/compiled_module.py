@@ -35,7 +35,8 @@ from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import ClosedError
 from torchfast.compiler.account import CompileAccount
-from torchfast.compiler.in_place import Region, RegionKind, region_of
+from torchfast.compiler.around import CodeAround
+from torchfast.compiler.in_place import Region, RegionKind, decision_of, name_of, region_of
 from torchfast.compiler.options import CompileOptions, Mode, Regions, compile_decision
 from torchfast.compiler.regions import RegionChoice, choose_regions
 
@@ -111,6 +112,8 @@ class CompiledModule(Closing):
         self._explanation = str(choice)
         self._kinds, self._regions = _made(choice, self.options)
         self._is_closed = False
+        self._is_suspended = False
+        self._around: CodeAround | None = None
         for region in self._regions:
             region.install(self)
 
@@ -153,6 +156,31 @@ class CompiledModule(Closing):
         """Whether the model is eager again."""
         return self._is_closed
 
+    @property
+    def code_around(self) -> Callable[..., Any] | None:
+        """What `around` returned; None if it was not called."""
+        return self._around
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile what a function does besides calling the regions.
+
+        Args:
+            function: Such as ``loss_fn(model, batch)``; it is not changed. One function a handle.
+
+        Returns:
+            What to call instead. It calls the function as it is while this handle is suspended,
+            and once it is closed.
+
+        Raises:
+            ClosedError: After `close`.
+        """
+        self._check_open()
+        if self._around is not None:
+            self._around.close()
+        self._around = CodeAround(function, self.options)
+        self._around.is_in_force = not self._is_suspended
+        return self._around
+
     def decisions(self) -> list[Decision]:
         """Return what was asked for and what became of it, a decision for each kind of region."""
         asked = self._explanation
@@ -160,7 +188,8 @@ class CompiledModule(Closing):
             asked += "; what model.compile() had made is set aside until close()"
         return [
             compile_decision("applied" if self._is_applied else "stepped aside", asked),
-            *(_decision(kind, self._of(kind)) for kind in self._kinds),
+            *(decision_of(kind, self._of(kind)) for kind in self._kinds),
+            *([] if self._around is None else [self._around.decision()]),
             *self._account.decisions(self._code_names),
         ]
 
@@ -195,6 +224,9 @@ class CompiledModule(Closing):
 
     def suspend(self) -> None:
         """Let the model run eagerly until `resume`; what was compiled is kept."""
+        self._is_suspended = True
+        if self._around is not None:
+            self._around.is_in_force = False
         for region in self._regions:
             region.undo()
 
@@ -204,11 +236,13 @@ class CompiledModule(Closing):
         Raises:
             ClosedError: After `close`.
         """
-        if self._is_closed:
-            raise ClosedError("this CompiledModule is closed; make another one to compile again")
+        self._check_open()
         self.suspend()
         for region in self._regions:
             region.install(self)
+        self._is_suspended = False
+        if self._around is not None:
+            self._around.is_in_force = True
 
     def close(self) -> None:
         """Give the eager model back, or what ``model.compile()`` had made of it."""
@@ -218,11 +252,17 @@ class CompiledModule(Closing):
             self._account.close()
             for kind in self._kinds:
                 kind.close()
+            if self._around is not None:
+                self._around.close()
 
     def __repr__(self) -> str:
         """Return the model's class and what is compiled of it."""
         state = "closed" if self._is_closed else self._explanation
         return f"CompiledModule({self._name}: {state})"
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this CompiledModule is closed; make another one to compile again")
 
     @property
     def _is_applied(self) -> bool:
@@ -230,7 +270,8 @@ class CompiledModule(Closing):
 
     @property
     def _code_names(self) -> list[str]:
-        return [kind.code_name for kind in self._kinds]
+        names = [kind.code_name for kind in self._kinds]
+        return names if self._around is None else [*names, self._around.code_name]
 
     def _of(self, kind: RegionKind) -> list[Region]:
         return [region for region in self._regions if region.kind is kind]
@@ -266,13 +307,13 @@ class CompiledCallable(Closing):
         _check_resolved(options)
         if hasattr(function, "_torchdynamo_orig_callable"):
             raise ValueError(
-                f"function {_name(function)} is compiled already: it is what torch.compile "
+                f"function {name_of(function)} is compiled already: it is what torch.compile "
                 "returned; pass the function that was given to torch.compile"
             )
         self.options = options
         self._function = function
         self._account = CompileAccount(model, options, context)
-        self._kind = RegionKind(_name(function), "", options, is_function=True)
+        self._kind = RegionKind(name_of(function), "", options, is_function=True)
         self._region = Region("", None, self._kind)
         self._is_closed = False
         self._is_suspended = False
@@ -296,7 +337,7 @@ class CompiledCallable(Closing):
     def decisions(self) -> list[Decision]:
         """Return what became of it."""
         return [
-            _decision(self._kind, [self._region]),
+            decision_of(self._kind, [self._region]),
             *self._account.decisions([self._kind.code_name]),
         ]
 
@@ -307,7 +348,7 @@ class CompiledCallable(Closing):
     def report(self) -> Report:
         """Return the decisions and the counts, for a person or as JSON."""
         return Report(
-            title=f"CompiledCallable({_name(self._function)})",
+            title=f"CompiledCallable({name_of(self._function)})",
             decisions=tuple(self.decisions()),
             counters=self._account.counters([self._kind.code_name]),
         )
@@ -405,26 +446,3 @@ def _made(
         kinds.append(kind)
         regions += [Region(path, module, kind) for path, module in chosen.regions]
     return tuple(kinds), tuple(regions)
-
-
-def _decision(kind: RegionKind, regions: list[Region]) -> Decision:
-    states = [region.state for region in regions]
-    conversion = kind.conversion
-    if kind.eager_because is not None:
-        return compile_decision("stepped aside", f"{kind} runs eagerly: {kind.eager_because}")
-    if "eager" in states or kind.remarks:
-        why = kind.eager_for_now or "; ".join(kind.remarks)
-        return compile_decision("stepped aside", f"{kind} runs eagerly in part: {why}")
-    if "compiled" not in states:
-        return compile_decision("applied", f"{kind}: not called yet")
-    uncalled = states.count("not called")
-    return compile_decision(
-        "applied",
-        f"{kind}: compiled in {conversion.seconds:.1f} s, graphs: {conversion.graphs}"
-        + (f"; {uncalled} not called yet" if uncalled else ""),
-    )
-
-
-def _name(function: Callable[..., Any]) -> str:
-    name: str = getattr(function, "__name__", type(function).__name__)
-    return name

@@ -16,6 +16,11 @@ Settings that hold while a frame is converted, and at no other time:
   running eagerly; in the middle of ``backward()`` it could not.
 - The recompile limit counts per region, though equal regions share their code: 24 blocks that read
   their own ``layer_idx`` are 24 compiles, not a silent fallback after 8.
+- Python's garbage collector comes less often. A compiler makes millions of objects that live, and
+  the collector would look through all of them and the program's again and again.
+- What is compiled around other regions stops before each of them, by a graph break. Torch would
+  compile what stands inside a region again, as a part of what calls it: it goes straight to a
+  module's ``forward``, past the place where a region stands.
 
 All that is private to torch is touched in this file only.
 """
@@ -24,15 +29,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, SimpleNamespace
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
+from torch import nn
 
+from torchfast.compiler.breaks import APART
 from torchfast.compiler.timeout import CallTimeoutError, call_within
+
+# While a frame is converted; Python's own default is 700.
+OBJECTS_BETWEEN_COLLECTIONS = 20_000
+
+
+class Apart(NamedTuple):
+    """What is left to others by what is compiled around it.
+
+    Attributes:
+        holds: Whether a module is such a one.
+        code: The function that runs it.
+    """
+
+    holds: Callable[[nn.Module], bool]
+    code: CodeType
 
 
 class GaveUpError(BaseException):
@@ -48,6 +71,7 @@ class FrameConversion:
         num_regions: How many regions share it.
         timeout_s: Limit on the compile time within one call.
         fullgraph: Whether the function is one graph or an error.
+        apart: What it calls and others compile; None if it is compiled with all that it calls.
 
     Attributes:
         graphs: Graphs compiled.
@@ -56,10 +80,18 @@ class FrameConversion:
         skip_reason: Why torch left the function's own frame alone.
         reached_limit: Whether the recompile limit was reached in the running call.
         has_news: Whether the converter was asked in the running call.
+        others: Functions of the user's that have code of this one's, or were left alone by it.
+            Each is kept alive, so that no other takes its identity.
     """
 
     def __init__(
-        self, code: CodeType, *, num_regions: int, timeout_s: float, fullgraph: bool
+        self,
+        code: CodeType,
+        *,
+        num_regions: int,
+        timeout_s: float,
+        fullgraph: bool,
+        apart: Apart | None = None,
     ) -> None:
         self.graphs = 0
         self.seconds = 0.0
@@ -67,16 +99,21 @@ class FrameConversion:
         self.skip_reason: str | None = None
         self.reached_limit = False
         self.has_news = False
+        self.others: dict[int, CodeType] = {}  # by identity, as equal ones have caches of their own
         self._code = code
         self._num_regions = num_regions
         self._timeout_s = timeout_s
         self._fullgraph = fullgraph
+        self._apart = apart
         self._spent_s = 0.0
         self._leaves_own_frame = False
+        # What became of functions that torch left alone, by identity; those of the running call.
+        self._left_alone: dict[int, Any] = {}
+        self._left_in_call: list[int] = []
         self._convert: Callable[..., Any] | None = None
         # Torch follows this to the backend, to tell compiled code of one backend from another's.
         self._torchdynamo_orig_backend: Any = None
-        self._backend: object = None
+        self._backend: Any = None
 
     def attach(self, compiled: Callable[..., Any]) -> bool:
         """Stand in front of the converter of what ``torch.compile`` returned.
@@ -96,16 +133,49 @@ class FrameConversion:
         # run the code that another one had made of the user's functions, behind a graph break: no
         # graph would be counted, and that one's end would be this one's too.
         self._backend = functools.partial(compiler)
+        self._backend.is_closed = False
         self._torchdynamo_orig_backend = SimpleNamespace(_torchdynamo_orig_backend=self._backend)
         cell.cell_contents = self
         return True
 
-    def end_call(self) -> None:
-        """Forget what belongs to one call."""
+    def end_call(self, *, by_exception: bool = False) -> None:
+        """Forget what belongs to one call.
+
+        Args:
+            by_exception: Whether the call did not return. What torch left alone in it, since it saw
+                the exception coming, is for the next call to try again.
+        """
+        if by_exception:
+            for key in self._left_in_call:
+                self._left_alone.pop(key, None)
+        self._left_in_call.clear()
         self.failure = None
         self.reached_limit = False
         self.has_news = False
         self._spent_s = 0.0
+
+    def retire(self) -> None:
+        """Free what was compiled of the function itself, and leave the rest to be freed.
+
+        Of the user's functions torch frees all versions or none. Those of one that has retired keep
+        nobody from freeing his own.
+        """
+        forget(self._code)
+        if self._backend is not None:
+            self._backend.is_closed = True
+
+    def forget_others(self) -> None:
+        """Free what was compiled of the user's functions, and let them be compiled again.
+
+        What others, who have not retired, compiled of one keeps all that there is of it.
+        Not for a finalizer: the garbage collector may come in the middle of a lookup in what is
+        freed here.
+        """
+        for code in self.others.values():
+            if not _num_of_others(code, self._backend, in_use=True):
+                forget(code)
+        self.others.clear()
+        self._left_alone.clear()
 
     def leave_own_frame(self) -> None:
         """Ask no more for the function's own frame, which cannot be compiled."""
@@ -122,19 +192,26 @@ class FrameConversion:
             return _eagerly()
         if is_own and self._leaves_own_frame:
             return ConvertFrameReturn()
+        if self._apart is not None and frame.f_code is self._apart.code:
+            return _left_to_others()
+        known = None if is_own else self._left_alone.get(id(frame.f_code))
+        if known is not None:
+            return _this_once(known)
         self.has_news = True
         if active_dispatch_mode() is not None:
             # Torch would leave the code alone for ever.
             return _eagerly()
         if not is_own and check(frame.f_code):
             return self._convert(frame, cache_entry, frame_state)
+        if not is_own:
+            self.others[id(frame.f_code)] = frame.f_code
         result = self._converted(frame, cache_entry, frame_state)
         if result is None:
             if self._fullgraph:
                 raise GaveUpError
             return _eagerly()
         if result.guarded_code is None:
-            self._note_left_alone(result, is_own)
+            self._note_left_alone(result, frame.f_code, is_own=is_own)
         return result
 
     def _converted(self, frame: FrameType, cache_entry: Any, frame_state: Any) -> Any:
@@ -142,7 +219,9 @@ class FrameConversion:
         assert self._convert is not None
         graphs, start = _num_graphs(), time.perf_counter()
         try:
-            with _settings(self._num_regions + self._num_of_others(frame.f_code)):
+            # Versions of others use up no limit.
+            num_regions = self._num_regions + _num_of_others(frame.f_code, self._backend)
+            with _settings(num_regions), _rare_collections(), _stopping_before(self._apart):
                 left_s = self._timeout_s - self._spent_s
                 return call_within(left_s, self._convert, frame, cache_entry, frame_state)
         except (Exception, CallTimeoutError) as error:
@@ -156,24 +235,22 @@ class FrameConversion:
             if self.failure is None:
                 self.graphs += max(_num_graphs() - graphs, 0)
 
-    def _num_of_others(self, code: CodeType) -> int:
-        """Return how many compiled versions of a function are not ours; they use up no limit."""
-        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-        return sum(
-            getattr(entry, "backend", self._backend) is not self._backend
-            for entry in _debug_get_cache_entry_list(code)
-        )
-
-    def _note_left_alone(self, result: Any, is_own: bool) -> None:
+    def _note_left_alone(self, result: Any, code: CodeType, *, is_own: bool) -> None:
+        strategy = result.frame_exec_strategy
         # Under its own name it is C++ that has no types.
-        if result.frame_exec_strategy.cur_action.name == "RUN_ONLY":
+        if strategy.cur_action.name == "RUN_ONLY":
             self.reached_limit = True
         elif is_own:
             self.skip_reason = getattr(result, "skip_reason", None)
             # An exception of the user's makes torch leave the code alone for ever; the owner
             # knows better once the call has returned.
             result.apply_to_code = False
+        if self._apart is not None and not is_own:
+            # Torch would leave the code alone for the whole process, and whoever compiles it in one
+            # piece, past the breaks that are meant here, would get nothing, silently.
+            result.apply_to_code = False
+            self._left_alone[id(code)] = strategy
+            self._left_in_call.append(id(code))
 
 
 def forget(code: CodeType) -> None:
@@ -187,6 +264,21 @@ def forget(code: CodeType) -> None:
 
     remove_from_cache(code)
     getattr(utils, "guard_failures", {}).pop(code, None)
+
+
+def _num_of_others(code: CodeType, backend: object, *, in_use: bool = False) -> int:
+    """Return how many compiled versions of a function are another backend's.
+
+    Args:
+        code: The function's.
+        backend: Whose versions are not counted.
+        in_use: Whether those of a conversion that has retired are not counted either.
+    """
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    backends = [getattr(e, "backend", backend) for e in _debug_get_cache_entry_list(code)]
+    others = [other for other in backends if other is not backend]
+    return sum(not (in_use and getattr(other, "is_closed", False) is True) for other in others)
 
 
 def why_off() -> str | None:
@@ -230,8 +322,67 @@ def _eagerly() -> Any:
 
     # Reexported there from C++.
     action, strategy_of = types.FrameAction, types.FrameExecStrategy  # type: ignore[attr-defined]
-    strategy = strategy_of(action.SKIP, action.SKIP)
-    return types.ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+    return _this_once(strategy_of(action.SKIP, action.SKIP))
+
+
+def _this_once(strategy: Any) -> Any:
+    """Return the answer that a frame runs so, and that others may have something else of it."""
+    from torch._dynamo.types import ConvertFrameReturn
+
+    return ConvertFrameReturn(frame_exec_strategy=strategy, apply_to_code=False)
+
+
+def _left_to_others() -> Any:
+    """Return the answer that a frame and all below it run as they are, and not to ask again.
+
+    What is compiled below on somebody else's behalf is so all the same.
+    """
+    from torch._dynamo import types
+
+    action, strategy_of = types.FrameAction, types.FrameExecStrategy  # type: ignore[attr-defined]
+    return types.ConvertFrameReturn(frame_exec_strategy=strategy_of(action.SKIP, action.SKIP))
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let the garbage collector come when more has been made than by default."""
+    before = gc.get_threshold()
+    if not 0 < before[0] < OBJECTS_BETWEEN_COLLECTIONS:
+        yield  # as somebody wants it
+        return
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
+def _stopping_before(apart: Apart | None) -> Iterator[None]:
+    """Have the compiler end its graph where a module is called that others compile."""
+    if apart is None:
+        yield
+        return
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    traced: Any = UnspecializedNNModuleVariable
+
+    def call_or_stop(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if apart.holds(self.value):
+            name = type(self.value).__name__
+            unimplemented(gb_type=APART, context=name, explanation=f"{name} is apart", hints=[])
+        return call_function(self, tx, args, kwargs)
+
+    # Torch's own lock, as what it traces with is replaced for all threads.
+    with compile_lock:
+        call_function = traced.call_function
+        traced.call_function = call_or_stop
+        try:
+            yield
+        finally:
+            traced.call_function = call_function
 
 
 def _num_graphs() -> int:

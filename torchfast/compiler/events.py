@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import linecache
+import re
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 from torchfast.compiler.recompiles import Change
+
+# How the code of regions is named.
+REGION = re.compile(r"region_\d+_")
 
 FrameOutcome = Literal["compiled", "no graph", "given up", "limit reached"]
 

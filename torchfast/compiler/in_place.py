@@ -32,16 +32,17 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from torchfast._core.decisions import Decision
 from torchfast._core.errors import CompileError
 from torchfast.compiler.causes import explained
 from torchfast.compiler.conversion import (
+    Apart,
     FrameConversion,
     GaveUpError,
-    forget,
     is_graph_break,
     why_off,
 )
-from torchfast.compiler.options import CompileOptions
+from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.steady_watch import SteadyWatch
 
@@ -52,6 +53,10 @@ State: TypeAlias = Literal["not called", "compiled", "eager"]
 _NOTHING = (
     "no graph came of it, as where a graph break lies within a module of torch's own class, such "
     "as Sequential, whose frames torch leaves alone"
+)
+_NOTHING_AROUND = (
+    "no graph came of it: what stands around the blocks is in the function with the loop over "
+    "them, or compiled by somebody else; move the loop to a method of its own"
 )
 _SLOT = "_compiled_call_impl"
 _GLOBAL_HOOKS = (
@@ -83,11 +88,13 @@ class RegionKind:
         options: How they are compiled.
         num_regions: How many there are.
         is_function: Whether they are functions and not modules.
+        is_around: Whether what stands around other regions is compiled, and these are left out.
 
     Attributes:
         code_name: The name under which torch reports on their code.
         eager_because: Why they run as they are, and what to do about it; None if they do not.
         eager_for_now: Why the last call ran eagerly, where later ones may not.
+        is_empty: Whether no graph came of what stands around regions.
         remarks: What was said once, by warnings.
     """
 
@@ -99,6 +106,7 @@ class RegionKind:
         *,
         num_regions: int = 1,
         is_function: bool = False,
+        is_around: bool = False,
     ) -> None:
         template = _call_function if is_function else _call_module
         word = re.sub(r"\W", "_", class_name)
@@ -109,13 +117,16 @@ class RegionKind:
         self.num_regions = num_regions
         self.eager_because: str | None = None
         self.eager_for_now: str | None = None
+        self.is_empty = False
         self.remarks: list[str] = []
         self.conversion = FrameConversion(
             code,
             num_regions=num_regions,
             timeout_s=options.timeout_s,
             fullgraph=options.fullgraph,
+            apart=Apart(_is_region, Region.__call__.__code__) if is_around else None,
         )
+        self._is_around = is_around
         self._options = options
         self._record = CompileRecord() if options.mark_dynamic else None
         self._sizes = (
@@ -135,7 +146,7 @@ class RegionKind:
         else:
             self._is_watched = self.conversion.attach(self._compiled)
         # Also where nobody closes it.
-        self._forget = weakref.finalize(self, forget, code)
+        self._forget = weakref.finalize(self, self.conversion.retire)
         self._forget.atexit = False
 
     def __str__(self) -> str:
@@ -144,6 +155,7 @@ class RegionKind:
     def close(self) -> None:
         """Free what was compiled; a call after that compiles anew."""
         self._forget()
+        self.conversion.forget_others()
         if self._record is not None:
             self._record.close()
 
@@ -159,7 +171,7 @@ class RegionKind:
         except GaveUpError:
             return self._run_after_giving_up(target, args, kwargs)
         except RuntimeError as error:
-            conversion.end_call()
+            conversion.end_call(by_exception=True)
             if self._options.fullgraph and "found no compiled frames" in str(error):
                 self._explain(error)
                 message = self._error()
@@ -168,7 +180,7 @@ class RegionKind:
             raise
         except BaseException:
             # The user's own: whatever failed before it in the compiler is its echo.
-            conversion.end_call()
+            conversion.end_call(by_exception=True)
             raise
         if conversion.has_news or (region is not None and region.state != "compiled"):
             self._settle(region)
@@ -218,7 +230,13 @@ class RegionKind:
             self._leave_eager(region)
             reason = conversion.skip_reason or _NOTHING
             self.eager_because = f"{reason}. Remedy: compile other regions, to leave it out"
-            logger.warning("%s is not compiled: %s.", self, self.eager_because)
+            self.is_empty = self._is_around  # where regions are all that there is, all is well
+            if self.is_empty:
+                # The further lines of torch's are for its own developers.
+                reason, _, _ = (conversion.skip_reason or "").partition("\n")
+                self.eager_because = _NOTHING_AROUND + (f" (torch: {reason})" if reason else "")
+            else:
+                logger.warning("%s is not compiled: %s.", self, self.eager_because)
         elif reached_limit:
             self._leave_eager(region)
             self._remark(
@@ -331,6 +349,37 @@ class Region:
     # Copies of a module that take all its attributes along would call this one's parameters.
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def decision_of(kind: RegionKind, regions: list[Region]) -> Decision:
+    """Return what became of the regions of a kind."""
+    states = [region.state for region in regions]
+    conversion = kind.conversion
+    if kind.is_empty:
+        return compile_decision("left alone", f"{kind}: {kind.eager_because}")
+    if kind.eager_because is not None:
+        return compile_decision("stepped aside", f"{kind} runs eagerly: {kind.eager_because}")
+    if "eager" in states or kind.remarks:
+        why = kind.eager_for_now or "; ".join(kind.remarks)
+        return compile_decision("stepped aside", f"{kind} runs eagerly in part: {why}")
+    if "compiled" not in states:
+        return compile_decision("applied", f"{kind}: not called yet")
+    uncalled = states.count("not called")
+    return compile_decision(
+        "applied",
+        f"{kind}: compiled in {conversion.seconds:.1f} s, graphs: {conversion.graphs}"
+        + (f"; {uncalled} not called yet" if uncalled else ""),
+    )
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return what a function is called."""
+    name: str = getattr(function, "__name__", type(function).__name__)
+    return name
+
+
+def _is_region(module: nn.Module) -> bool:
+    return region_of(module) is not None
 
 
 def region_of(module: nn.Module) -> Region | None:

@@ -18,6 +18,7 @@ from torchfast._core.arguments import (
 )
 from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.errors import PlanError
+from torchfast._core.option_fields import call_of, changed_fields, json_ready
 
 Mode: TypeAlias = Literal[
     "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", "auto"
@@ -43,9 +44,10 @@ class CompileOptions:
     Args:
         mode: What the compiler optimises for, as in ``torch.compile``. ``"auto"``, under a plan,
             measures ways of compiling on the first batch and takes the fastest.
-        regions: ``"blocks"`` compiles the repeated blocks, each kind once; ``"whole"`` the model
-            in one piece; ``"auto"`` takes whole for models that are small enough. Or name them:
-            paths, in which ``*`` stands for one name (``("layers.*",)``), and module classes.
+        regions: ``"blocks"`` compiles the repeated blocks, each kind once, and under a plan what
+            stands around them, in pieces; ``"whole"`` the model in one piece; ``"auto"`` takes
+            whole for models that are small enough. Or name them: paths, in which ``*`` stands for
+            one name (``("layers.*",)``), and module classes.
         dynamic: As in ``torch.compile``: ``None`` compiles for the sizes seen, and for any size
             where a size changes.
         fullgraph: A graph break is an error, whatever ``on_failure`` says.
@@ -104,16 +106,11 @@ class CompileOptions:
     @property
     def changed(self) -> dict[str, object]:
         """The options that are not as by default, JSON-ready: classes and callables by name."""
-        return {name: _plain(value) for name, value in self._changed().items()}
-
-    def _changed(self) -> dict[str, Any]:
-        fields = type(self).__dataclass_fields__
-        values = {name: getattr(self, name) for name in fields}
-        return {name: v for name, v in values.items() if v != fields[name].default}
+        return {name: json_ready(value) for name, value in changed_fields(self).items()}
 
     def __repr__(self) -> str:
         """Return the call that makes these options, defaults left out."""
-        return f"CompileOptions({', '.join(f'{k}={v!r}' for k, v in self._changed().items())})"
+        return call_of(self, changed_fields(self))
 
 
 def _checked_regions(value: Any) -> Any:
@@ -139,14 +136,3 @@ def _checked_regions(value: Any) -> Any:
     if not value:
         raise PlanError("regions must name at least one region, got none; use compile=False")
     return tuple(value)
-
-
-def _plain(value: Any) -> object:
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, str | int | float) or value is None:
-        return value
-    name: str = getattr(value, "__qualname__", type(value).__qualname__)
-    return name

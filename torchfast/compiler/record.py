@@ -22,8 +22,10 @@ import threading
 from typing import Any, final
 
 from torchfast._core.closing import Closing
-from torchfast.compiler.breaks import read_break, shortened, why_given_up
+from torchfast._core.user_code import is_library
+from torchfast.compiler.breaks import is_apart, read_break, shortened, why_given_up
 from torchfast.compiler.events import (
+    REGION,
     BackwardEvent,
     CacheUse,
     CodePlace,
@@ -36,11 +38,10 @@ from torchfast.compiler.events import (
 )
 from torchfast.compiler.recompiles import Change, as_counter, read_guard
 from torchfast.compiler.summary import CompileSummary
-from torchfast.compiler.torch_events import CodeKey, TorchEvents, callers, is_library
+from torchfast.compiler.torch_events import CodeKey, TorchEvents, callers
 
 # What torch raises at code that it cannot follow; all else is a failure of its own.
 _CANNOT_FOLLOW = ("Unsupported", "UserError")
-_REGION = re.compile(r"region_\d+_")
 _REST = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+$")
 
 
@@ -139,6 +140,8 @@ class CompileRecord(Closing):
             self._note_entry(entry)
 
     def _note_break(self, raw: Any) -> None:
+        if is_apart(str(raw.reason)):
+            return
         stack = [CodePlace(f.name, f.filename, f.lineno or 0) for f in raw.user_stack]
         own = [place for place in stack if not is_library(place.file) and not _is_ours(place)]
         place = (own or stack or [CodePlace("", "", 0)])[-1]
@@ -185,7 +188,8 @@ class CompileRecord(Closing):
         num_ops = entry.graph_op_count or 0
         outcome: FrameOutcome = "compiled" if num_ops else "no graph"
         reason, at_break = "", False
-        if entry.fail_type is not None:
+        # What stops at a region that others compile, in a loop, is left alone as it is meant to be.
+        if entry.fail_type is not None and not is_apart(str(entry.fail_reason)):
             outcome, num_ops = "given up", 0
             reason, at_break = self._note_failure(entry, code, within)
         lookups = sum(
@@ -208,7 +212,7 @@ class CompileRecord(Closing):
         )
         if entry.recompile_reason:
             change = self._read(entry.recompile_reason, entry, code)
-            if change.kind == "backend" and any(map(_REGION.match, (code.name, *within))):
+            if change.kind == "backend" and any(map(REGION.match, (code.name, *within))):
                 return  # a region's own first version, of a function that others compiled too
             self._events.recompiles.append(
                 Recompile(

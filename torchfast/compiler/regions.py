@@ -6,22 +6,23 @@ time that it takes grows with the depth, and a model with hundreds of experts in
 never finish.
 
 By blocks: the block that a deep model repeats is compiled once and that code serves all of them.
-The rest runs eagerly. On an H200, GPT-2 ran 1.0 to 1.15 times as fast whole as by blocks; a mixture
-of 6 layers with 192 experts was compiled by blocks in 31 s, and not within 60 s whole.
+What stands around them is compiled in pieces where a loss function is given, see
+`torchfast.compiler.around`, and runs eagerly otherwise. On an H200, GPT-2 ran 1.0 to 1.15 times as
+fast whole as by blocks with the rest eager; a mixture of 6 layers with 192 experts was compiled by
+blocks in 31 s, and not within 60 s whole.
 
 ``"auto"`` therefore takes whole up to `WHOLE_LIMIT` layers, and blocks beyond.
 """
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
 from torchfast._core.blocks import abbreviated, count_layers, equal_kinds, find_blocks
+from torchfast._core.selection import select_modules
 
 # Leaf modules that are compiled whole in reasonable time. GPT-2 of 12 blocks, BERT-base and
 # ResNet-50 lie below, in the low hundreds, and take a minute or two; what has several hundred takes
@@ -130,63 +131,10 @@ def _by_blocks(model: nn.Module) -> RegionChoice | None:
 
 
 def _named(model: nn.Module, regions: tuple[Any, ...]) -> RegionChoice:
-    modules = dict(model.named_modules())
-    chosen: dict[str, nn.Module] = {}
-    for item in regions:
-        found = _matches(modules, item) if isinstance(item, str) else _instances(modules, item)
-        chosen.update((path, modules[path]) for path in found)
-    ordered = {path: module for path, module in modules.items() if path in chosen}
-    outermost = {path: m for path, m in ordered.items() if not _has_ancestor(path, ordered)}
-    inside = [path for path in ordered if path not in outermost]
+    outermost, inside = select_modules(model, regions, "regions")
     kinds = tuple(
         ChosenKind(type(members[0][1]).__name__, tuple(members))
         for members in equal_kinds(outermost.items())
     )
     note = f", {abbreviated(inside)} as parts of what they stand in" if inside else ""
     return RegionChoice(kinds, f"as named{note}")
-
-
-def _instances(modules: dict[str, nn.Module], cls: type[nn.Module]) -> list[str]:
-    found = [path for path, module in modules.items() if isinstance(module, cls)]
-    if not found:
-        known = list(dict.fromkeys(type(m).__name__ for m in modules.values()))
-        raise ValueError(
-            f"regions names the class {cls.__name__}, of which the model has no module"
-            f"{_nearest(cls.__name__, known)}"
-        )
-    return found
-
-
-def _matches(modules: dict[str, nn.Module], pattern: str) -> list[str]:
-    found = [path for path in modules if path and _fits(path, pattern)]
-    if not found:
-        known = [path for path in modules if path]
-        raise ValueError(
-            f"regions names {pattern!r}, which no module of the model matches"
-            f"{_nearest(pattern, known)}"
-        )
-    lists = [p for p in found if isinstance(modules[p], nn.ModuleList | nn.ModuleDict)]
-    if lists:
-        raise ValueError(
-            f"regions names {lists[0]!r}, a {type(modules[lists[0]]).__name__}, which cannot be "
-            f"called and so not compiled; its members can: {lists[0] + '.*'!r}"
-        )
-    return found
-
-
-def _fits(path: str, pattern: str) -> bool:
-    # `*` stands for one name: `blocks.*` is each block and nothing inside.
-    names, patterns = path.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
-
-
-def _has_ancestor(path: str, others: dict[str, nn.Module]) -> bool:
-    if "" in others:
-        return path != ""
-    parts = path.split(".")
-    return any(".".join(parts[:n]) in others for n in range(1, len(parts)))
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=3, cutoff=0.4)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

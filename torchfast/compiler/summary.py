@@ -8,6 +8,7 @@ from typing import Any
 
 from torchfast._core.decisions import Decision, Outcome
 from torchfast.compiler.events import (
+    REGION,
     BackwardEvent,
     CacheUse,
     FrameEvent,
@@ -90,7 +91,7 @@ class CompileSummary:
             frames=frames,
             backwards=backwards,
             graph_breaks=tuple(
-                e for e in self.graph_breaks if name in e.within or e.place.name == name
+                e for e in self.graph_breaks if _is_of(e.within, e.place.name, name)
             ),
             recompiles=tuple(e for e in self.recompiles if _belongs(e, name)),
             limits=tuple(e for e in self.limits if _belongs(e, name)),
@@ -211,7 +212,15 @@ class CompileSummary:
 
 
 def _belongs(event: FrameEvent | BackwardEvent | Recompile | LimitReached, name: str) -> bool:
-    return event.code.name == name or name in event.within
+    return _is_of(event.within, event.code.name, name)
+
+
+def _is_of(within: tuple[str, ...], own: str, name: str) -> bool:
+    """Whether something belongs to a function; of regions within regions, to the innermost."""
+    names = [*within, own]
+    if REGION.match(name):
+        names = [other for other in names if REGION.match(other)][-1:]
+    return name in names
 
 
 def _joined(recompiles: tuple[Recompile, ...]) -> list[str]:

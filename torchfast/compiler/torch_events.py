@@ -21,13 +21,12 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, final
 
-import torch
+from torchfast._core.user_code import is_library
 
 logger = logging.getLogger(__name__)
 
@@ -249,21 +248,6 @@ def callers() -> tuple[str, ...]:
             names.append(frame.f_code.co_name)
         frame = frame.f_back
     return tuple(reversed(names))
-
-
-def is_library(file: str) -> bool:
-    """Whether a file is torch's, the standard library's or made at run time."""
-    if file.startswith(("<frozen", "<string>", "<eval_with_key>")):
-        return True
-    if file.startswith(_folder(torch.__file__)):
-        return True
-    standard = sysconfig.get_path("stdlib")
-    # Where there is no virtual environment, other packages lie inside of the standard library.
-    return file.startswith(standard) and "-packages" not in file[len(standard) :]
-
-
-def _folder(file: str | None) -> str:
-    return (file or "").rpartition("__init__")[0] or "<none>"
 
 
 def _last(items: Sequence[T]) -> T | None:

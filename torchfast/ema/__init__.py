@@ -2,5 +2,6 @@
 
 from torchfast.ema.average import WeightAverage
 from torchfast.ema.options import EMAOptions
+from torchfast.ema.pairs import copied
 
-__all__ = ["EMAOptions", "WeightAverage"]
+__all__ = ["EMAOptions", "WeightAverage", "copied"]

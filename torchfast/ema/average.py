@@ -75,6 +75,7 @@ class WeightAverage:
         options: How; None means that nothing is averaged and all calls do nothing.
         device: Where the flag of skipped updates is.
         can_skip: Whether there may be such a flag.
+        twin: A copy of the model as `copied` makes it, where the model cannot be copied any more.
 
     Attributes:
         model: The averaged model; None where nothing is averaged. Another object after modules or
@@ -96,6 +97,7 @@ class WeightAverage:
         device: torch.device,
         *,
         can_skip: bool,
+        twin: nn.Module | None = None,
     ) -> None:
         self.options = options
         self.model: nn.Module | None = None
@@ -105,7 +107,7 @@ class WeightAverage:
         self._in_step = False
         if options is None:
             return
-        self._source = model
+        self._source, self._twin = model, twin
         self._is_fixed = not (options.warm_up or can_skip)
         self._real = torch.float32 if device.type == "mps" else torch.float64
         # Not the averaged model itself, whose modes and hooks are nobody's concern here.
@@ -354,7 +356,8 @@ class WeightAverage:
         """Copy the model as it is now, and take over the averages that fit it."""
         if self.model is not None:
             logger.info("the model has other parts than before, and its average follows")
-        self.model = copied(self._source)
+        self.model = copied(self._source) if self._twin is None else self._twin
+        self._twin = None
         self._pair()
 
     def _pair(self) -> None:

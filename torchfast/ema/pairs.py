@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchfast._core.local import local
+
 Table = dict[str, Any]
 
 
@@ -60,13 +62,17 @@ class Group:
     may_move: bool  # buffers, which a forward may replace by others
 
     def pairs(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return averages, the model's tensors of now, and what shows rounded averages."""
+        """Return averages, the model's tensors of now, and what shows rounded averages.
+
+        Of sharded ones this rank's parts, which are all that an average needs.
+        """
         found = [(e, e.source) for e in self.entries]
         if self.may_move:
             now = [(e, e.source if e.table is None else e.table.get(e.key)) for e in self.entries]
             found = [(e, t) for e, t in now if t is not None and _alike(t, e.source)]
-        averages = [entry.average for entry, _ in found]
-        return averages, [t for _, t in found], [e.shown for e, _ in found if e.is_rounded]
+        averages = [local(entry.average) for entry, _ in found]
+        rounded = [local(entry.shown) for entry, _ in found if entry.is_rounded]
+        return averages, [local(tensor) for _, tensor in found], rounded
 
     def start(self) -> None:
         """Let the averages be what the model holds."""

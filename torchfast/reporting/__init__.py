@@ -13,8 +13,15 @@ the rest of the library removes.
 Under several ranks, let one rank report; the others take ``ProgressLine("off")``.
 """
 
+from typing import TYPE_CHECKING
+
+from torchfast._core.later import later
 from torchfast.reporting.jsonl import JSONLWriter, read_jsonl
-from torchfast.reporting.plot import plot_lines
 from torchfast.reporting.progress import ProgressLine
 
+if TYPE_CHECKING:
+    from torchfast.reporting.plot import plot_lines
+
 __all__ = ["JSONLWriter", "ProgressLine", "plot_lines", "read_jsonl"]
+
+__getattr__ = later(globals(), {"torchfast.reporting.plot": ("plot_lines",)})

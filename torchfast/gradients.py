@@ -1,0 +1,129 @@
+"""The first half of a step: zero_grad, then forward and backward of each micro-batch.
+
+Everything that a plan does to the forward comes together here: the batch on its device and in its
+layout, autocast, the compiled loss, the scale of fp16. What a group of micro-batches leaves is the
+gradient that the update is to apply: divided over the group, unscaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchfast._core.batches import to_device
+from torchfast._core.loss import LossParts, Number, check_differentiable, detached, unpack_loss
+from torchfast._core.phases import BACKWARD, FORWARD, phase
+from torchfast._core.weights import combine
+from torchfast.compiled_loss import CompiledLoss
+from torchfast.memory import SplitBatch
+from torchfast.parallel import Sharding
+from torchfast.precision import ChannelsLast, PrecisionPolicy, UpdateGuard
+from torchfast.step_guards import StepSyncs
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@final
+class Gradients:
+    """Computes the gradients of a group of micro-batches.
+
+    Args:
+        model: What is trained.
+        optimizer: Whose gradients are zeroed, and divided by weights.
+        loss_fn: As the user gave it, for `forward` outside of a step.
+        compiled: The same as the plan compiles it.
+        precision: Autocast and matmul precision.
+        layout: Whether 4-d batch tensors become NHWC.
+        guard: What scales the loss, and what judges it.
+        syncs: What finds lines that wait.
+        device: Where batches go.
+        max_grad_norm: Whether the norm will be among the metrics.
+        sharding: The other ranks, over which gradients are averaged.
+        forward: Returns the context of a forward, under which what it saves may go elsewhere.
+        check_others: Called when all gradients are there; raises if another rank has none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: LossFn,
+        *,
+        compiled: CompiledLoss,
+        precision: PrecisionPolicy,
+        layout: ChannelsLast,
+        guard: UpdateGuard,
+        syncs: StepSyncs,
+        device: torch.device,
+        max_grad_norm: float | None,
+        sharding: Sharding,
+        forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        check_others: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._compiled, self._precision, self._layout = compiled, precision, layout
+        self._guard, self._syncs = guard, syncs
+        self._device, self._max_grad_norm = device, max_grad_norm
+        self._sharding, self._around_forward = sharding, forward
+        self._check_others = check_others
+
+    def __call__(self, group: Sequence[Any]) -> tuple[Tensor, dict[str, Number]]:
+        """Return the mean loss over the group, detached, and its metrics; fill ``.grad``."""
+        with self._precision.step(), self._syncs:
+            self._optimizer.zero_grad(set_to_none=True)
+            self._guard.begin()
+            parts = [
+                self._backward(micro_batch, divisor=len(group), is_last=number == len(group))
+                for number, micro_batch in enumerate(group, start=1)
+            ]
+            self._sharding.check_reduced()
+            loss, metrics = combine(
+                parts,
+                self._model,
+                self._optimizer,
+                self._device,
+                self._max_grad_norm,
+                self._sharding.mean,
+            )
+            # After the division, so that what fp16 judges finite is what will be applied.
+            self._guard.end_backward([part.loss for part in parts])
+            self._check_others()
+            return loss, metrics
+
+    def compute_loss(self, batch: Any, model: nn.Module) -> LossParts:
+        """Run ``loss_fn`` as it was given, without a backward."""
+        moved = self._moved(batch)
+        with self._precision.step(), phase(FORWARD), self._precision.forward():
+            run = self._sharding.whole
+            return unpack_loss(run(lambda: self._loss_fn(model, moved), model))
+
+    def _moved(self, batch: Any) -> Any:
+        return to_device(batch, self._device, channels_last=self._layout.active)
+
+    def _forward(self, batch: Any, *, is_last: bool) -> LossParts:
+        moved = self._moved(batch)
+        with phase(FORWARD), self._precision.forward(), self._around_forward():
+            run = self._sharding.run
+            return unpack_loss(run(lambda: self._compiled(self._model, moved), is_last=is_last))
+
+    def _backward(self, batch: Any, *, divisor: float, is_last: bool) -> LossParts:
+        """Run a micro-batch; in the backward of the last one the ranks come together."""
+        if isinstance(batch, SplitBatch):  # its parts, each for its share of a mean
+            last = len(batch.parts)
+            results = [
+                self._backward(part, divisor=divisor / share, is_last=is_last and number == last)
+                for number, (part, share) in enumerate(batch, start=1)
+            ]
+            return batch.merge(results)
+        loss, metrics, weight = self._forward(batch, is_last=is_last)
+        check_differentiable(loss)
+        if weight is None and divisor > 1:
+            loss = loss / divisor
+        with phase(BACKWARD):
+            self._guard.scale(loss).backward()
+        return LossParts(detached(loss), metrics, weight)

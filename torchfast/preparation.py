@@ -1,0 +1,125 @@
+"""A model made ready for its optimizer, and the optimizer for the model.
+
+There are two orders. An optimizer that is to be built (a callable) is built when the model is what
+will be trained: on its device, converted, sharded. One that was given holds the model's parameters
+already, so nothing may replace them, and the model is changed only when nothing can be refused any
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from torchfast._core.building import (
+    build_optimizer,
+    build_scheduler,
+    check_no_others,
+    check_no_strays,
+    move_to,
+    release,
+)
+from torchfast._core.errors import PlanError
+from torchfast.ema import EMAOptions, WeightAverage, copied
+from torchfast.memory import StepOffload
+from torchfast.plan import Plan
+from torchfast.transforms import ModelTransforms
+
+OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+SchedulerSource = Any  # an LRScheduler, an object with step(), or optimizer -> either
+
+
+class Prepared(NamedTuple):
+    """What trains a model.
+
+    Attributes:
+        optimizer: Of its parameters.
+        scheduler: Of its learning rate, or None.
+        steps_scheduler: Whether it is stepped after each update.
+        average: Of its weights.
+    """
+
+    optimizer: Optimizer
+    scheduler: Any
+    steps_scheduler: bool
+    average: WeightAverage
+
+
+def prepare(
+    model: nn.Module,
+    source: OptimizerSource,
+    scheduler: SchedulerSource,
+    *,
+    plan: Plan,
+    transforms: ModelTransforms,
+    offload: StepOffload,
+    ema: EMAOptions | None,
+    device: torch.device,
+    is_moved: bool,
+    clips: bool,
+) -> Prepared:
+    """Bring a model and its optimizer together, as a plan wants both.
+
+    Args:
+        model: Changed in place.
+        source: The optimizer, or what builds it.
+        scheduler: The scheduler, or what builds it, or None.
+        plan: What is done.
+        transforms: What changes the model.
+        offload: What changes the optimizer.
+        ema: How to average its weights; None if not.
+        device: Where it trains.
+        is_moved: Whether that device was asked for.
+        clips: Whether gradients are clipped.
+
+    Raises:
+        PlanError: An optimizer that is built, where the plan replaces what it holds; one that holds
+            parameters whose gradients the ranks would not bring together.
+    """
+    is_new = not isinstance(source, Optimizer)
+    moves = _moves(model, device, transforms, is_moved=is_moved)
+    # A sharded model cannot be copied any more.
+    twin = copied(model) if ema is not None and transforms.sharding.is_sharded else None
+    if is_new:
+        if moves:
+            model.to(device)
+        transforms.apply()
+        if twin is not None:
+            transforms.sharding.shard_twin(twin)
+    elif (why := transforms.needs_factory or offload.needs_factory) is not None:
+        raise PlanError(
+            f"{why}, so the optimizer must be built after that, and the {type(source).__name__} "
+            "given is built already; give Trainer a callable parameters -> Optimizer, such as "
+            f"functools.partial({type(source).__name__}, lr=...)"
+        )
+    optimizer = build_optimizer(offload.source(plan.optimizer_source(source)), model)
+    if not is_new and moves:
+        move_to(device, model, optimizer)
+    if plan.shard is not None:
+        check_no_others(model, optimizer)
+    built = build_scheduler(scheduler, optimizer)
+    is_fp16 = plan.precision_options.format == "fp16"
+    if is_fp16 and clips:
+        check_no_strays(model, optimizer)
+    can_skip = is_fp16 or plan.nonfinite_options.action == "skip"
+    average = WeightAverage(model, ema, device, can_skip=can_skip, twin=twin)
+    release(optimizer)
+    if not is_new:
+        transforms.apply()
+    steps_scheduler = scheduler is not None and not isinstance(built, ReduceLROnPlateau)
+    return Prepared(optimizer, built, steps_scheduler, average)
+
+
+def _moves(
+    model: nn.Module, device: torch.device, transforms: ModelTransforms, *, is_moved: bool
+) -> bool:
+    """Whether the model has yet to go to its device, in one piece."""
+    first = next(model.parameters())
+    if transforms.sharding.is_sharded or first.device.type == "meta":
+        return False  # it goes there by parts
+    return is_moved or first.device != device

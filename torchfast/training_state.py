@@ -1,0 +1,75 @@
+"""What a resumed run needs, gathered from the parts of a step and put back into them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchfast._core.rng import get_rng_state, set_rng_state
+from torchfast._core.state import FORMAT, check_training_state
+from torchfast.ema import WeightAverage
+from torchfast.precision import UpdateGuard
+
+
+@final
+class TrainingState:
+    """The state of a model in training: see `TrainStep.state_dict`.
+
+    Args:
+        model: Trained.
+        optimizer: In any form; its state is saved in the one as given.
+        scheduler: An lr_scheduler, or None.
+        guard: With the loss scale and the counts of skipped updates.
+        average: Of the weights.
+        device: Whose generator is saved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: Any,
+        guard: UpdateGuard,
+        average: WeightAverage,
+        device: torch.device,
+    ) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._guard, self._average, self._device = guard, average, device
+
+    def save(self, **counts: Any) -> dict[str, Any]:
+        """Return the state, with ``counts`` in it. Synchronizes: Yes."""
+        scheduler_state = getattr(self._scheduler, "state_dict", dict)
+        return {
+            "format": FORMAT,
+            **counts,
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "lr_scheduler": None if self._scheduler is None else scheduler_state(),
+            **self._guard.state_dict(),
+            **self._average.state_dict(),
+            "rng": get_rng_state(self._device),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put back what `save` returned, but for the counts; what does not fit changes nothing.
+
+        Raises:
+            TypeError: Not a mapping.
+            StateMismatchError: A newer format, or keys, shapes or parts that do not fit.
+        """
+        check_training_state(state, self._model, self._optimizer, self._scheduler)
+        self._average.check_state_dict(state)
+        self._model.load_state_dict(state["model"])
+        # A copy: torch keeps tensors that need no conversion, so two trainers that load one
+        # state would share their moments.
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if hasattr(self._scheduler, "load_state_dict"):
+            self._scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
+        self._guard.load_state_dict(state)
+        self._average.load_state_dict(state)
+        set_rng_state(state["rng"], self._device)

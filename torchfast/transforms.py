@@ -1,0 +1,131 @@
+"""What a plan does to a model before its optimizer exists, in the one order that is right.
+
+float8, then recompute, then compilation by region, then sharding, then the optimizer, then the
+graph. Each stands on the one before: float8 changes the layers that recompute and compilation
+enclose, and sharding replaces the parameters, so an optimizer that was built before it would train
+tensors that nobody uses any more, without an error.
+
+Compilation by region changes no parameter and is in place, so `CompiledLoss` applies it, behind
+this; `ModelTransforms` has the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from torchfast._core.decisions import Decision
+from torchfast.parallel import Ranks, Sharding
+from torchfast.plan import Plan
+from torchfast.precision import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from torchfast.transform_float8 import Float8Transform
+
+DTYPES_16_BIT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+class Transform(Protocol):
+    """One change to a model, in place. Its constructor checks, and changes nothing."""
+
+    @property
+    def needs_factory(self) -> str | None:
+        """Why the optimizer must be built after it; None if it need not."""
+
+    def apply(self) -> None:
+        """Change the model."""
+
+    def decisions(self) -> list[Decision]:
+        """Say what was done, and what was not and why."""
+
+    def close(self) -> None:
+        """Put the model back; a second call does nothing, nor one before `apply`."""
+
+
+@final
+class ModelTransforms:
+    """All changes that a plan makes to a model before the optimizer is built.
+
+    Args:
+        model: Changed in place by `apply`.
+        plan: What to do.
+        device: Where it trains.
+        ranks: With whom.
+
+    Attributes:
+        sharding: What a step asks about the other ranks.
+
+    Raises:
+        PlanError: What the plan asks for cannot be done to this model. Nothing has changed then.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, device: torch.device, ranks: Ranks | None = None
+    ) -> None:
+        gather_dtype = DTYPES_16_BIT.get(PrecisionPolicy(plan.precision_options, device).format)
+        self.sharding = Sharding(model, plan.shard_options, ranks or Ranks(), device, gather_dtype)
+        self._float8: Float8Transform | None = None
+        self._parts: list[Transform] = []  # in the order in which they apply
+        # Imported by those who want them: few plans do.
+        if plan.float8_options is not None:
+            from torchfast.transform_float8 import Float8Transform
+
+            is_sharded = self.sharding.is_sharded
+            self._float8 = Float8Transform.of(model, plan, device, is_sharded=is_sharded)
+            self._parts += [] if self._float8 is None else [self._float8]
+        if (recompute := plan.recompute_options) is not None:
+            is_compiled = plan.compile_options is not None and (
+                plan.compile != "auto" or device.type == "cuda"
+            )
+            from torchfast.memory.recompute_transform import RecomputeTransform
+
+            self._parts.append(RecomputeTransform(model, recompute, is_compiled=is_compiled))
+        self._parts.append(self.sharding)
+
+    @property
+    def needs_factory(self) -> str | None:
+        """Why the optimizer must be built after `apply`; None if it need not."""
+        return next((part.needs_factory for part in self._parts if part.needs_factory), None)
+
+    def apply(self) -> None:
+        """Change the model; if that fails, it is as it was."""
+        try:
+            for part in self._parts:
+                part.apply()
+        except BaseException:
+            self.close()
+            raise
+
+    def before_step(self, step: int, forward: Callable[[], Tensor]) -> None:
+        """Do what needs a batch: measure, convert, compare.
+
+        Args:
+            step: The number of the update that is to come; the first is 1.
+            forward: Runs the loss on the first micro-batch, as the plan does but not compiled.
+        """
+        if self._float8 is not None:
+            self._float8.before_step(step, forward)
+
+    def decisions(self) -> list[Decision]:
+        """Say what was done, and what was not and why."""
+        return [decision for part in self._parts for decision in part.decisions()]
+
+    @property
+    def looks_at_batches(self) -> bool:
+        """Whether `before_step` may do something."""
+        return self._float8 is not None
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether there is anything to put back."""
+        return self.sharding.is_on or len(self._parts) > 1
+
+    def close(self) -> None:
+        """Put the model back, the last change first."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.callback(part.close)

@@ -1,0 +1,87 @@
+"""The second half of a step: judge the gradients, clip them, update, move the average on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchfast._core.loss import StepOutput
+from torchfast._core.phases import UPDATE, phase
+from torchfast.ema import WeightAverage
+from torchfast.graphs import GraphedUpdate
+from torchfast.parallel import Sharding
+from torchfast.precision import PrecisionPolicy, UpdateGuard
+from torchfast.step_guards import StepSyncs
+
+Whole = Callable[[tuple[Any, ...]], StepOutput]
+
+
+@final
+class Update:
+    """Applies the gradients that are there.
+
+    Args:
+        optimizer: Whose update it is.
+        guard: Whether to update at all.
+        precision: Matmul precision, and what an update leaves stale.
+        average: Moved on by each update.
+        syncs: What finds lines that wait.
+        max_grad_norm: The limit of clipping, or None.
+        sharding: Whose model's gradients are clipped.
+
+    Attributes:
+        graph: What a step runs through, whose learning rates an update outside of it reads too.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        guard: UpdateGuard,
+        precision: PrecisionPolicy,
+        average: WeightAverage,
+        syncs: StepSyncs,
+        max_grad_norm: float | None,
+        sharding: Sharding,
+    ) -> None:
+        self._optimizer, self._guard, self._sharding = optimizer, guard, sharding
+        self._precision, self._average, self._syncs = precision, average, syncs
+        self._max_grad_norm = max_grad_norm
+        self.graph: GraphedUpdate | None = None
+
+    def __call__(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradient norm and whether the update was skipped, where there are such."""
+        with phase(UPDATE), self._precision.step(), self._syncs:
+            self._guard.judge()
+            norm = self.clip()
+            with nullcontext() if self.graph is None else self.graph.rates_on_device():
+                skipped = self._guard.update(norm)
+        self._precision.after_update()
+        self._average.update(skipped)
+        return norm, skipped
+
+    def clip(self) -> Tensor | None:
+        """Clip the gradients of the model's parameters, in their order, and return their norm."""
+        limit = self._max_grad_norm
+        return None if limit is None else self._sharding.clip(limit)
+
+    def through(self, whole: Whole, group: tuple[Any, ...]) -> StepOutput:
+        """Run a step: ``whole`` as it is, or its graph, and behind it what that does not hold."""
+        if self.graph is None:
+            return whole(group)
+        is_whole = self.graph.is_whole
+        output: StepOutput = self.graph(group)
+        if not is_whole:
+            self.behind_graph()
+        return output
+
+    def behind_graph(self) -> None:
+        """Run the update alone, behind a graph that ends with clipped gradients."""
+        with phase(UPDATE), self._precision.step(), self._syncs:
+            self._optimizer.step()
+        self._precision.after_update()
+        self._average.update(None)  # what can be skipped is not parted from the graph
