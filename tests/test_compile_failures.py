@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import signal
 import subprocess
 import sys
@@ -25,6 +26,9 @@ def clean_dynamo():
     handlers = [signal.getsignal(n) for n in range(signal.SIGRTMIN, signal.SIGRTMAX + 1)]
     yield
     torch._dynamo.reset()
+    for thread in threading.enumerate():
+        if thread.name == "torchfast-keys":  # ends by itself, when what it reads has been read
+            thread.join()
     assert not [t for t in threading.enumerate() if t.name.startswith("torchfast")]
     assert handlers == [signal.getsignal(n) for n in range(signal.SIGRTMIN, signal.SIGRTMAX + 1)]
 
@@ -438,3 +442,42 @@ def test_a_signal_that_is_taken_is_left_alone():
     finally:
         signal.signal(signal.SIGRTMIN, signal.SIG_DFL)
     assert seen == []
+
+
+AFTER_LIMITS = """
+import importlib.util, sys, threading, time
+
+spec = importlib.util.spec_from_file_location("timeout", sys.argv[1])
+timeout = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(timeout)
+ended = []
+
+def in_a_thread(seconds, function, *args):
+    def run():
+        try:
+            ended.append(timeout.call_within(seconds, function, *args))
+        except timeout.CallTimeoutError:
+            ended.append("interrupted")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+def long():
+    time.sleep(0.2)
+    return "never here"
+
+in_a_thread(20.0, max, 1, 2)
+in_a_thread(0.02, long)
+in_a_thread(20.0, timeout.call_within, 20.0, max, 3, 4)
+sys.setprofile(lambda *_: None)
+(lambda: None)()  # where an interruption was taken back, Python 3.11 stays here for good
+sys.setprofile(None)
+print(ended)
+"""
+
+
+def test_no_limit_leaves_the_interpreter_looking_for_what_was_taken_back():
+    command = [sys.executable, "-c", AFTER_LIMITS, inspect.getfile(call_within)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[2, 'interrupted', 4]"
