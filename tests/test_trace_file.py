@@ -10,7 +10,7 @@ import pytest
 from synthetic_trace import SyntheticTrace
 from torchfast import TraceError
 from torchfast.profiling import trace_file
-from torchfast.profiling.lines import add_lines
+from torchfast.profiling.lines import CallLines
 from torchfast.profiling.report import analyse_trace
 from torchfast.profiling.trace import read_trace
 from torchfast.profiling.trace_file import TraceFile
@@ -314,26 +314,20 @@ def test_deep_nesting_is_damage(tmp_path, where):
         read_trace(path)
 
 
-class Event:
-    """As in torch's tree of events."""
-
-    def __init__(self, name, start, children=(), caller=None):
-        self.name, self.start_time_ns, self.end_time_ns = name, start, start + 1000
-        self.start_tid, self.children = 1, children
-        self.extra_fields = type("Fields", (), {"caller": caller})
-
-
 def test_lines_are_added_where_the_events_end(tmp_path):
     made = some()
     made.op("aten::mm", 15, 80, dims=[[2, 3], [3, 4]], types=["float", "float"])
     path = made.write(tmp_path / "trace.json")
     path.write_text(path.read_text().replace('"trace.json"', '"runs[3]/a], \\"b\\": [1]}.json"'))
-    caller = type("Caller", (), {"file_name": "train.py", "line_number": 7})
     before = json.loads(path.read_text())
+    lines = CallLines()
+    lines.start()
+    len("one call")
+    lines.stop()
 
-    assert add_lines(path, [Event("ProfilerStep#1", 0, [Event("f", 10, caller=caller)])]) == 1
+    assert lines.write_into(path) == 1
 
     after = json.loads(path.read_text())
     assert after["traceName"] == before["traceName"]
     assert after["traceEvents"][:-1] == before["traceEvents"]
-    assert after["traceEvents"][-1]["name"] == "train.py:7"
+    assert after["traceEvents"][-1]["name"].rpartition(":")[0] == "test_trace_file.py"

@@ -1,10 +1,11 @@
 """The lines of the user's own calls, added to a trace.
 
-torch.profiler with ``with_stack=True`` writes a frame for each call of a Python function, named by
-where the function is defined. Which line of the caller made the call it knows too, and keeps it in
-its tree of events, but does not write it. Here those lines are taken from the tree, for calls made
-by the user's code alone, and written into the file as events of their own. Any viewer shows them;
-`torchfast` reads them back to say which line made the host wait.
+torch.profiler notes calls with ``with_stack=True``, but those of all code and of every thread, for
+which it takes on the state of one thread after another when it begins; which line made a call is
+only in a tree of events that torch does not document. Here Python's own hook notes the calls of one
+thread, the one that makes the steps, and of these only what the user's code calls. The lines are
+written into the trace as events of their own: any viewer shows them, and `torchfast` reads them
+back to say which line made the host wait.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from typing import Any, Final
+from types import CodeType, FrameType
+from typing import Any, Final, final
 
 from torchfast.profiling.places import is_users
-from torchfast.profiling.trace import LINE, STEP
+from torchfast.profiling.trace import LINE
 from torchfast.profiling.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
@@ -29,37 +32,118 @@ _MOST: Final = 300_000
 _TAIL: Final = 1 << 16
 
 
-def add_lines(path: Path, tree: list[Any]) -> int:
-    """Write the lines of a tree of events into the trace that was exported of it.
+@final
+class CallLines:
+    """What the user's code calls on this thread: from which line, and from when to when.
 
-    Args:
-        path: The trace, not compressed; it is changed in place.
-        tree: What ``kineto_results.experimental_event_tree()`` returns.
-
-    Returns:
-        How many were written; 0 if the trace does not say when its clock began.
+    It stands where `sys.setprofile` has one place, so a profiler that is there already is left
+    alone, and nothing is noted. Times are those of the clock of the system, as in the trace.
     """
-    file = TraceFile(path)
-    next(file.events(), None)
-    base = file.header.get("baseTimeNanoseconds", 0)
-    lines = list(_lines_of(tree, int(base)))
-    if not lines:
-        return 0
-    with path.open("r+b") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        begin = max(0, size - _TAIL)
-        stream.seek(begin)
-        tail = stream.read()
-        at = _end_of_events(tail)
-        if at < 0:
-            logger.debug("%s does not end as a trace does; no lines are added", path)
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[str, int, int, int]] = []  # file, line, begin and end in ns
+        # The calls that have not returned; without a file where the caller is not the user's.
+        self._open: list[tuple[str | None, int, int]] = []
+        self._files: dict[CodeType, str | None] = {}
+        self._prefixes = _prefixes()
+        self._is_on = False
+        self._thread = threading.get_native_id()
+        self._process = os.getpid()
+
+    def start(self) -> bool:
+        """Begin; return whether there was room for it."""
+        if sys.getprofile() is not None:
+            return False
+        self._is_on = True
+        sys.setprofile(self._note)
+        return True
+
+    def stop(self) -> None:
+        """End; a call that has not returned by now is not noted."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        # Where another thread ends it, or another profiler took the place, the hook ends by itself.
+        if sys.getprofile() == self._note:
+            sys.setprofile(None)
+
+    def write_into(self, path: Path) -> int:
+        """Write the lines into the trace of the same steps, in place and not compressed.
+
+        Returns:
+            How many were written; 0 if the trace does not end as a trace does.
+        """
+        file = TraceFile(path)
+        next(file.events(), None)
+        base = int(file.header.get("baseTimeNanoseconds", 0))
+        if not self._noted:
             return 0
-        stream.seek(begin + at)
-        for line in lines:
-            stream.write(b",\n" + json.dumps(line).encode())
-        stream.write(b"\n" + tail[at:])
-        stream.truncate()
-    return len(lines)
+        with path.open("r+b") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            begin = max(0, size - _TAIL)
+            stream.seek(begin)
+            tail = stream.read()
+            at = _end_of_events(tail)
+            if at < 0:
+                logger.debug("%s does not end as a trace does; no lines are added", path)
+                return 0
+            stream.seek(begin + at)
+            for noted in self._noted:
+                stream.write(b",\n" + json.dumps(self._event(*noted, base)).encode())
+            stream.write(b"\n" + tail[at:])
+            stream.truncate()
+        return len(self._noted)
+
+    def _event(self, file: str, line: int, begin: int, end: int, base: int) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "cat": LINE,
+            "name": f"{file}:{line}",
+            "pid": self._process,
+            "tid": self._thread,
+            "ts": (begin - base) / 1e3,
+            "dur": (end - begin) / 1e3,
+        }
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        """Note a call or its end; this runs at each of either, of whosever code."""
+        if event == "call" or event == "c_call":
+            caller = frame if event == "c_call" else frame.f_back
+            file = None if caller is None else self._file_of(caller.f_code)
+            if file is None or caller is None:
+                self._open.append((None, 0, 0))
+            else:
+                self._open.append((file, caller.f_lineno, time.time_ns()))
+            return
+        # What was called before the start returns as well, and only when nothing else is open.
+        if not self._open:
+            return
+        file, line, begin = self._open.pop()
+        if file is None:
+            return
+        self._noted.append((file, line, begin, time.time_ns()))
+        is_elsewhere = os.getpid() != self._process  # a worker that was forked in these steps
+        if not self._is_on or is_elsewhere or len(self._noted) >= _MOST:
+            sys.setprofile(None)
+
+    def _file_of(self, code: CodeType) -> str | None:
+        """Return the file of the user's code as traces name it; None for that of a library."""
+        try:
+            return self._files[code]
+        except KeyError:
+            file = code.co_filename
+            for prefix in self._prefixes:
+                if file.startswith(prefix):
+                    file = file[len(prefix) :]
+                    break
+            self._files[code] = found = file if is_users(file) else None
+            return found
+
+
+def _prefixes() -> list[str]:
+    """Return what torch.profiler leaves out at the beginning of a file's name, longest first."""
+    folders = {path if path.endswith(os.sep) else path + os.sep for path in sys.path if path}
+    return sorted(folders, key=len, reverse=True)
 
 
 def _end_of_events(tail: bytes) -> int:
@@ -79,41 +163,3 @@ def _end_of_events(tail: bytes) -> int:
             return at
         at = tail.find(b"]", at + 1)
     return -1
-
-
-def _lines_of(tree: list[Any], base: int) -> Iterator[dict[str, Any]]:
-    main = _main_thread(tree)
-    process, thread = os.getpid(), threading.get_native_id()
-    number = 0
-    waiting = list(tree)
-    while waiting and number < _MOST:
-        event = waiting.pop()
-        waiting.extend(event.children)
-        caller = getattr(event.extra_fields, "caller", None)
-        # Threads of the user's own have numbers here that the trace does not use.
-        if caller is None or event.start_tid != main or not is_users(caller.file_name):
-            continue
-        if event.end_time_ns <= event.start_time_ns:
-            continue
-        number += 1
-        yield {
-            "ph": "X",
-            "cat": LINE,
-            "name": f"{caller.file_name}:{caller.line_number}",
-            "pid": process,
-            "tid": thread,
-            "ts": (event.start_time_ns - base) / 1e3,
-            "dur": (event.end_time_ns - event.start_time_ns) / 1e3,
-        }
-
-
-def _main_thread(tree: list[Any]) -> int:
-    """Return the number of the thread that makes the steps."""
-    waiting, first = list(tree), -1
-    while waiting:
-        event = waiting.pop()
-        if STEP.match(event.name):
-            return int(event.start_tid)
-        first = event.start_tid if first < 0 else first
-        waiting.extend(event.children)
-    return int(first)

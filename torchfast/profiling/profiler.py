@@ -2,7 +2,7 @@
 
 Steps are run in three stretches. First some without any profiler, in which caches fill, things are
 compiled and graphs captured. Then those that are measured: torch.profiler notes kernels, operators,
-shapes and memory, which costs the host 1 to 2 us for each operator. Last, two steps with every call
+shapes and memory, which costs the host 1 to 2 us for each operator. Last, two steps with the calls
 of Python noted. These are slow, and no time is taken from them; they tell which line made the host
 wait. Everything is written into a folder, and the report is made when it is asked for.
 
@@ -18,14 +18,14 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar, final
+from typing import Final, Self, TypeVar, final
 
 import torch
 
 from torchfast._core.arguments import check_flag, check_int, check_iterable, explain_keywords
 from torchfast._core.errors import TraceError
 from torchfast.profiling.ceilings import Ceilings, measure_ceilings
-from torchfast.profiling.lines import add_lines
+from torchfast.profiling.lines import CallLines
 from torchfast.profiling.report import ProfileReport, report_on
 from torchfast.profiling.trace import read_trace
 
@@ -124,6 +124,7 @@ class Profile:
         self._steps, self._warmup, self._lines = steps, warmup, lines
         self._memory, self._shapes, self._ceilings = memory, shapes, ceilings
         self._running: torch.profiler.profile | None = None
+        self._calls: CallLines | None = None
         self._first_noted = self._end_of_stretch = 0
         self._num_measured = 0
         self._stretch = ""
@@ -179,6 +180,8 @@ class Profile:
             self._running.step()
             if self.num_steps >= self._end_of_stretch:
                 self._end_stretch()
+            elif self._stretch == LINES and self.num_steps == self._first_noted:
+                self._note_lines()
         self._begin_if_due()
 
     def iterate(self, batches: Iterable[Item]) -> Iterator[Item]:
@@ -243,21 +246,29 @@ class Profile:
             self._begin(LINES, _LINED)
 
     def _begin(self, name: str, steps: int) -> None:
-        lined = name == LINES
+        is_lined = name == LINES
         self._stretch = name
         self._first_noted = self.num_steps + _DROPPED
         self._end_of_stretch = self._first_noted + steps
         self._running = torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=0, warmup=_DROPPED, active=steps, repeat=1),
-            record_shapes=self._shapes and not lined,
-            profile_memory=self._memory and not lined,
-            with_stack=lined,
+            record_shapes=self._shapes and not is_lined,
+            profile_memory=self._memory and not is_lined,
         )
         self._running.start()
+
+    def _note_lines(self) -> None:
+        self._calls = CallLines()
+        if not self._calls.start():
+            self._remarks.append(
+                "the lines of calls are not known: another profiler holds sys.setprofile"
+            )
 
     def _end_stretch(self) -> None:
         """Stop and write; where that fails, the loop goes on and the report says so."""
         running, self._running = self._running, None
+        if self._calls is not None:
+            self._calls.stop()
         if running is None:
             return
         try:
@@ -279,8 +290,8 @@ class Profile:
         plain = self.folder / self._stretch.removesuffix(".gz")
         try:
             running.export_chrome_trace(str(plain))
-            if self._stretch == LINES:
-                self._add_lines(running, plain)
+            if self._stretch == LINES and self._calls is not None:
+                self._calls.write_into(plain)
             with (
                 plain.open("rb") as source,
                 gzip.open(self.folder / self._stretch, "wb", compresslevel=1) as target,
@@ -291,15 +302,6 @@ class Profile:
             plain.unlink(missing_ok=True)
             if self._stretch not in self._written:
                 (self.folder / self._stretch).unlink(missing_ok=True)
-
-    def _add_lines(self, running: Any, plain: Path) -> None:
-        try:
-            tree = running.profiler.kineto_results.experimental_event_tree()
-        except (AttributeError, RuntimeError) as error:
-            # Not a documented part of torch; without it functions are named instead of lines.
-            logger.debug("torch gives no tree of events: %s", error)
-            return
-        add_lines(plain, tree)
 
     def __repr__(self) -> str:
         return f"Profile({str(self.folder)!r}, {self.num_steps} of {self.num_wanted} steps)"

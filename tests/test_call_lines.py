@@ -1,0 +1,236 @@
+"""The lines of the user's calls: which are noted, from when to when, and what is left alone."""
+
+import inspect
+import json
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import torchfast
+from synthetic_trace import SyntheticTrace
+from torchfast.profiling import lines as module
+from torchfast.profiling.lines import CallLines
+
+
+@pytest.fixture
+def noted(tmp_path):
+    """A function that runs another with its calls noted, and returns ``{line: [(begin, end)]}``."""
+
+    def run(function):
+        lines = CallLines()
+        assert lines.start()
+        try:
+            function()
+        finally:
+            lines.stop()
+        path = tmp_path / "trace.json"
+        SyntheticTrace().write(path)
+        number = lines.write_into(path)
+        found = {}
+        for event in json.loads(path.read_text())["traceEvents"]:
+            if event.get("cat") != "torchfast_line":
+                continue
+            file, _, line = event["name"].rpartition(":")
+            begin = event["ts"]
+            found.setdefault((file.rpartition("/")[-1], int(line)), []).append(
+                (begin, begin + event["dur"])
+            )
+        assert sum(len(spans) for spans in found.values()) == number
+        return found
+
+    return run
+
+
+def line_of(function, text):
+    """The number of the first line of a function that holds a text."""
+    source, first = inspect.getsourcelines(function)
+    return first + next(at for at, line in enumerate(source) if text in line)
+
+
+def inner():
+    return torch.ones(3).sum().item()
+
+
+def outer():
+    inner()
+    time.sleep(0.01)
+
+
+def test_calls_of_python_and_of_c_have_their_lines_and_nest(noted):
+    found = noted(outer)
+
+    def span(function, text):
+        return found["test_call_lines.py", line_of(function, text)]
+
+    ((begin, end),) = span(outer, "inner()")
+    inside = span(inner, "torch.ones")
+    assert len(inside) == 3  # ones, sum, item
+    assert all(begin <= first <= last <= end for first, last in inside)
+    ((slept, woke),) = span(outer, "time.sleep")
+    assert woke - slept >= 10_000
+    assert slept >= end
+
+
+def test_what_a_library_calls_is_not_noted(noted):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    batch = torch.ones(2, 4)
+
+    def step():
+        model(batch)
+
+    found = noted(step)
+
+    mine = {line: spans for (file, line), spans in found.items() if file == "test_call_lines.py"}
+    assert len(mine.pop(line_of(step, "model(batch)"))) == 1
+    assert set(found) - {("test_call_lines.py", line) for line in mine} <= {
+        ("test_call_lines.py", line_of(step, "model(batch)"))
+    }
+
+
+def counting():
+    yield from range(3)
+
+
+def fails():
+    raise ValueError
+
+
+def goes_on():
+    for _ in counting():
+        abs(-1)
+    try:
+        fails()
+    except ValueError:
+        abs(-2)
+    abs(-3)
+
+
+def test_generators_and_exceptions_keep_the_order(noted):
+    found = noted(goes_on)
+
+    assert len(found["test_call_lines.py", line_of(goes_on, "abs(-1)")]) == 3
+    assert len(found["test_call_lines.py", line_of(goes_on, "fails()")]) == 1
+    assert len(found["test_call_lines.py", line_of(goes_on, "abs(-3)")]) == 1
+    # Each generator is entered three times, and once more to end.
+    assert len(found["test_call_lines.py", line_of(goes_on, "in counting()")]) >= 4
+
+
+def test_a_profiler_that_is_there_is_left_alone():
+    calls = []
+
+    def mine(frame, event, _):
+        calls.append(event)
+
+    lines = CallLines()
+    sys.setprofile(mine)
+    try:
+        started = lines.start()
+        lines.stop()
+        held = sys.getprofile()
+    finally:
+        sys.setprofile(None)
+    assert not started
+    assert held is mine
+
+
+def test_one_that_takes_the_place_is_left_alone():
+    lines = CallLines()
+    assert lines.start()
+    sys.setprofile(print_nothing)
+    lines.stop()
+    held = sys.getprofile()
+    sys.setprofile(None)
+
+    assert held is print_nothing
+
+
+def print_nothing(frame, event, argument):
+    pass
+
+
+def test_another_thread_can_end_it():
+    lines = CallLines()
+    assert lines.start()
+    thread = threading.Thread(target=lines.stop)
+    thread.start()
+    thread.join()
+
+    abs(-1)  # the hook ends at the next call that it notes
+
+    assert sys.getprofile() is None
+
+
+def test_a_loop_of_many_calls_fills_no_file(monkeypatch, noted):
+    monkeypatch.setattr(module, "_MOST", 10)
+
+    def loop():
+        for _ in range(50):
+            abs(-1)
+
+    found = noted(loop)
+
+    assert sum(len(spans) for spans in found.values()) == 10
+    assert sys.getprofile() is None
+
+
+def test_a_worker_that_is_forked_notes_nothing():
+    lines = CallLines()
+    lines.start()
+    child = os.fork()
+    if child == 0:
+        try:
+            abs(-1)
+            os._exit(0 if sys.getprofile() is None else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    lines.stop()
+
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_threads_of_others_are_not_touched(tmp_path):
+    # As torch.profiler's own are.
+    model = torch.nn.Linear(4, 4)
+    batches = [torch.ones(2, 4)] * 20
+    hooks, on_main, is_over = set(), set(), threading.Event()
+
+    def other():
+        while not is_over.wait(0.0005):
+            hooks.add(sys.getprofile())
+
+    threads = [threading.Thread(target=other) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        with torchfast.profile(tmp_path, steps=1, warmup=1) as profiling:
+            for batch in profiling.iterate(batches):
+                model(batch).sum().backward()
+                on_main.add(sys.getprofile() is not None)
+                time.sleep(0.01)
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+    assert hooks == {None}
+    assert on_main == {False, True}
+    assert sys.getprofile() is None
+
+
+def test_the_report_says_why_there_are_no_lines(tmp_path):
+    sys.setprofile(print_nothing)
+    try:
+        with torchfast.profile(tmp_path, steps=1, warmup=1) as profiling:
+            for _ in profiling.iterate(range(20)):
+                torch.ones(3).sum()
+    finally:
+        held = sys.getprofile()
+        sys.setprofile(None)
+
+    assert held is print_nothing
+    assert any("another profiler holds sys.setprofile" in r for r in profiling.report.remarks)
