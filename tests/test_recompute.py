@@ -56,6 +56,10 @@ def saved_in_blocks(model, loss_fn, batch, blocks):
 )
 def test_bits(name, what):
     plain, loss_fn, batch = of(name)
+    if hasattr(getattr(plain, "config", None), "use_cache"):
+        # What it is without recompute: a cache lays the keys out in another order, and which bits
+        # come of that depends on the machine.
+        plain.config.use_cache = False
     expected = train(plain.train(), loss_fn, batch)
     model, _, _ = make(name)
     with Recompute(model.train(), what):

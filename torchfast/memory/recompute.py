@@ -17,8 +17,9 @@ CUDA graph; what is compiled is close, as compilation is.
 
 Nothing is recomputed in evaluation or without gradients. A block that keeps other state of its own,
 such as a counter in Python, counts twice; a cache of keys and values is left out of training calls,
-as transformers does. Forbidden: a model that recomputes by itself already, two handles on one, and
-other parameters in the backward than in the forward (``functional_call``, an update between them).
+as transformers does, so the bits are those of the model called without it. Forbidden: a model that
+recomputes by itself already, two handles on one, and other parameters in the backward than in the
+forward (``functional_call``, an update between them).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Recompute(Closing):
         PlanError: A choice that does not exist, or a memory budget, which only a plan that compiles
             can have.
 
-    Numerics: Bitwise equal to the model without.
+    Numerics: Bitwise equal to the model without, called with ``use_cache=False`` if it has caches.
     Synchronizes: Never.
 
     Example:
