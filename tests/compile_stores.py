@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 from torchfast.compiler.store import CacheStore
 from torchfast.compiler.store_artifacts import CacheCounts, join, split
 from torchfast.compiler.store_key import StoreKey
 
+IS_ROOT = os.geteuid() == 0
+needs_root = pytest.mark.skipif(not IS_ROOT, reason="only root can give a file away")
 MACHINE = {"torch": "2.13.0", "device_name": "a device", "device": "cpu"}
 
 
@@ -65,3 +69,9 @@ def stored(folder, of=None):
     outcome = store.load(of or key())
     assert outcome.status in ("loaded", "miss"), outcome
     return set(compiler.known)
+
+
+def folder_with_one(path):
+    """Return a folder with one good entry."""
+    process(path, "a")[0].save(key())
+    return path

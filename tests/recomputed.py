@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -175,3 +176,22 @@ def train(model, loss_fn, batch, steps=3, seed=0):
     gradients = {n: p.grad for n, p in model.named_parameters()}
     state = copy.deepcopy(model.state_dict())
     return {"losses": losses, "grads": gradients, "state": state, "rng": torch.get_rng_state()}
+
+
+def make_or_skip(name):
+    if name in ("llama", "gpt2", "vit"):
+        pytest.importorskip("transformers")
+    return make(name)
+
+
+class Counted(nn.Module):
+    """Counts how often its forward runs."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.line = nn.Linear(width, width)
+        self.num_runs = 0
+
+    def forward(self, x, **others):
+        self.num_runs += 1
+        return torch.tanh(self.line(x))

@@ -300,3 +300,7 @@ def simulated(monkeypatch, too_slow_s=0.0):
     wait_until(lambda: not stagers())
     for transport in made:
         transport.end()
+
+
+def numbers(batches):
+    return [int(x[0]) for x, y in batches]

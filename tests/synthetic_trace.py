@@ -6,6 +6,9 @@ import gzip
 import itertools
 import json
 
+from torchfast.profiling.figures import measure_trace
+from torchfast.profiling.trace import read_trace
+
 MAIN = 100
 AUTOGRAD = 200
 
@@ -124,3 +127,11 @@ class SyntheticTrace:
         data = self.text().encode()
         path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
         return path
+
+
+def read(made, tmp_path):
+    return read_trace(made.write(tmp_path / "trace.json"))
+
+
+def figures_of(made, tmp_path):
+    return measure_trace(read(made, tmp_path))

@@ -10,15 +10,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn, optim
-from torch._dynamo.callback import callback_handler
+from torch import optim
 
+from compiled_training import BATCHES, Deep, compiled_in, counter
 from models import MODELS, BatchNormNet, DropoutNet, make_batches, mean_loss
 from stepping import make_trainer
-from torchfast import CompileError, CompileOptions, Plan, PlanError, Trainer, compile_search
+from torchfast import CompileError, CompileOptions, Plan, PlanError, Trainer
 from torchfast.compiled_loss import CompiledLoss
-from torchfast.compiler.candidates import ModeChoice
-from torchfast.compiler.receipts import CandidateResult, Receipt
 from torchfast.testing import assert_parity
 
 pytestmark = [
@@ -26,38 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
-BATCHES = make_batches(4)
 EAGER = CompileOptions(backend="eager")  # traced and run by the same kernels
 CUDA = torch.device("cuda")
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.linear(self.norm(x)).relu()
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def compiled_in(trainer):
-    return [d for d in trainer.report().decisions if d.lever == "compile"]
-
-
-def counter(trainer, name):
-    return trainer.report().counters.get(f"compile_{name}", 0)
 
 
 def fails(graph, inputs):
@@ -259,100 +227,6 @@ def test_a_plan_in_json():
         Plan(compile="always")
 
 
-# -- mode="auto" -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def searching(monkeypatch):
-    """Search by trying each way once; return what was tried, and let the test name the choice."""
-    tried = []
-    choice = ["whole: default"]
-
-    def choices(device, *, has_blocks, outer_graph):
-        regions = ["blocks", "whole"] if has_blocks else ["whole"]
-        ways = [ModeChoice(f"{r}: default", "default", r) for r in regions]
-        return [ModeChoice("eager", None, None), *ways]
-
-    def search(candidates, work, *, key, budget_s, **kwargs):
-        for _ in range(2):
-            for candidate in candidates:
-                with candidate.in_force():
-                    loss = float(work())
-                    tried.append((candidate.name, loss, candidate.failure()))
-        results = [CandidateResult(name=c.name, status="measured") for c in candidates]
-        return Receipt(
-            key=key,
-            model_name="Deep",
-            candidates=tuple(results),
-            choice=choice[0],
-            why="the test says so",
-            notes=(),
-            budget_s=budget_s,
-            elapsed_s=0.0,
-            created="2026-01-01T00:00:00Z",
-        )
-
-    monkeypatch.setattr(compile_search, "mode_choices", choices)
-    monkeypatch.setattr(compile_search, "search", search)
-    # What the inductor takes seconds for.
-    compile_ = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, *, backend, **kwargs: compile_(f, backend="eager", **kwargs)
-    )
-    return tried, choice
-
-
-@pytest.mark.parametrize("wanted", ["eager", "whole: default", "blocks: default"])
-def test_auto_tries_each_way_and_takes_the_fastest(searching, wanted):
-    tried, choice = searching
-    choice[0] = wanted
-    torch.manual_seed(0)
-    model = Deep()
-    plain = copy.deepcopy(model)
-    trainers = [
-        Trainer(net, optim.SGD(net.parameters(), lr=0.1), mean_loss, plan)
-        for net, plan in (
-            (model, Plan(compile=CompileOptions(mode="auto"))),
-            (plain, "eager"),
-        )
-    ]
-    assert "decided on at the first step" in compiled_in(trainers[0])[0].detail
-    for batch in BATCHES:
-        first, second = (trainer.step(batch) for trainer in trainers)
-        assert torch.equal(first, second)
-    names = ["eager", "blocks: default", "whole: default"]
-    assert [name for name, _, _ in tried] == names * 2
-    assert len({loss for _, loss, _ in tried}) == 1
-    assert {failure for _, _, failure in tried} == {None}
-    assert f"mode 'auto' took {wanted}, measured now" in compiled_in(trainers[0])[0].detail
-    has_regions = any("_compiled_call_impl" in vars(m) for m in model.modules())
-    assert has_regions == (wanted == "blocks: default")
-    assert (counter(trainers[0], "graphs") > 0) == (wanted != "eager")
-    trainers[0].close()
-    assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
-
-
-def test_the_next_run_begins_with_the_answer(searching, tmp_path):
-    tried, _ = searching
-    plan = Plan(compile=CompileOptions(mode="auto", cache=str(tmp_path)))
-    for run in range(2):
-        trainer = make_trainer(plan=plan)
-        trainer.step(BATCHES[0])
-        assert bool(tried) == (run == 0)
-        assert ("from its receipt" in str(trainer.report())) == (run == 1)
-        assert counter(trainer, "graphs") == 1
-        trainer.close()
-        tried.clear()
-
-
-def test_auto_measures_the_regions_that_were_asked_for(searching):
-    tried, _ = searching
-    model = Deep()
-    plan = Plan(compile=CompileOptions(mode="auto", regions="whole"))
-    make_trainer(net=lambda: model, plan=plan).step(BATCHES[0])
-    assert {name for name, _, _ in tried} == {"eager", "whole: default"}
-
-
 # -- One after another -----------------------------------------------------------------------------
 
 
@@ -433,33 +307,3 @@ def test_a_trainer_that_cannot_be_made_leaves_the_layout():
     with pytest.raises(ValueError, match="regions names 'nope'"):
         make_trainer(net=lambda: model, plan=plan)
     assert model.conv.weight.stride() == before
-
-
-def test_auto_is_asked_again_after_an_error_of_the_users(searching):
-    class BrokenError(Exception):
-        pass
-
-    def broken(model, batch):
-        if is_broken:
-            raise BrokenError
-        return mean_loss(model, batch)
-
-    is_broken = True
-    trainer = make_trainer(loss_fn=broken, plan=Plan(compile=CompileOptions(mode="auto")))
-    listening = len(callback_handler.start_callbacks)
-    with pytest.raises(BrokenError):
-        trainer.step(BATCHES[0])
-    assert "decided on at the first step" in compiled_in(trainer)[0].detail
-    assert len(callback_handler.start_callbacks) == listening
-    is_broken = False
-    trainer.step(BATCHES[0])
-    assert "mode 'auto' took" in compiled_in(trainer)[0].detail
-
-
-def test_auto_is_decided_in_the_first_half_of_a_step_too(searching):
-    tried, _ = searching
-    trainer = make_trainer(plan=Plan(compile=CompileOptions(mode="auto")))
-    trainer.forward_backward(BATCHES[0])
-    trainer.update()
-    assert tried
-    assert counter(trainer, "graphs") == 1

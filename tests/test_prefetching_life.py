@@ -1,11 +1,10 @@
-"""How iterations over a PrefetchingLoader begin, break off, fail and end; and what is left."""
+"""How iterations over a PrefetchingLoader begin, break off and end; and what is left."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import os
-import signal
 import textwrap
 import threading
 import time
@@ -13,25 +12,12 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import warm_python
 from models import mean_loss
-from simulated_device import Prompt, numbered, read_all, stagers, wait_until
-from torchfast import (
-    BatchStructureError,
-    ClosedError,
-    IterationError,
-    MicroBatches,
-    PrefetchingLoader,
-    Trainer,
-    build_dataloader,
-)
-
-
-def numbers(batches):
-    return [int(x[0]) for x, y in batches]
-
+from simulated_device import Prompt, numbered, numbers, read_all, stagers, wait_until
+from torchfast import ClosedError, IterationError, MicroBatches, PrefetchingLoader, Trainer
 
 # --- the end of an epoch, and its middle --------------------------------------------------------
 
@@ -100,10 +86,6 @@ def test_fit_leaves_in_a_generator_what_it_did_not_train_on():
     trainer.fit(upstream, steps=4, progress=False)
     assert len(list(upstream)) == 30 - 2 * 7
     assert stagers() == []
-
-
-class Collected(list):
-    pass
 
 
 @pytest.mark.parametrize("last", [5, 2])
@@ -331,128 +313,6 @@ def test_python_exits_with_a_live_iteration(end, code):
     assert time.monotonic() - start < 30
 
 
-# --- errors -------------------------------------------------------------------------------------
-
-
-class DataError(Exception):
-    pass
-
-
-def failing(count, error):
-    yield from numbered(count)
-    raise error
-
-
-@pytest.mark.usefixtures("every_way")
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
-@pytest.mark.parametrize("error", [DataError("disk"), StopAsyncIteration("odd"), SystemExit(4)])
-def test_an_error_comes_once_behind_the_batches_before_it(count, error):
-    loader = PrefetchingLoader(failing(count, error), "cpu", depth=3)
-    batches, seen = iter(loader), []
-    with pytest.raises(type(error)) as caught:
-        seen.extend(int(x[0]) for x, _ in batches)
-    assert seen == list(range(count))
-    assert caught.value is error
-    assert caught.traceback[-1].name == "failing"
-    assert list(batches) == []
-    assert stagers() == []
-
-
-class Breaks(Dataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        if index == 7:
-            raise DataError("sample 7")
-        return torch.full((2,), float(index))
-
-
-@pytest.mark.usefixtures("every_way")
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_set_that_fails_can_be_iterated_again(num_workers):
-    loader = PrefetchingLoader(build_dataloader(Breaks(), 1, num_workers=num_workers), "cpu")
-    for _ in range(2):
-        seen = []
-        with pytest.raises(DataError, match="sample 7"):
-            seen.extend(loader)
-        assert len(seen) == 0 or len(seen) == 7
-        assert stagers() == []
-
-
-@pytest.mark.usefixtures("every_way")
-def test_an_error_of_the_transform_comes_where_it_belongs():
-    def transform(batch):
-        if int(batch[1][0]) == 5:
-            raise DataError("batch 5")
-        return batch
-
-    loader = PrefetchingLoader(iter(numbered(9)), "cpu", transform=transform)
-    seen = []
-    with pytest.raises(DataError, match="batch 5"):
-        seen.extend(numbers([batch])[0] for batch in loader)
-    assert seen == list(range(5))
-    assert stagers() == []
-
-
-def test_an_interrupt_while_waiting_leaves_no_thread(device):
-    asked, done = threading.Event(), threading.Event()
-
-    def stuck():
-        yield from numbered(4)
-        asked.set()
-        assert done.wait(20)
-        yield from numbered(1)
-
-    def interrupt():
-        asked.wait(20)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)  # the loop hears of it, and waits for the fetch that is under way
-        done.set()
-
-    thread = threading.Thread(target=interrupt)
-    # A process that runs in the background may have been started to ignore it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            for _ in PrefetchingLoader(stuck(), "cpu"):
-                pass
-    finally:
-        signal.signal(signal.SIGINT, before)
-    thread.join()
-    wait_until(lambda: not stagers())
-
-
-# --- strict -------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("every_way")
-def test_strict_names_the_leaf_that_cannot_be_moved():
-    batches = [{"x": torch.ones(2), "meta": [1, {"y": object()}]}]
-    with pytest.raises(TypeError, match=r"batch\['meta'\]\[1\]\['y'\] is of type object"):
-        list(PrefetchingLoader(batches, "cpu", strict=True))
-    assert len(list(PrefetchingLoader(batches, "cpu"))) == 1
-
-
-@pytest.mark.usefixtures("every_way")
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        ({"x": torch.ones(3)}, r"batch\['y'\] is missing"),
-        ({"x": torch.ones(3), "y": 1, "z": 2}, r"batch\['z'\] is new"),
-        ({"x": torch.ones(3), "z": 1}, r"batch\['z'\] \(int\) stands where batch\['y'\] .* was"),
-        ({"x": None, "y": 1}, r"batch\['x'\] \(NoneType\) stands where .* \(Tensor\) was"),
-    ],
-)
-def test_strict_names_the_first_difference(second, said):
-    first = {"x": torch.ones(2), "y": 1}
-    loader = PrefetchingLoader([first, first, second], "cpu", strict=True)
-    with pytest.raises(BatchStructureError, match=f"batch 3 of the epoch .* {said}; build"):
-        list(loader)
-    assert len(list(PrefetchingLoader([first, {"x": torch.ones(5), "y": 2}], "cpu"))) == 2
-
-
 # --- what a trainer takes -----------------------------------------------------------------------
 
 
@@ -518,33 +378,3 @@ def test_a_fork_reads_on(device):
             seen += len(list(inner))
     assert seen == 12
     assert read_all(iter(()), device) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "said"),
-    [
-        ({"depth": 2.0}, TypeError, r"depth must be an int >= 1, got 2.0 \(float\)"),
-        ({"depth": True}, TypeError, r"depth must be an int >= 1, got True \(bool\)"),
-        ({"depth": 0}, ValueError, r"depth must be >= 1, got 0"),
-        ({"reuse": 1}, TypeError, r"reuse must be True or False, got 1 \(int\)"),
-        ({"strict": None}, TypeError, r"strict must be True or False, got None"),
-        ({"across_epochs": "yes"}, TypeError, r"across_epochs must be True or False, got 'yes'"),
-        ({"background": 0}, TypeError, r"background must be True, False or .auto., got 0"),
-        ({"channels_last": 0}, TypeError, r"channels_last must be True or False, got 0"),
-        ({"transform": 3}, TypeError, r"transform must be callable as transform\(batch\), got 3"),
-        (
-            {"transfer_dtype": "bf16"},
-            TypeError,
-            r"must be a floating-point .* got 'bf16'",
-        ),
-        ({"transfer_dtype": torch.int8}, TypeError, r"must be a floating-point .* got torch.int8"),
-        ({"device": "gpu"}, ValueError, r"did you mean 'cuda'"),
-        ({"device": object()}, TypeError, r"device must be a string such as .* got <object"),
-        ({"device": None}, TypeError, r"device must be a string such as .* got None"),
-        ({"loader": 3}, TypeError, r"loader must be an iterable of batches, got 3"),
-        ({"dept": 3}, TypeError, r"PrefetchingLoader\(\) has no argument 'dept'; did you mean 'de"),
-    ],
-)
-def test_bad_input(given, error, said):
-    with pytest.raises(error, match=said):
-        PrefetchingLoader(**{"loader": [], "device": "cpu", **given})

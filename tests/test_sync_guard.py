@@ -4,203 +4,39 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 import threading
-import time
-import warnings
-from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from host_waits import (
+    KINDS,
+    batch,
+    branch,
+    expected,
+    found,
+    here,
+    invert,
+    marked,
+    read_item,
+    repeat,
+    to_host,
+    to_numpy,
+    torch_left_as_it_was,
+    write_selected,
+)
 from torchfast import HostSyncError, SyncGuard
 from torchfast._core import syncs
-from torchfast._core.sync_calls import NO, PERHAPS, SURE, SyncCall, sync_calls
-from torchfast._core.syncs import SyncWatch
-
-PATCHED = ("item", "__bool__", "__getitem__", "cpu", "nonzero", "to", "copy_")
+from torchfast._core.sync_calls import SURE, sync_calls
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    """After each test torch is as it was."""
-    before = {name: getattr(torch.Tensor, name) for name in PATCHED}
-    functions = (torch.nonzero, torch.where, torch.unique, torch.cuda.synchronize)
-    yield
-    assert {name: getattr(torch.Tensor, name) for name in PATCHED} == before
-    assert "item" not in vars(torch.Tensor)
-    assert functions == (torch.nonzero, torch.where, torch.unique, torch.cuda.synchronize)
-    assert not any(isinstance(entry[1], syncs._SyncFilter) for entry in warnings.filters)
-
-
-# --- one function a kind: the line that waits is the one with the mark --------------------------
-
-
-def read_item(x):
-    return x + x.sum().item()  # waits: item
-
-
-def read_float(x):
-    return x * float(x.sum())  # waits: float
-
-
-def read_int(x):
-    return x * int(x.sum())  # waits: int
-
-
-def branch(x):
-    if x.sum() > 0:  # waits: bool
-        x = x + 1
-    return x
-
-
-def show(x):
-    text = f"{str(x)[:0]}"  # waits: print
-    return x + len(text)
-
-
-def to_host(x):
-    return x + x.cpu().numel()  # waits: cpu
-
-
-def to_numpy(x):
-    return x + np.asarray(x).size  # waits: numpy
-
-
-def to_list(x):
-    return x + len(x.tolist())  # waits: tolist
-
-
-def find(x):
-    return x + x.nonzero().shape[0]  # waits: nonzero
-
-
-def find_by_function(x):
-    return x + torch.nonzero(x > 0).shape[0]  # waits: nonzero
-
-
-def find_by_where(x):
-    return x + len(torch.where(x > 0))  # waits: nonzero
-
-
-def select(x):
-    mask = x > 0
-    return x + x[mask].numel()  # waits: boolean mask
-
-
-def select_rows(x):
-    mask = x[:, 0] > 0
-    return x + x[mask, 1:].numel()  # waits: boolean mask
-
-
-def write_selected(x):
-    mask, y = torch.ones_like(x, dtype=torch.bool), x.clone()
-    y[mask] = x.flatten()  # waits: boolean mask
-    return y
-
-
-def select_by_number(x):
-    return x + x[x.argmax() // x.shape[1]]  # waits: boolean mask
-
-
-def masked(x):
-    return x + x.masked_select(x > 0).numel()  # waits: boolean mask
-
-
-def distinct(x):
-    return x + torch.unique(x).numel()  # waits: unique
-
-
-def count(x):
-    return x + torch.bincount(x.flatten().abs().long()).numel()  # waits: bincount
-
-
-def same(x):
-    return x + (1 if torch.equal(x, x) else 0)  # waits: compare
-
-
-def repeat(x):
-    times = torch.ones(x.shape[0], dtype=torch.long, device=x.device)
-    return x + torch.repeat_interleave(x, times, dim=0)  # waits: repeat_interleave
-
-
-def invert(x):
-    square = x @ x.T + torch.eye(x.shape[0], device=x.device)
-    return torch.linalg.inv(square) @ x  # waits: linalg
-
-
-KINDS = (
-    read_item,
-    read_float,
-    read_int,
-    branch,
-    show,
-    to_host,
-    to_numpy,
-    to_list,
-    find,
-    find_by_function,
-    find_by_where,
-    select,
-    select_rows,
-    write_selected,
-    select_by_number,
-    masked,
-    distinct,
-    count,
-    same,
-    repeat,
-    invert,
-)
-
-
-def marked(function):
-    """Return the line of a function that waits, and the kind of its wait."""
-    lines, first = inspect.getsourcelines(function)
-    ((index, text),) = [(i, line) for i, line in enumerate(lines) if "# waits: " in line]
-    return first + index, text.partition("# waits: ")[2].strip()
-
-
-def found(guard):
-    return [(s.file, s.line, s.function, s.kind, s.count) for s in guard.report().syncs]
-
-
-def expected(function, times):
-    line, kind = marked(function)
-    return [(__file__, line, function.__name__, kind, times)]
-
-
-class Seen:
-    """A listener that keeps what it is told."""
-
-    def __init__(self, device_type):
-        self.device_type = device_type
-        self.expected, self.heard = [], []
-
-    def expect(self, place):
-        self.expected.append((place.kind, place.line))
-
-    def hear(self, place, milliseconds):
-        self.heard.append((place.kind, place.line, milliseconds))
-
-
-@contextmanager
-def listening(listener, watch=syncs.WATCH):
-    watch.hold(listener.device_type)
-    watch.enter(listener)
-    try:
-        yield listener
-    finally:
-        watch.leave(listener)
-        watch.release()
-
-
-def batch():
-    return torch.arange(12.0).reshape(3, 4) - 4
+def torch_stays_as_it_was():
+    with torch_left_as_it_was():
+        yield
 
 
 @pytest.mark.parametrize("function", KINDS, ids=lambda f: f.__name__)
@@ -251,21 +87,6 @@ def test_each_kind_is_raised_at_its_line(function):
         SyncGuard("raise", device="cpu"),
     ):
         function(batch())
-
-
-def test_what_is_compiled_before_the_guard_is_not_compiled_again(fresh_dynamo, check):
-    def function(x):
-        return find(torch.where(x > 0, x, 1.0))
-
-    compiled = torch.compile(function, backend="aot_eager")
-    compiled(batch())
-    stats = torch._dynamo.utils.counters
-    before = stats["stats"]["unique_graphs"]
-    seen = Seen("cuda")
-    with listening(seen):
-        compiled(batch())
-    compiled(batch())
-    assert stats["stats"]["unique_graphs"] == before
 
 
 class Net(nn.Module):
@@ -531,182 +352,3 @@ def test_what_cannot_be_judged_runs_as_it_is():
     with SyncGuard(device="cpu") as guard:
         assert torch.ones(()).as_subclass(Strange).item() == 1.0
     assert not guard.report()
-
-
-# --- CUDA, simulated: torch's own check is a warning when the call returns ------------------------
-
-
-class Check:
-    """Stands for torch's check of CUDA synchronisation."""
-
-    def __init__(self):
-        self.mode = 0
-
-    def wait(self):
-        if self.mode:
-            warnings.warn("called a synchronizing CUDA operation (at x.h:1.)", stacklevel=2)
-
-
-@pytest.fixture
-def check(monkeypatch):
-    check = Check()
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch._C, "_cuda_get_sync_debug_mode", lambda: check.mode, raising=False)
-    monkeypatch.setattr(
-        torch._C, "_cuda_set_sync_debug_mode", lambda mode: setattr(check, "mode", mode),
-        raising=False,
-    )  # fmt: skip
-    return check
-
-
-class Library:
-    """Calls that wait, for sure or sometimes."""
-
-    check: Check
-
-    @staticmethod
-    def read():
-        time.sleep(0.02)
-        Library.check.wait()
-
-    @staticmethod
-    def read_if(waits):
-        if waits:
-            Library.check.wait()
-
-
-def watch_of_library():
-    return SyncWatch(
-        [
-            SyncCall(Library, "read", "item", lambda *_: SURE),
-            SyncCall(Library, "read_if", "boolean mask", lambda *_: PERHAPS),
-        ]
-    )
-
-
-def here():
-    return inspect.currentframe().f_back.f_lineno
-
-
-def test_a_wait_is_told_before_and_timed_after(check):
-    Library.check = check
-    with listening(Seen("cuda"), watch_of_library()) as seen:
-        line = here() + 1
-        Library.read()
-    assert seen.expected == [("item", line)]
-    ((kind, at, took),) = seen.heard
-    assert (kind, at) == ("item", line)
-    assert 20 <= took < 200
-    assert check.mode == 0
-
-
-def test_what_may_wait_is_told_if_it_has(check):
-    Library.check = check
-    with listening(Seen("cuda"), watch_of_library()) as seen:
-        Library.read_if(False)
-        line = here() + 1
-        Library.read_if(True)
-    assert seen.expected == []
-    assert [(kind, at) for kind, at, _ in seen.heard] == [("boolean mask", line)]
-
-
-def test_a_wait_in_a_call_that_was_thought_not_to_wait_is_found(check):
-    Library.check = check
-    watch = SyncWatch([SyncCall(Library, "read", "item", lambda *_: NO)])
-    with listening(Seen("cuda"), watch) as seen:
-        assert Library.read.__name__ == "read"
-        Library.read()
-    # The frame that warns is here, as Python stands for C++.
-    assert [(kind, took) for kind, _, took in seen.heard] == [("other", None)]
-
-
-def test_the_function_in_place_of_a_call_is_passed_through():
-    place = SyncCall(Library, "read", "item", lambda *_: NO)
-    watch = SyncWatch([place])
-    found = []
-    original, Library.read = (
-        Library.read,
-        staticmethod(
-            lambda: found.append(syncs._place(sys._getframe(1), "other", frozenset({"cuda"})))
-        ),
-    )
-    try:
-        with listening(Seen("cpu"), watch):
-            line = here() + 1
-            Library.read()
-    finally:
-        Library.read = staticmethod(original)
-    assert [(p.file, p.line) for p in found] == [(__file__, line)]
-
-
-def test_a_wait_that_is_no_known_call_is_found_by_torchs_check(check):
-    with listening(Seen("cuda"), watch_of_library()) as seen:
-        assert check.mode == 1
-        line = here() + 1
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-    assert check.mode == 0
-    assert seen.heard == [("other", line, None)]
-
-
-def test_torchs_check_is_not_heard_in_other_threads(check):
-    with listening(Seen("cuda"), watch_of_library()) as seen:
-        thread = threading.Thread(target=check.wait)
-        thread.start()
-        thread.join()
-    assert seen.heard == []
-
-
-def test_a_check_that_the_user_has_turned_on_stays_the_users(check):
-    check.mode = 1
-    with pytest.warns(match="synchronizing"), listening(Seen("cuda"), watch_of_library()) as seen:
-        check.wait()
-    assert check.mode == 1
-    assert len(seen.heard) == 1
-
-
-def test_other_warnings_pass(check):
-    with pytest.warns(match="something else"), listening(Seen("cuda"), watch_of_library()):
-        warnings.warn("something else", stacklevel=1)
-
-
-def test_a_late_wait_is_raised_at_its_line(check, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(HostSyncError, match=r"has waited.*other at"), SyncGuard("raise"):
-        check.wait()
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"), [(torch.cuda, "synchronize"), (torch.accelerator, "synchronize")]
-)
-def test_explicit_synchronisation_is_found(owner, name, monkeypatch):
-    monkeypatch.setattr(owner, name, lambda: None)
-    with SyncGuard(device="cpu") as guard:
-        line = here() + 1
-        getattr(owner, name)()
-    assert [(s.line, s.kind) for s in guard.report().syncs] == [(line, "synchronize")]
-
-
-@pytest.mark.parametrize(("owner", "kind"), [("Stream", "stream wait"), ("Event", "event wait")])
-def test_waits_for_streams_and_events_are_found(owner, kind, monkeypatch):
-    waits = type(owner, (), {"synchronize": lambda self: None})
-    monkeypatch.setattr(torch.cuda, owner, waits)
-    with SyncGuard(device="cpu") as guard:
-        line = here() + 1
-        waits().synchronize()
-    assert [(s.line, s.kind) for s in guard.report().syncs] == [(line, kind)]
-
-
-def test_a_wait_takes_its_time_in_the_report(check, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.02))
-    with SyncGuard() as guard:
-        for _ in range(2):
-            torch.cuda.synchronize()
-        check.wait()
-    timed, untimed = guard.report().syncs
-    assert (timed.kind, timed.count, timed.num_timed) == ("synchronize", 2, 2)
-    assert 20 <= timed.max_ms <= timed.total_ms
-    assert (untimed.kind, untimed.count, untimed.num_timed) == ("other", 1, 0)
-    assert guard.report().costliest(9).endswith("(1x, time unknown)")
-    assert guard.report().costliest(1).endswith("; elsewhere (1x)")
-    assert str(guard.report()).startswith("the host waited 3 times, ")

@@ -1,4 +1,4 @@
-"""Projection, idle time, kernels and copies, on traces whose figures are known by construction."""
+"""Projection, step times, kernels and copies, on traces whose figures are known by construction."""
 
 import math
 import random
@@ -6,30 +6,15 @@ import random
 import pytest
 import torch
 
-from synthetic_trace import AUTOGRAD, MAIN, SyntheticTrace
+from synthetic_trace import AUTOGRAD, MAIN, SyntheticTrace, figures_of, read
 from torchfast.profiling.ceilings import Ceilings
 from torchfast.profiling.figures import measure_trace
-from torchfast.profiling.intervals import (
-    enclosing,
-    gaps,
-    intersection,
-    length,
-    overlap,
-    union,
-)
+from torchfast.profiling.intervals import enclosing, gaps, intersection, length, overlap, union
 from torchfast.profiling.projection import phase_of, project
 from torchfast.profiling.report import report_on
 from torchfast.profiling.trace import HostSpan, read_trace
 
 GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute"
-
-
-def read(made, tmp_path):
-    return read_trace(made.write(tmp_path / "trace.json"))
-
-
-def figures_of(made, tmp_path):
-    return measure_trace(read(made, tmp_path))
 
 
 # --- intervals ----------------------------------------------------------------------------------
@@ -204,80 +189,6 @@ def test_phase_of_an_annotation(name, phase):
     assert phase_of(HostSpan(name, "annotation", 0, 1, "1")) == phase
 
 
-# --- gaps ---------------------------------------------------------------------------------------
-
-
-def gap_of(made, tmp_path):
-    """The only gap of a trace; kernels run at 0 to 100 and from 500."""
-    figures = figures_of(made, tmp_path)
-    (gap,) = figures.gaps
-    assert gap.length == pytest.approx(400.0)
-    assert figures.idle_us == pytest.approx(400.0)
-    return gap
-
-
-def test_idle_because_of_the_loader(tmp_path):
-    made = SyntheticTrace()
-    made.kernel(0, 100)
-    made.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 50, 480)
-    made.kernel(500, 600)
-
-    assert gap_of(made, tmp_path).cause == "data"
-
-
-def test_idle_after_a_wait_of_the_host(tmp_path):
-    made = SyntheticTrace()
-    made.kernel(0, 100, at=-5)
-    made.call("cudaStreamSynchronize", 10, 103)
-    made.op("aten::add", 105, 495)
-    made.kernel(500, 600)
-
-    gap = gap_of(made, tmp_path)
-
-    assert (gap.cause, gap.what) == ("sync", "cudaStreamSynchronize")
-
-
-def test_a_wait_long_before_the_gap_is_not_its_cause(tmp_path):
-    made = SyntheticTrace()
-    made.call("cudaStreamSynchronize", -200, -150)
-    made.kernel(0, 100, at=-5)
-    made.op("aten::add", 0, 495)
-    made.kernel(500, 600)
-
-    assert gap_of(made, tmp_path).cause == "launch"
-
-
-def test_idle_because_the_host_runs_python(tmp_path):
-    made = SyntheticTrace()
-    made.kernel(0, 100, op="aten::mul")
-    made.frame("train.py(12): augment", 90, 490)
-    made.kernel(500, 600, op="aten::mul")
-
-    assert gap_of(made, tmp_path).cause == "python"
-
-
-def test_python_after_a_wait_is_not_the_waits(tmp_path):
-    """The wait was over soon; what kept the device idle is what the host did then."""
-    made = SyntheticTrace()
-    made.kernel(0, 100, at=-5)
-    made.call("cudaStreamSynchronize", 10, 103)
-    made.kernel(500, 600, op="aten::mul")
-
-    gap = gap_of(made, tmp_path)
-
-    assert (gap.cause, gap.moment) == ("python", pytest.approx(303.75))
-
-
-def test_work_of_the_main_thread_before_autograds_launch_is_no_idle_python(tmp_path):
-    made = SyntheticTrace()
-    made.step(1, -20, 700)
-    made.kernel(0, 100)
-    made.op("aten::view", 90, 480)
-    made.kernel(500, 600, tid=AUTOGRAD)
-
-    assert gap_of(made, tmp_path).cause == "launch"
-
-
 @pytest.mark.parametrize("num", [2, 3, 10])
 def test_the_time_of_a_step_is_from_step_to_step(tmp_path, num):
     """Half of each step the device does nothing; the window of two steps is 1.5 of them."""
@@ -329,64 +240,6 @@ def test_attention_is_held_against_no_ceiling(tmp_path):
 
     assert row.flops > 0
     assert (row.bound, row.to_dict()["of_ceiling"]) == ("", None)
-
-
-def test_idle_because_of_many_launches(tmp_path):
-    made = SyntheticTrace()
-    made.kernel(0, 100)
-    for i in range(20):
-        made.op("aten::as_strided", 100 + 20 * i, 118 + 20 * i)
-    made.kernel(500, 600, at=499)
-
-    assert gap_of(made, tmp_path).cause == "launch"
-
-
-def test_idle_although_it_was_launched(tmp_path):
-    made = SyntheticTrace()
-    made.kernel(0, 100, at=-10)
-    made.kernel(500, 600, at=-5)
-
-    assert gap_of(made, tmp_path).cause == "device"
-
-
-@pytest.mark.parametrize("call", ["cudaMalloc", "cudaFree", "cudaHostAlloc", "cuMemCreate"])
-def test_idle_because_of_memory_from_the_driver(tmp_path, call):
-    made = SyntheticTrace()
-    made.kernel(0, 100)
-    made.call(call, 110, 480)
-    made.kernel(500, 600)
-
-    assert gap_of(made, tmp_path).cause == "allocation"
-
-
-def test_idle_because_of_a_compilation(tmp_path):
-    made = SyntheticTrace()
-    made.kernel(0, 100)
-    made.op("_compile.compile_inner (dynamo_timed)", 100, 490)
-    made.kernel(500, 600)
-
-    assert gap_of(made, tmp_path).cause == "compile"
-
-
-def test_idle_is_what_no_stream_is_busy_in(tmp_path):
-    """Idle time is the window less the union of all kernels and copies, whatever their streams."""
-    draw = random.Random(3)
-    made = SyntheticTrace()
-    moments = set()
-    for _ in range(200):
-        start = draw.randrange(0, 5000)
-        end = start + draw.randrange(1, 60)
-        moments |= set(range(start, end))
-        if draw.random() < 0.2:
-            made.copy(start, end, stream=draw.choice([13, 14]))
-        else:
-            made.kernel(start, end, stream=draw.choice([7, 9, 11]))
-
-    figures = figures_of(made, tmp_path)
-
-    assert figures.busy_us == pytest.approx(len(moments))
-    assert figures.idle_us == pytest.approx(max(moments) + 1 - min(moments) - len(moments))
-    assert sum(figures.idle_by_cause.values()) == pytest.approx(figures.idle_us)
 
 
 # --- copies and operators -------------------------------------------------------------------------

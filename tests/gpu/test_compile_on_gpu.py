@@ -10,25 +10,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-from torch.profiler import ProfilerActivity
 
-from benchmarks import compile_cost
 from benchmarks.outside_models import MODELS, without_dropout
-from benchmarks.workloads.gpt import GPT, GPTSize
-from benchmarks.workloads.tokens import next_token_loss, token_batches
+from benchmarks.workloads.gpt import GPT
+from benchmarks.workloads.tokens import next_token_loss
+from gpu.compile_jobs import (
+    FAST,
+    STEPS,
+    WARM_UP,
+    assert_captured,
+    gpt,
+    image_loss,
+    nothing_compiled,
+    sgd,
+    text,
+    trained_on_gpu,
+)
 from gpu.graph_jobs import on_gpu
 from gpu.syncs import no_syncs
-from torchfast import CompileOptions, MicroBatches, Plan, Trainer
+from torchfast import CompileOptions, MicroBatches, Trainer
 from torchfast.compiler import CompileRecord
 from torchfast.testing import Tolerance, assert_parity
 
-FAST = Plan.preset("fast")
-CUDA = ProfilerActivity.CUDA
-STEPS = 14
-WARM_UP = 3  # steps before the first capture
-SIZE = GPTSize(4, 64, 4, vocabulary=256, batch=8, context=64, lr=0.05)
-# AdamW's first updates divide by moments that are still noise: rounding decides their signs.
-sgd = partial(optim.SGD, lr=0.05, momentum=0.9)
 # bf16 against fp32: losses within 2 %, what training did to the parameters within a quarter.
 CLOSE = Tolerance(loss=0.02, update=0.25)
 # Normalised over a few small images, what bf16 rounds is amplified.
@@ -37,19 +40,8 @@ ROUGH = Tolerance(loss=0.05, update=0.5)
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_is_left():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def gpt():
-    return GPT(SIZE)
-
-
-def text(count, batch=SIZE.batch):
-    return token_batches(
-        vocabulary=SIZE.vocabulary, batch=batch, context=SIZE.context, num_batches=count
-    )
+    with nothing_compiled():
+        yield
 
 
 class ConvNet(nn.Module):
@@ -78,11 +70,6 @@ def images(count):
     ]
 
 
-def image_loss(model, batch):
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs), targets)
-
-
 def outside_model():
     return without_dropout(MODELS["transformers GPT-2"].build())
 
@@ -90,29 +77,6 @@ def outside_model():
 def outside_batches(count):
     generator = torch.Generator().manual_seed(0)
     return [MODELS["transformers GPT-2"].batch(generator) for _ in range(count)]
-
-
-def trained_on_gpu(plan=FAST, make=gpt, loss_fn=next_token_loss, **options):
-    torch.manual_seed(0)
-    model = make().cuda()
-    return Trainer(model, sgd(model.parameters()), loss_fn, plan, **options)
-
-
-def assert_captured(report, steps, *, breaks=0):
-    """All steps but the first ones were replays, of kernels that were compiled once.
-
-    With breaks=None there may be graph breaks, as in other people's models.
-    """
-    found = report.counters
-    assert found["compile_graphs"] > 0
-    assert found.get("compile_recompiles", 0) == 0
-    if breaks is None:
-        breaks = found.get("compile_graph_breaks", 0)
-    assert found.get("compile_graph_breaks", 0) == breaks
-    graphs = (found["graphs"], found["replays"], found["eager steps"])
-    assert graphs == (1, steps - WARM_UP, WARM_UP)
-    aside = [d for d in report.stepped_aside if d.lever in ("compile", "cuda_graph")]
-    assert (aside == []) is (breaks == 0), aside
 
 
 # -- Fast ------------------------------------------------------------------------------------------
@@ -292,130 +256,6 @@ def test_a_region_that_fails_goes_on_eagerly_and_the_step_is_captured():
     assert (found["graphs"], found["replays"]) == (1, STEPS - WARM_UP)
     (aside,) = [d for d in result.report.stepped_aside if d.lever == "compile"]
     assert "there is no tanh here" in aside.detail
-
-
-# -- Modes, kernels, caches ------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first one
-def test_reduce_overhead_without_a_graph_keeps_the_losses():
-    """Its own graphs write each step's loss over that of the step before."""
-    plan = FAST.replace(compile=CompileOptions(mode="reduce-overhead"), cuda_graph=False)
-    trainer, plain = trained_on_gpu(plan), trained_on_gpu(FAST.replace(compile=False))
-    batches = on_gpu(text(STEPS))
-    losses = [trainer.step(batch) for batch in batches]
-    expected = [plain.step(batch) for batch in batches]
-    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=0.02, atol=0)
-    assert len({float(loss) for loss in losses}) == STEPS
-    assert "replays" not in trainer.report().counters
-
-
-class Routed(nn.Module):
-    """Asks the device in its middle, so that no graph can hold it whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-        self.last = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
-
-    def forward(self, x):
-        x = self.first(x)
-        if x.abs().mean().item() > 1e3:
-            x = x / 2
-        return self.last(x)
-
-
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first one
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_cannot_be_captured_whole_is_captured_by_pieces(accumulate):
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, 32, 64, generator=generator)
-    singles = on_gpu([(draw(), torch.arange(32) % 10) for _ in range(STEPS * accumulate)])
-    groups = [singles[n : n + accumulate] for n in range(0, len(singles), accumulate)]
-    batches = [MicroBatches(group) if accumulate > 1 else group[0] for group in groups]
-    made = partial(trained_on_gpu, make=Routed, loss_fn=image_loss, accumulate=accumulate)
-    whole = made(FAST)
-    pieces = made(FAST.replace(compile=CompileOptions(mode="reduce-overhead"), cuda_graph=False))
-    plain = made(FAST.replace(compile=False, cuda_graph=False))
-    losses = [torch.stack([t.step(b) for b in batches]) for t in (whole, pieces, plain)]
-    torch.testing.assert_close(losses[0], losses[2], rtol=0.02, atol=0)
-    torch.testing.assert_close(losses[1], losses[2], rtol=0.02, atol=0)
-    assert whole.report().counters["replays"] == 0
-    with torch.profiler.profile(activities=[CUDA], acc_events=True) as trace:
-        pieces.step(batches[0])
-    launched = [e.name for e in trace.events() if e.name.startswith("cudaGraphLaunch")]
-    assert len(launched) >= 4 * accumulate  # both sides of the question, forward and backward
-
-
-def test_reduce_overhead_within_a_graph_leaves_graphs_to_the_step():
-    plan = FAST.replace(compile=CompileOptions(mode="reduce-overhead"))
-    trainer = trained_on_gpu(plan)
-    for batch in on_gpu(text(STEPS)):
-        trainer.step(batch)
-    assert_captured(trainer.report(), STEPS)
-    details = [d.detail for d in trainer.report().decisions if d.lever == "compile"]
-    assert any("'reduce-overhead' makes graphs of its own" in detail for detail in details)
-
-
-def test_flex_attention_and_a_triton_kernel_stay_in_one_graph():
-    pytest.importorskip("triton")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    from gpu.compiled_kernels import squared_relu
-
-    length, window = 256, 64
-
-    def mask(_batch, _head, query, key):
-        return (query >= key) & (query - key < window)
-
-    block_mask = create_block_mask(mask, None, None, length, length, device="cuda")
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(64, 192, bias=False)
-            self.out = nn.Linear(64, 64, bias=False)
-
-        def forward(self, x):
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
-            mixed = flex_attention(q, k, v, block_mask=block_mask)
-            return x + self.out(squared_relu(mixed.transpose(1, 2).flatten(2).contiguous()))
-
-    class Plain(Attention):
-        def forward(self, x):
-            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
-            at = torch.arange(length, device=x.device)
-            seen = mask(None, None, at[:, None], at[None, :])
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-            return x + self.out(F.relu(mixed.transpose(1, 2).flatten(2)).square())
-
-    def loss_fn(model, batch):
-        inputs, targets = batch
-        return F.mse_loss(model(inputs), targets)
-
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, 2, length, 64, generator=generator)
-    batches = on_gpu([(draw(), draw()) for _ in range(STEPS)])
-    plan = FAST.replace(compile=CompileOptions(regions="whole", fullgraph=True))
-    trainer = trained_on_gpu(plan, Attention, loss_fn)
-    plain = trained_on_gpu(FAST.replace(compile=False), Plain, loss_fn)
-    losses = [torch.stack([t.step(batch) for batch in batches]) for t in (trainer, plain)]
-    torch.testing.assert_close(*losses, rtol=0.02, atol=0)
-    assert_captured(trainer.report(), STEPS)
-    assert trainer.report().counters["compile_graphs"] == 1
-
-
-def test_a_second_process_compiles_nothing_that_is_in_the_folder(tmp_path):
-    out = tmp_path / "figures.json"
-    figures = compile_cost.main(
-        ["--size", "smoke", "--device", "cuda", "--sections", "warm", "--out", str(out)]
-    )
-    section = figures["sections"]["warm"]
-    assert section["status"] == "ran", section
-    cold, warm = section["rows"]
-    assert cold["form"] == warm["form"] == "captured, compiled"
-    assert cold["compile"].get("cache_autograd_hits", 0) == 0
-    assert section["summary"]["proved"], (cold, warm)
 
 
 # -- Between steps, and after them -----------------------------------------------------------------

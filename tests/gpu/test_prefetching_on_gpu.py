@@ -10,10 +10,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from containers import CONTAINERS
+from drawing_loaders import LOADERS, trained
 from gpu.syncs import no_syncs
 from models import mean_loss
 from simulated_device import stagers, wait_until
-from test_prefetching import LOADERS, SHAPES, ragged, trained
+from test_prefetching import SHAPES, ragged
 from torchfast import PrefetchingLoader, Trainer
 from torchfast._core.batches import tensors
 from torchfast._core.rng import same_rng_state
@@ -318,7 +319,7 @@ def test_random_numbers_fall_as_in_a_plain_loop(name):
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patched:
         patched.setattr(
-            "test_prefetching.PrefetchingLoader",
+            "drawing_loaders.PrefetchingLoader",
             lambda loader, _, **options: PrefetchingLoader(loader, "cuda", **options),
         )
         log, own, loader = trained(LOADERS[name], Real)

@@ -13,15 +13,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 from gpu.test_syncs import CASES, Net, loss_fn, make_batch
-from test_sync_guard import (
-    KINDS,
-    branch,
-    find_by_where,
-    marked,
-    read_item,
-    select,
-    to_numpy,
-)
+from host_waits import KINDS, branch, find_by_where, marked, read_item, select, to_numpy
 from torchfast import CUDAGraphOptions, HostSyncError, Plan, SyncGuard, Trainer
 
 # np.asarray of a tensor on the device is an error, not a wait.

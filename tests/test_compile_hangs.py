@@ -1,0 +1,181 @@
+"""A compiler that hangs is ended, in time and without a trace."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from failing_compilers import ROWS, Backend, Block, Broken, assert_as_eager, dynamo_left_clean, told
+from torchfast.compiler import CompiledModule
+from torchfast.compiler.timeout import CallTimeoutError, call_within
+
+
+@pytest.fixture(autouse=True)
+def clean_dynamo():
+    with dynamo_left_clean():
+        yield
+
+
+def spins():
+    while True:
+        pass
+
+
+def waits():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def swallows():
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        try:
+            time.sleep(0.1)
+        except BaseException:
+            continue
+    time.sleep(60)
+
+
+def runs_a_process():
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"], check=True)
+
+
+HANGS = [spins, waits, swallows, runs_a_process, lambda: time.sleep(60)]
+# What is raised at any line may be lost in a destructor; a second later it comes again.
+LOST = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@LOST
+@pytest.mark.parametrize("hang", HANGS, ids=["spin", "lock", "swallow", "process", "sleep"])
+def test_a_compile_that_hangs_ends_in_the_main_thread(hang, caplog):
+    model = Block()
+    alarm = signal.getitimer(signal.ITIMER_REAL)
+    backend = Backend(hang)
+    with CompiledModule(model, backend=backend, timeout_s=0.5) as handle:
+        start = time.monotonic()
+        assert_as_eager(model, handle, calls=2)
+        assert time.monotonic() - start < 30
+        assert "compiling took longer than timeout_s=0.5" in handle.status[""]
+        assert backend.number == 1
+        assert len(told(caplog)) == 1
+        assert "regions='blocks'" in told(caplog)[0]
+    # The alarm of others, pytest-timeout's here, goes on.
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (alarm[0] > 0)
+
+
+@LOST
+def test_a_compile_that_hangs_ends_in_another_thread():
+    model = Block()
+    with CompiledModule(model, backend=Backend(spins), timeout_s=0.5) as handle:
+        thread = threading.Thread(target=assert_as_eager, args=(model, handle))
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert "compiling took longer" in handle.status[""]
+
+
+def test_the_limit_is_for_all_that_one_call_compiles():
+    model = Broken()
+    backend = Backend(lambda: time.sleep(0.7))
+    with CompiledModule(model, backend=backend, timeout_s=1.2) as handle:
+        assert_as_eager(model, handle)
+        assert "compiling took longer" in handle.status[""]
+
+
+def test_a_slow_forward_is_no_slow_compile():
+    class Slow(nn.Module):
+        @torch.compiler.disable
+        def wait(self):
+            time.sleep(1.2)
+
+        def forward(self, x):
+            y = x.sin()
+            self.wait()
+            return y * 2
+
+    model = Slow()
+    with CompiledModule(model, backend="eager", timeout_s=1.0) as handle:
+        model(ROWS)
+        assert handle.status == {"": "compiled"}
+
+
+def test_a_call_within_its_limit_returns_and_its_errors_pass():
+    assert call_within(5.0, max, 1, 2) == 2
+    with pytest.raises(ZeroDivisionError):
+        call_within(5.0, lambda: 1 / 0)
+    with pytest.raises(CallTimeoutError):
+        call_within(0.05, time.sleep, 20)
+    with pytest.raises(CallTimeoutError):
+        call_within(0.0, max, 1, 2)
+
+
+def test_limits_within_limits():
+    def inner():
+        with pytest.raises(CallTimeoutError):
+            call_within(0.05, time.sleep, 20)
+        return "inner ended"
+
+    assert call_within(20.0, inner) == "inner ended"
+    start = time.monotonic()
+    with pytest.raises(CallTimeoutError):
+        call_within(0.2, call_within, 20.0, time.sleep, 30)
+    assert time.monotonic() - start < 10
+
+
+def test_a_signal_that_is_taken_is_left_alone():
+    seen = []
+    signal.signal(signal.SIGRTMIN, lambda number, frame: seen.append(number))
+    try:
+        with pytest.raises(CallTimeoutError):
+            call_within(0.05, time.sleep, 20)
+    finally:
+        signal.signal(signal.SIGRTMIN, signal.SIG_DFL)
+    assert seen == []
+
+
+AFTER_LIMITS = """
+import importlib.util, sys, threading, time
+
+spec = importlib.util.spec_from_file_location("timeout", sys.argv[1])
+timeout = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(timeout)
+ended = []
+
+def in_a_thread(seconds, function, *args):
+    def run():
+        try:
+            ended.append(timeout.call_within(seconds, function, *args))
+        except timeout.CallTimeoutError:
+            ended.append("interrupted")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+def long():
+    time.sleep(0.2)
+    return "never here"
+
+in_a_thread(20.0, max, 1, 2)
+in_a_thread(0.02, long)
+in_a_thread(20.0, timeout.call_within, 20.0, max, 3, 4)
+sys.setprofile(lambda *_: None)
+(lambda: None)()  # where an interruption was taken back, Python 3.11 stays here for good
+sys.setprofile(None)
+print(ended)
+"""
+
+
+def test_no_limit_leaves_the_interpreter_looking_for_what_was_taken_back():
+    command = [sys.executable, "-c", AFTER_LIMITS, inspect.getfile(call_within)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[2, 'interrupted', 4]"
