@@ -34,6 +34,7 @@ from torch.nn.modules import module as torch_module
 
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CompileError
+from torchfast._core.stand_in import StandIn
 from torchfast.compiler.causes import explained
 from torchfast.compiler.conversion import (
     Apart,
@@ -58,7 +59,6 @@ _NOTHING_AROUND = (
     "no graph came of it: what stands around the blocks is in the function with the loop over "
     "them, or compiled by somebody else; move the loop to a method of its own"
 )
-_SLOT = "_compiled_call_impl"
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
     torch_module._global_forward_pre_hooks,
@@ -279,7 +279,7 @@ class RegionKind:
 
 
 @final
-class Region:
+class Region(StandIn):
     """A module that is compiled where it stands; it does not keep the module alive.
 
     Args:
@@ -291,47 +291,23 @@ class Region:
         state: ``"not called"``, ``"compiled"`` or ``"eager"``.
     """
 
-    __slots__ = ("__weakref__", "_before", "_owner", "_target", "kind", "path", "state")
+    __slots__ = ("kind", "path", "state")
+
+    ATTRIBUTE = "_compiled_call_impl"
 
     def __init__(self, path: str, module: nn.Module | None, kind: RegionKind) -> None:
+        super().__init__(module)
         self.path = path
         self.kind = kind
         self.state: State = "not called"
-        self._target = weakref.ref(module) if module is not None else _nothing
-        self._owner: Callable[[], object] = _nothing
-        self._before: tuple[Any, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        module: Any = self._target()
+        module: Any = self._module()
         if torch.compiler.is_compiling():
             # As a part of something larger it is compiled with that.
             return module._call_impl(*args, **kwargs)
         return self.kind.run(self, module, args, kwargs)
-
-    def install(self, owner: object) -> None:
-        """Stand in the module's way, on behalf of an owner that is to take it away again."""
-        self._owner = weakref.ref(owner)
-        module = self._target()
-        assert module is not None
-        attributes = vars(module)
-        self._before = (attributes[_SLOT],) if _SLOT in attributes else ()
-        attributes[_SLOT] = self
-
-    def undo(self) -> None:
-        """Put back what was there, unless something else stands there by now."""
-        module = self._target()
-        if module is None or vars(module).get(_SLOT) is not self:
-            return
-        if self._before:
-            vars(module)[_SLOT] = self._before[0]
-        else:
-            del vars(module)[_SLOT]
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether nobody is left who could take it away."""
-        return self._owner() is None
 
     @property
     def was_compiled_by_user(self) -> bool:
@@ -384,12 +360,8 @@ def _is_region(module: nn.Module) -> bool:
 
 def region_of(module: nn.Module) -> Region | None:
     """Return the region that stands in a module's way, if it is one of ours."""
-    there = vars(module).get(_SLOT)
+    there = vars(module).get(Region.ATTRIBUTE)
     return there if isinstance(there, Region) else None
-
-
-def _nothing() -> None:
-    return None
 
 
 def _has_global_hooks() -> bool:

@@ -21,7 +21,6 @@ which the compiler understands; what it makes of it writes no buffer twice and d
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -31,13 +30,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from torchfast._core.stand_in import StandIn
 from torchfast.memory.block_costs import CostMeter
 from torchfast.memory.kept_results import KeptChoice, KeptResults, choose_kept, policy
 from torchfast.memory.kv_caches import has_cache, holds_past, without_cache
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.written_buffers import Before, WrittenBuffers
-
-_SLOT = "forward"
 
 
 def _keep_expensive() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -78,7 +76,7 @@ class BlockKind:
 
 
 @final
-class BlockForward:
+class BlockForward(StandIn):
     """Stands as ``forward`` of a module, which it does not keep alive.
 
     Args:
@@ -87,14 +85,14 @@ class BlockForward:
         kind: What it is equal to.
     """
 
-    __slots__ = ("__weakref__", "_before", "_buffers", "_module", "_owner", "kind", "path")
+    __slots__ = ("_buffers", "kind", "path")
+
+    ATTRIBUTE = "forward"
 
     def __init__(self, path: str, module: nn.Module, kind: BlockKind) -> None:
+        super().__init__(module)
         self.path, self.kind = path, kind
-        self._module = weakref.ref(module)
         self._buffers = WrittenBuffers()
-        self._owner: Callable[[], object] = _nothing
-        self._before: tuple[Callable[..., Any], ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in training, so that it runs again in the backward."""
@@ -122,36 +120,6 @@ class BlockForward:
         # As leaves, since torch finds the device, and with it the generator, by what is positional.
         return checkpoint(call, *leaves, use_reentrant=False)
 
-    def install(self, owner: object) -> None:
-        """Stand in the forward's place, on behalf of an owner that is to take it away again."""
-        self._owner = weakref.ref(owner)
-        module = self._module()
-        assert module is not None
-        attributes = vars(module)
-        self._before = (attributes[_SLOT],) if _SLOT in attributes else ()
-        attributes[_SLOT] = self
-
-    def undo(self) -> None:
-        """Put back what was there, unless something else stands there by now."""
-        module = self._module()
-        if module is None or vars(module).get(_SLOT) is not self:
-            return
-        if self._before:
-            vars(module)[_SLOT] = self._before[0]
-        else:
-            del vars(module)[_SLOT]
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether nobody is left who could take it away."""
-        return self._owner() is None
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether it stands where it was put."""
-        module = self._module()
-        return module is not None and vars(module).get(_SLOT) is self
-
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         if self._before:
             return self._before[0](*args, **kwargs)
@@ -172,12 +140,12 @@ class BlockForward:
         if self._before:
             return operator.getitem, ([self._before[0]], 0)
         module = self._module()
-        return (type(None), ()) if module is None else (getattr, (module, _SLOT))
+        return (type(None), ()) if module is None else (getattr, (module, self.ATTRIBUTE))
 
 
 def forward_of(module: nn.Module) -> BlockForward | None:
     """Return what stands in a module's way, if it is one of ours."""
-    there = vars(module).get(_SLOT)
+    there = vars(module).get(BlockForward.ATTRIBUTE)
     return there if isinstance(there, BlockForward) else None
 
 
@@ -222,7 +190,3 @@ class _Call:
                 result = self._run(*args, **kwargs)
         self._before = self._buffers.written(before)
         return result
-
-
-def _nothing() -> None:
-    return None
