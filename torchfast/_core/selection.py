@@ -3,11 +3,50 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+
+from torchfast._core.errors import PlanError
+
+
+def checked_regions(value: Any, words: Sequence[str], nothing: str) -> Any:
+    """Return regions as options hold them: a word, or a tuple of paths and module classes.
+
+    Args:
+        value: What the user gave.
+        words: The words that stand for a selection.
+        nothing: What to write instead of an empty selection.
+
+    Raises:
+        PlanError: A word that has no meaning, or no region at all.
+        TypeError: Something else.
+    """
+    if isinstance(value, str):
+        if value not in words:
+            raise PlanError(
+                f"regions must be one of {list(words)} or a tuple of paths and module classes, "
+                f"got {value!r}; for one path write ({value!r},)"
+            )
+        return value
+    if not isinstance(value, tuple | list):
+        raise TypeError(
+            f"regions must be one of {list(words)} or a tuple of paths and module classes, "
+            f"got {value!r} ({type(value).__name__})"
+        )
+    for item in value:
+        is_class = inspect.isclass(item) and issubclass(item, nn.Module)
+        if not is_class and not isinstance(item, str):
+            raise TypeError(
+                "regions must hold paths such as 'layers.*' and subclasses of torch.nn.Module, "
+                f"got {item!r} ({type(item).__name__})"
+            )
+    if not value:
+        raise PlanError(f"regions must name at least one region, got none; use {nothing}")
+    return tuple(value)
 
 
 def select_modules(

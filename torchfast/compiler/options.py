@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torchfast._core.arguments import (
 from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.errors import PlanError
 from torchfast._core.option_fields import call_of, changed_fields, json_ready
+from torchfast._core.selection import checked_regions
 
 Mode: TypeAlias = Literal[
     "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", "auto"
@@ -82,7 +82,8 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES, PlanError)
-        object.__setattr__(self, "regions", _checked_regions(self.regions))
+        regions = checked_regions(self.regions, _REGION_WORDS, "compile=False")
+        object.__setattr__(self, "regions", regions)
         if self.dynamic is not None:
             check_flag("dynamic", self.dynamic)
         check_flag("fullgraph", self.fullgraph)
@@ -111,28 +112,3 @@ class CompileOptions:
     def __repr__(self) -> str:
         """Return the call that makes these options, defaults left out."""
         return call_of(self, changed_fields(self))
-
-
-def _checked_regions(value: Any) -> Any:
-    if isinstance(value, str):
-        if value not in _REGION_WORDS:
-            raise PlanError(
-                f"regions must be one of {list(_REGION_WORDS)} or a tuple of paths and module "
-                f"classes, got {value!r}; for one path write ({value!r},)"
-            )
-        return value
-    if not isinstance(value, tuple | list):
-        raise TypeError(
-            f"regions must be one of {list(_REGION_WORDS)} or a tuple of paths and module classes, "
-            f"got {value!r} ({type(value).__name__})"
-        )
-    for item in value:
-        is_class = inspect.isclass(item) and issubclass(item, nn.Module)
-        if not is_class and not isinstance(item, str):
-            raise TypeError(
-                "regions must hold paths such as 'layers.*' and subclasses of torch.nn.Module, "
-                f"got {item!r} ({type(item).__name__})"
-            )
-    if not value:
-        raise PlanError("regions must name at least one region, got none; use compile=False")
-    return tuple(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -12,6 +11,7 @@ from torchfast._core.arguments import check_flag, check_int, explain_init_keywor
 from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.errors import PlanError
 from torchfast._core.option_fields import call_of, changed_fields
+from torchfast._core.selection import checked_regions
 
 Regions: TypeAlias = (
     Literal["blocks"]
@@ -62,14 +62,9 @@ class RecomputeOptions:
     budget: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.regions, str):
-            if self.regions != "blocks":
-                raise PlanError(
-                    "regions must be one of ['blocks'] or a tuple of paths and module classes, "
-                    f"got {self.regions!r}; for one path write ({self.regions!r},)"
-                )
-        else:
-            object.__setattr__(self, "regions", _names(self.regions))
+        nothing = "recompute=False to recompute nothing"
+        regions = checked_regions(_ordered(self.regions), ("blocks",), nothing)
+        object.__setattr__(self, "regions", regions)
         check_flag("selective", self.selective)
         object.__setattr__(self, "share", _fraction("share", self.share))
         check_int("every", self.every, minimum=1)
@@ -103,7 +98,7 @@ class RecomputeOptions:
                 )
             return cls(selective=value == "selective")
         if isinstance(value, tuple | list | set | frozenset):
-            return cls(regions=_names(value))
+            return cls(regions=_ordered(value))
         if isinstance(value, int | float) and not isinstance(value, bool):
             return cls(budget=float(value))
         raise TypeError(
@@ -138,26 +133,9 @@ class RecomputeOptions:
 Setting: TypeAlias = Literal["blocks", "selective"] | float | Regions | RecomputeOptions
 
 
-def _names(value: Any) -> tuple[str | type[nn.Module], ...]:
-    if not isinstance(value, tuple | list | set | frozenset):
-        raise TypeError(
-            "regions must be one of ['blocks'] or a tuple of paths and module classes, "
-            f"got {value!r} ({type(value).__name__})"
-        )
-    for item in value:
-        is_class = inspect.isclass(item) and issubclass(item, nn.Module)
-        if not is_class and not isinstance(item, str):
-            raise TypeError(
-                "regions must hold paths such as 'layers.*' and subclasses of torch.nn.Module, "
-                f"got {item!r} ({type(item).__name__})"
-            )
-    if not value:
-        raise PlanError(
-            "regions must name at least one region, got none; use recompute=False to recompute "
-            "nothing"
-        )
+def _ordered(value: Any) -> Any:
     # A set has another order in another process.
-    return tuple(sorted(value, key=str) if isinstance(value, set | frozenset) else value)
+    return tuple(sorted(value, key=str)) if isinstance(value, set | frozenset) else value
 
 
 def _fraction(name: str, value: object) -> float:
