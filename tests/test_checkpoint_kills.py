@@ -104,7 +104,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch
     kept = [text for text in after if not text.endswith(".lock")]
     assert kept[0] == f"fsync {tmp_path.name}"
     assert kept[1].startswith("fsync step-2.tmp-")
-    assert kept[2:4] == ["replace latest", f"fsync {tmp_path.name}"]
+    assert kept[2:4] == ["rename latest", f"fsync {tmp_path.name}"]
     assert kept[4].startswith("rename step-1.tmp-")
     assert all(text.split()[0] in ("unlink", "rmdir", "fsync") for text in kept[5:])
 

@@ -33,11 +33,10 @@ from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast._core.errors import CheckpointCorruptError, CheckpointWriteError
+from torchfast._core.replacing import PIECE_BYTES, make_owners, write_all
 
 T = TypeVar("T")
 
-# Large enough that calls cost nothing, small enough to be hashed while it is in the cache.
-PIECE_BYTES: Final = 4 << 20
 # Small tensors are gathered up to this, so that a thousand biases are not a thousand writes.
 _BUFFER_BYTES: Final = 1 << 20
 # More do not help: what one hashes, writes and reads back is as fast as most disks already. And
@@ -74,7 +73,7 @@ class HashedFile(Closing):
         self._hash = hashlib.sha256()
         self._buffer = bytearray()
         self.num_bytes = 0
-        self._make_owner_readable()
+        make_owners(self._fd)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
@@ -105,12 +104,6 @@ class HashedFile(Closing):
         if fd >= 0:
             os.close(fd)
 
-    def _make_owner_readable(self) -> None:
-        # A umask that takes the owner's own rights would leave what nobody can load.
-        mode = stat.S_IMODE(os.fstat(self._fd).st_mode)
-        if mode & 0o600 != 0o600:
-            os.fchmod(self._fd, mode | 0o600)
-
     def _flush(self) -> None:
         if self._buffer:
             data, self._buffer = self._buffer, bytearray()
@@ -118,9 +111,7 @@ class HashedFile(Closing):
 
     def _write_out(self, piece: memoryview) -> None:
         self._hash.update(piece)
-        while piece:
-            # Near the end of a disk or of a limit, a write takes less than it was given.
-            piece = piece[os.write(self._fd, piece) :]
+        write_all(self._fd, piece)
 
 
 @contextmanager
@@ -144,18 +135,6 @@ def write_file(path: Path, data: bytes) -> FileEntry:
     with HashedFile(path) as file:
         file.write(data)
         return file.finish()
-
-
-def replace_file(path: Path, data: bytes, temporary: Path) -> None:
-    """Write a small file in the place of the one that may be there: whole old or whole new."""
-    try:
-        write_file(temporary, data)
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    sync_folder(path.parent)
 
 
 def make_folder(path: Path) -> None:

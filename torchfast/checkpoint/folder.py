@@ -34,12 +34,8 @@ from pathlib import Path
 from typing import Final, Literal, final
 
 from torchfast._core.arguments import check_int
-from torchfast.checkpoint.files import (
-    make_folder,
-    remove_tree,
-    replace_file,
-    sync_folder,
-)
+from torchfast._core.replacing import replacing, write_all
+from torchfast.checkpoint.files import make_folder, remove_tree, sync_folder
 
 Step = int | Literal["latest"]
 LATEST: Final = "latest"
@@ -194,7 +190,9 @@ class CheckpointFolder:
     def _point_latest(self, step: int, number: str) -> None:
         # A name of its own under the lock, so that it is known as a leftover too.
         temporary = self.path / f"step-{step}.tmp-{number}.latest"
-        replace_file(self.path / LATEST, f"{self.of(step).name}\n".encode("ascii"), temporary)
+        with replacing(self.path / LATEST, temporary) as fd:
+            write_all(fd, f"{self.of(step).name}\n".encode("ascii"))
+        sync_folder(self.path)
 
     def _locked(self, step: int) -> tuple[str, int]:
         """Return a new number and the descriptor of its lock, which exists before the folder."""

@@ -12,7 +12,6 @@ import os
 import pickle
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchfast._core.errors import CheckpointCorruptError, UnsafeCheckpointError
+from torchfast._core.replacing import replacing
 from torchfast.checkpoint.files import first_bytes, sync_folder, writing
 
 _ZIP: Final = b"PK\x03\x04"
@@ -96,16 +96,8 @@ def export_state_dict(state: object, path: str | os.PathLike[str]) -> None:
     temporary = file.with_name(f"{file.name}.tmp-{uuid.uuid4().hex}")
     num_bytes = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))
     with writing(file, num_bytes):
-        try:
-            with open(temporary, "xb") as stream:
-                _save(state, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, file)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        with replacing(file, temporary) as fd, open(fd, "wb", closefd=False) as stream:
+            _save(state, stream)
         sync_folder(file.parent)
 
 

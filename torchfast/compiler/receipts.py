@@ -25,7 +25,7 @@ import math
 import os
 import platform
 import stat
-import tempfile
+import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 from torchfast._core.fingerprint import batch_signature, model_fingerprint
+from torchfast._core.replacing import replacing, write_all
 
 logger = logging.getLogger(__name__)
 
@@ -312,17 +313,9 @@ def save_receipt(folder: str | os.PathLike[str], receipt: Receipt) -> Path | Non
     path = Path(folder) / receipt.key.file_name
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".receipt-")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(receipt.to_json().encode())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        temporary = path.with_name(f".receipt-{uuid.uuid4().hex}")
+        with replacing(path, temporary, mode=0o600) as fd:
+            write_all(fd, receipt.to_json().encode())
     except OSError as error:
         logger.warning(
             "the receipt of the search over compile modes could not be written (%s); the next run "

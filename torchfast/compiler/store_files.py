@@ -30,9 +30,9 @@ from typing import Final, Literal, Self, final
 from typing_extensions import override
 
 from torchfast._core.closing import Closing
+from torchfast._core.replacing import PIECE_BYTES, replacing, write_all
 
 Lock = Literal["held", "busy", "none"]
-_PIECE_BYTES: Final = 4 << 20
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _LEFT_BEHIND_S: Final = 24 * 3600.0
 _POLL_S: Final = 0.02
@@ -128,22 +128,9 @@ class StoreFolder(Closing):
     def write(self, name: str, pieces: Iterable[bytes], *, sync: bool = True) -> None:
         """Put a file in the place of the one that may be there: whole old or whole new."""
         temporary = f".writing-{self._node}-{uuid.uuid4().hex}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
-            try:
-                os.fchmod(fd, 0o600)
-                for piece in pieces:
-                    _write(fd, piece)
-                if sync:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary, dir_fd=self._fd)
-            raise
+        with replacing(name, temporary, mode=0o600, folder=self._fd, sync=sync) as fd:
+            for piece in pieces:
+                write_all(fd, piece)
         if sync:
             with suppress(OSError):  # some network file systems have no such call
                 os.fsync(self._fd)
@@ -236,7 +223,7 @@ class ReadFile(Closing):
         """Return the next bytes; fewer at the end of the file."""
         pieces = []
         while num_bytes > 0:
-            piece = os.read(self._fd, min(num_bytes, _PIECE_BYTES))
+            piece = os.read(self._fd, min(num_bytes, PIECE_BYTES))
             if not piece:
                 break
             pieces.append(piece)
@@ -285,13 +272,6 @@ def _make(path: Path) -> bool:
             # A umask that takes the owner's own rights would shut us out.
             os.chmod(folder, 0o700)
     return path in missing and os.lstat(path).st_uid == os.geteuid()
-
-
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        # Near the end of a disk or of a limit, a write takes less than it was given.
-        view = view[os.write(fd, view[:_PIECE_BYTES]) :]
 
 
 def _node_name() -> str:
