@@ -22,7 +22,7 @@ from torchfast.graphs import CUDAGraphStep, entries
 from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.learning_rates import LearningRates
-from torchfast.graphs.saved_state import SavedState
+from torchfast.graphs.saved_named_state import SavedNamedState
 from torchfast.graphs.static_inputs import StaticInputs
 from torchfast.graphs.watch import StateWatch
 
@@ -65,7 +65,7 @@ def no_inputs(monkeypatch):
 
 
 def nothing_put_back(monkeypatch):
-    monkeypatch.setattr(SavedState, "put_back", lambda self: None)
+    monkeypatch.setattr(SavedNamedState, "put_back", lambda self: None)
 
 
 def replayed_twice(monkeypatch):

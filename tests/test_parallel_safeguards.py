@@ -259,7 +259,7 @@ def checks(rank, monkeypatch):
         def put_back(self):
             pass
 
-    monkeypatch.setattr("torchfast.graphs.replay_check.SavedState", Saved)
+    monkeypatch.setattr("torchfast.graphs.replay_check.SavedNamedState", Saved)
     verdict = find_mismatch(
         Alone,
         torch.device("cpu"),

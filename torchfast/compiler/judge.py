@@ -17,7 +17,7 @@ from torchfast.compiler.parity import (
     tolerance_of,
     without_dropout,
 )
-from torchfast.compiler.saved_state import SavedState
+from torchfast.compiler.saved_modules import SavedModules
 
 # By how much a candidate may be farther off than what does not repeat itself is from itself.
 _SPREAD_TIMES = 2.0
@@ -52,7 +52,7 @@ class Judge:
         reference: Candidate,
         work: Callable[[], Tensor],
         model: nn.Module,
-        state: SavedState,
+        state: SavedModules,
         tolerance: ParityTolerance | None,
     ) -> None:
         self._reference = reference

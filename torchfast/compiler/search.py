@@ -6,7 +6,7 @@ the real forward and backward, with the real batch, and keeps the fastest that c
 
 How it goes, within ``budget_s``:
 
-1. The state is saved (`SavedState`) and, whatever happens, put back at the end.
+1. The state is saved (`SavedModules`) and, whatever happens, put back at the end.
 2. The reference, the first candidate, runs: its loss and gradients are what others must agree with.
 3. Each candidate is put in force and compiled, the cheapest first, within what is left of the time
    less a part for the timing. One that raises, takes too long or computes something else
@@ -43,7 +43,7 @@ from torchfast.compiler.candidates import Candidate
 from torchfast.compiler.judge import Judge
 from torchfast.compiler.parity import ParityTolerance
 from torchfast.compiler.receipts import CandidateResult, Receipt, ReceiptKey, Status, new_date
-from torchfast.compiler.saved_state import SavedState
+from torchfast.compiler.saved_modules import SavedModules
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ def search(
     if key is None:
         key = ReceiptKey.of(model, batch, device, {})
     started = clock()
-    state = SavedState([model, *held_by(work), *tensors(batch)], device)
+    state = SavedModules([model, *held_by(work), *tensors(batch)], device)
     try:
         run = _Search(
             candidates=list(candidates),

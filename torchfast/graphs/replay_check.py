@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchfast._core.batches import tensors
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.saved_state import SavedState, distance
+from torchfast.graphs.saved_named_state import SavedNamedState, distance
 from torchfast.graphs.signature import describe, without_tensors
 
 # How often eager runs are repeated to learn how far apart they are, and how much farther than
@@ -68,7 +68,7 @@ def find_mismatch(
 
     Synchronizes: Yes.
     """
-    start = SavedState(state, device, gradients)
+    start = SavedNamedState(state, device, gradients)
 
     def run(step: Callable[[], Any]) -> _Run:
         try:
@@ -77,7 +77,7 @@ def find_mismatch(
             others = without_tensors(describe(outputs).key)
             if with_gradients:
                 found += [p.grad.clone() for p in state.parameters if p.grad is not None]
-            return _Run([*found, *SavedState(state, device, gradients).tensors()], others)
+            return _Run([*found, *SavedNamedState(state, device, gradients).tensors()], others)
         finally:
             start.put_back()
 

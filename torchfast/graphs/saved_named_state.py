@@ -18,7 +18,7 @@ _PART_OF_FREE = 0.2
 
 
 @final
-class SavedState:
+class SavedNamedState:
     """Tensors, numbers and generators of a named state, as they are now.
 
     Args:

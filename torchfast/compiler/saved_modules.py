@@ -33,7 +33,7 @@ _NOT_STATE = frozenset(("_compiled_call_impl",))
 
 
 @final
-class SavedState:
+class SavedModules:
     """The state of modules, tensors and generators at the time of the call.
 
     Args:
