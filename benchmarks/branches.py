@@ -11,11 +11,8 @@ loss and gradients are those of one stream, bit for bit; of a graph some gradien
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import results
+from benchmarks.arms import (
+    Arm,
+    median_and_quartiles,
+    parser_of,
+    steps_of_a_turn,
+    take_turns,
+    use_deterministic_algorithms,
+)
 from benchmarks.workloads.transformer import FeedForward
 from torchfast import CUDAGraphStep, ParallelBranches
 
@@ -69,15 +74,16 @@ class Mixture(nn.Module):
         return mixed
 
 
-class Arm:
+class Streams(Arm):
     """One number of streams, eager or in a graph."""
 
     def __init__(self, shape: Shape, mode: str, streams: int, device: str) -> None:
+        super().__init__(device)
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.model = Mixture(shape, ParallelBranches(streams)).to(device, dtype)
         self.x = torch.randn(shape.tokens, shape.width, device=device, dtype=dtype)
-        self.device, self.streams, self.times_ms = device, streams, list[float]()
+        self.streams = streams
         self.result = self.step(self.x)
         self._graph: Any = None
         self.call: Callable[[Tensor], Any] = self.step
@@ -97,25 +103,15 @@ class Arm:
         found = self.model.router.bias.grad, self.model.experts[0].up.bias.grad
         return loss.detach(), *(gradient.clone() for gradient in found if gradient is not None)
 
+    def run(self) -> object:
+        """Step, as it is or by its graph."""
+        return self.call(self.x)
+
     def looked_at(self) -> list[Tensor]:
         """Return what must not depend on the number of streams."""
         if self._graph is not None:  # after a replay nothing else is to be relied on
             return [*self.result]
         return [*self.result, *(p.grad for p in self.model.parameters() if p.grad is not None)]
-
-    def turn(self, steps: int) -> None:
-        """Time some steps."""
-        self.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.call(self.x)
-        self.synchronize()
-        self.times_ms.append((time.perf_counter() - start) / steps * 1e3)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
     def pool_bytes(self) -> int | None:
         """Return what the graph holds; None without one."""
@@ -129,36 +125,28 @@ class Arm:
 
 def measured(shape: Shape, mode: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each number of streams."""
-    arms = [Arm(shape, mode, streams, args.device) for streams in STREAMS]
+    arms = [Streams(shape, mode, streams, args.device) for streams in STREAMS]
     try:
         plain = arms[0]
-        plain.turn(3)
-        steps = max(3, round(args.block_s * 1e3 / plain.times_ms.pop()))
-        steps = 2 if args.size == "smoke" else min(steps, 500)
-        for number in range(args.rounds + 1):
-            # Whoever is first in a round is another one each time; the first round only warms up.
-            for position in range(len(arms)):
-                arms[(position + number) % len(arms)].turn(steps)
-        for arm in arms:
-            del arm.times_ms[0]
+        steps = steps_of_a_turn(plain, args.block_s, fewest=3, most=500)
+        take_turns(arms, args.rounds, 2 if args.size == "smoke" else steps)
         return [row(arm, plain, shape, mode) for arm in arms]
     finally:
         for arm in arms:
             arm.close()
 
 
-def row(arm: Arm, plain: Arm, shape: Shape, mode: str) -> dict[str, Any]:
+def row(arm: Streams, plain: Streams, shape: Shape, mode: str) -> dict[str, Any]:
     """Return the figures of one number of streams."""
     pairs = zip(plain.times_ms, arm.times_ms, strict=True)
-    gains = sorted(before / after for before, after in pairs)
-    low, _, high = statistics.quantiles(gains, n=4) if len(gains) > 1 else gains * 3
+    gain, quartiles = median_and_quartiles([before / after for before, after in pairs])
     return {
         "mode": mode,
         **shape._asdict(),
         "streams": arm.streams,
         "ms": statistics.median(arm.times_ms),
-        "gain": statistics.median(gains),
-        "gain_quartiles": [low, high],
+        "gain": gain,
+        "gain_quartiles": quartiles,
         "same_bits": all(map(torch.equal, plain.looked_at(), arm.looked_at())),
         "pool_bytes": arm.pool_bytes(),
         "turns_ms": arm.times_ms,
@@ -167,18 +155,11 @@ def row(arm: Arm, plain: Arm, shape: Shape, mode: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure every shape, print a table and write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--size", choices=sorted(SHAPES), default="full")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--block-s", type=float, default=0.03, help="seconds of a turn")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    use_deterministic_algorithms()
     rows = []
     print(f"{'experts':<12} {'mode':<6} {'streams':>7} {'ms':>9} {'gain (quartiles)':>24}  bits")
     for name, shape in SHAPES[args.size].items():

@@ -17,7 +17,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import results
+from benchmarks.arms import Arm, parser_of, take_turns
 from torchfast import CUDAGraphStep
 from torchfast.losses import linear_cross_entropy
 
@@ -82,12 +82,12 @@ def of_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.linear_cross_entropy(hidden.to(low), weight.to(low), targets, options=options)
 
 
-class Method:
+class Method(Arm):
     """A way to compute the loss, with a step of its own."""
 
     def __init__(self, name: str, loss: Loss, inputs: Inputs, form: str) -> None:
-        self.name, self.inputs, self.times_ms = name, inputs, list[float]()
-        self.device = inputs.hidden.device.type
+        super().__init__(inputs.hidden.device.type)
+        self.name, self.inputs = name, inputs
         self.loss = torch.compile(loss, fullgraph=True) if form != "eager" else loss
         started = time.perf_counter()
         self.step()
@@ -115,6 +115,10 @@ class Method:
         loss.backward()
         return loss.detach()
 
+    def run(self) -> object:
+        """Step, as it is or by its graph."""
+        return self.call()
+
     def _error(self) -> float:
         """Return the distance of the weight's gradient from fp32's, on a part of the classes."""
         hidden, weight, targets = self.inputs
@@ -135,20 +139,6 @@ class Method:
         self.step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-
-    def turn(self, steps: int) -> None:
-        """Time some steps."""
-        self.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.call()
-        self.synchronize()
-        self.times_ms.append((time.perf_counter() - start) / steps * 1e3)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
     def row(self, name: str, shape: Shape) -> dict[str, Any]:
         """Return the figures."""
@@ -212,12 +202,7 @@ def measured(name: str, shape: Shape, args: argparse.Namespace) -> list[dict[str
     """Return a row for each method."""
     methods = build(shape, args)
     try:
-        for number in range(args.rounds + 1):
-            # Whoever is first is another one each time; the first round only warms up.
-            for position in range(len(methods)):
-                methods[(position + number) % len(methods)].turn(1 if args.smoke else 5)
-        for method in methods:
-            del method.times_ms[0]
+        take_turns(methods, args.rounds, 1 if args.smoke else 5)
         return [method.row(name, shape) for method in methods]
     finally:
         for method in methods:
@@ -227,16 +212,10 @@ def measured(name: str, shape: Shape, args: argparse.Namespace) -> list[dict[str
 
 def main() -> None:
     """Measure every shape, print a table and write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser = parser_of(__doc__, rounds=7)
     parser.add_argument("--smoke", action="store_true", help="one tiny shape, eager only")
     parser.add_argument("--only", nargs="*", help="names of shapes")
     parser.add_argument("--chunk-sizes", nargs="*", type=int, default=[], help="beside 'auto'")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = []
     print(f"{'shape':<14} {'method':<22} {'ms':>9} {'peak MiB':>9} {'first s':>8}  error")

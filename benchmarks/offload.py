@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +24,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import results
+from benchmarks.arms import (
+    Arm,
+    parser_of,
+    steps_of_a_turn,
+    take_turns,
+    use_deterministic_algorithms,
+)
 from torchfast import ActivationOffload, CUDAGraphStep
 
 ARMS = ("plain", "offload", "offload half", "recompute", "recompute, offload")
@@ -69,12 +74,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
-class Arm:
+class Way(Arm):
     """One way to hold what the forward saves, eager or in a graph."""
 
     def __init__(self, name: str, shape: Shape, mode: str, device: str, half: int | None) -> None:
+        super().__init__(device)
         torch.manual_seed(0)
-        self.name, self.device, self.times_ms = name, device, list[float]()
+        self.name = name
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.blocks = nn.ModuleList(Block(shape.width) for _ in range(shape.blocks))
         self.blocks.to(device, dtype)
@@ -111,6 +117,10 @@ class Arm:
         found = self.blocks[0].qkv.bias.grad, self.blocks[-1].down.bias.grad
         return loss.detach(), *(gradient.clone() for gradient in found)
 
+    def run(self) -> object:
+        """Step, as it is or by its graph."""
+        return self.call(self.x)
+
     def measured_peak(self) -> int:
         """Return by how much memory rises in a step."""
         if self.device != "cuda":
@@ -131,20 +141,6 @@ class Arm:
         before = self.offload.counters()["offload_sent_bytes"]
         self.step(self.x)
         return self.offload.counters()["offload_sent_bytes"] - before
-
-    def turn(self, steps: int) -> None:
-        """Time some steps."""
-        self.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.call(self.x)
-        self.synchronize()
-        self.times_ms.append((time.perf_counter() - start) / steps * 1e3)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
     def close(self) -> None:
         """Let go of graph and host memory."""
@@ -172,23 +168,17 @@ def bus_bytes_per_s(device: str) -> float | None:
 
 def measured(shape: Shape, mode: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each arm."""
-    probe = Arm("offload", shape, "eager", args.device, None)
+    probe = Way("offload", shape, "eager", args.device, None)
     half = probe.sent_bytes // 2
     probe.close()
     del probe
     # Two at a time: all at once would not fit where offloading is worth it.
     rows = []
     for name in ARMS:
-        pair = [Arm(n, shape, mode, args.device, half) for n in dict.fromkeys(("plain", name))]
+        pair = [Way(n, shape, mode, args.device, half) for n in dict.fromkeys(("plain", name))]
         try:
-            pair[0].turn(2)
-            steps = max(3, round(args.block_s * 1e3 / pair[0].times_ms.pop()))
-            steps = 2 if args.size == "smoke" else min(steps, 50)
-            for number in range(args.rounds + 1):
-                for position in range(len(pair)):
-                    pair[(position + number) % len(pair)].turn(steps)
-            for arm in pair:
-                del arm.times_ms[0]
+            steps = steps_of_a_turn(pair[0], args.block_s, fewest=3, most=50)
+            take_turns(pair, args.rounds, 2 if args.size == "smoke" else steps)
             rows.append(row(pair[-1], pair[0], shape, mode, args.bus))
         finally:
             for arm in pair:
@@ -198,7 +188,7 @@ def measured(shape: Shape, mode: str, args: argparse.Namespace) -> list[dict[str
     return rows
 
 
-def row(arm: Arm, plain: Arm, shape: Shape, mode: str, bus: float | None) -> dict[str, Any]:
+def row(arm: Way, plain: Way, shape: Shape, mode: str, bus: float | None) -> dict[str, Any]:
     """Return the figures of one arm."""
     ratios = [after / before for before, after in zip(plain.times_ms, arm.times_ms, strict=True)]
     ms = statistics.median(arm.times_ms)
@@ -219,19 +209,12 @@ def row(arm: Arm, plain: Arm, shape: Shape, mode: str, bus: float | None) -> dic
 
 def main() -> None:
     """Measure every shape, print a table and write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--size", choices=sorted(SHAPES), default="full")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-s", type=float, default=0.5, help="seconds of a turn")
     parser.add_argument("--graph", action="store_true", help="as one CUDA graph too")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    use_deterministic_algorithms()
     args.bus = bus_bytes_per_s(args.device)
     if args.bus is not None:
         print(f"the bus reaches {args.bus / 1e9:.1f} GB/s to the host")

@@ -12,10 +12,7 @@ losses are those without recompute, bit for bit.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import results
+from benchmarks.arms import (
+    Arm,
+    median_and_quartiles,
+    parser_of,
+    steps_of_a_turn,
+    take_turns,
+    use_deterministic_algorithms,
+)
 from torchfast import Plan, RecomputePlan, Trainer, plan_recompute
 
 WAYS: tuple[bool | str, ...] = (False, "selective", "blocks")
@@ -131,12 +136,13 @@ def batch_of(shape: Shape, device: str) -> tuple[Tensor, Tensor]:
     return pixels.to(device), labels.to(device)
 
 
-class Arm:
+class Way(Arm):
     """One way to recompute."""
 
     def __init__(self, shape: Shape, mode: str, way: bool | str, device: str) -> None:
+        super().__init__(device)
         torch.manual_seed(0)
-        self.way, self.device, self.times_ms = way, device, list[float]()
+        self.way = way
         model = Model(shape).to(device)
         self.batch = batch_of(shape, device)
         is_cuda = device == "cuda"
@@ -156,19 +162,13 @@ class Arm:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def turn(self, steps: int) -> None:
-        """Time some steps."""
-        self.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.trainer.step(self.batch)
-        self.synchronize()
-        self.times_ms.append((time.perf_counter() - start) / steps * 1e3)
+    def run(self) -> object:
+        """Train one step."""
+        return self.trainer.step(self.batch)
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+    def close(self) -> None:
+        """Give the model back."""
+        self.trainer.close()
 
 
 def planned(shape: Shape, device: str) -> RecomputePlan:
@@ -184,37 +184,29 @@ def measured(
     shape: Shape, mode: str, plan: RecomputePlan, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return a row for each way."""
-    arms = [Arm(shape, mode, way, args.device) for way in WAYS]
+    arms = [Way(shape, mode, way, args.device) for way in WAYS]
     try:
         plain = arms[0]
-        plain.turn(2)
-        steps = max(2, round(args.block_s * 1e3 / plain.times_ms.pop()))
-        steps = 1 if args.size == "smoke" else min(steps, 200)
-        for number in range(args.rounds + 1):
-            # Whoever is first in a round is another one each time; the first round only warms up.
-            for position in range(len(arms)):
-                arms[(position + number) % len(arms)].turn(steps)
-        for arm in arms:
-            del arm.times_ms[0]
+        steps = steps_of_a_turn(plain, args.block_s, fewest=2, most=200)
+        take_turns(arms, args.rounds, 1 if args.size == "smoke" else steps)
         return [row(arm, plain, shape, mode, plan) for arm in arms]
     finally:
         for arm in arms:
-            arm.trainer.close()
+            arm.close()
 
 
-def row(arm: Arm, plain: Arm, shape: Shape, mode: str, plan: RecomputePlan) -> dict[str, Any]:
+def row(arm: Way, plain: Way, shape: Shape, mode: str, plan: RecomputePlan) -> dict[str, Any]:
     """Return the figures of one way."""
     pairs = zip(plain.times_ms, arm.times_ms, strict=True)
-    costs = sorted(after / before for before, after in pairs)
-    low, _, high = statistics.quantiles(costs, n=4) if len(costs) > 1 else costs * 3
+    cost, quartiles = median_and_quartiles([after / before for before, after in pairs])
     choices = {choice.recompute: choice for choice in plan.choices}
     return {
         "mode": mode,
         **shape._asdict(),
         "recompute": arm.way,
         "ms": statistics.median(arm.times_ms),
-        "cost": statistics.median(costs),
-        "cost_quartiles": [low, high],
+        "cost": cost,
+        "cost_quartiles": quartiles,
         "same_bits": all(map(torch.equal, plain.losses, arm.losses)),
         "peak_bytes": arm.peak_bytes,
         "planned_bytes": choices[arm.way].saved_bytes,
@@ -225,18 +217,11 @@ def row(arm: Arm, plain: Arm, shape: Shape, mode: str, plan: RecomputePlan) -> d
 
 def main() -> None:
     """Measure every shape, print a table and write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--size", choices=sorted(SHAPES), default="full")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--block-s", type=float, default=0.5, help="seconds of a turn")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    use_deterministic_algorithms()
     rows = []
     print(
         f"{'model':<14} {'mode':<6} {'recompute':<10} {'ms':>9} {'cost (quartiles)':>24} "

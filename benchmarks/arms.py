@@ -1,0 +1,85 @@
+"""Ways to do one thing that are timed in turns, and the words by which each script is called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+
+class Arm:
+    """One of the ways, with the times of its turns; whoever derives from it says what a step is.
+
+    Args:
+        device: Where its work is done.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.times_ms: list[float] = []
+
+    def run(self) -> object:
+        """Do one step."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+    def turn(self, steps: int) -> None:
+        """Time some steps."""
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.run()
+        self.synchronize()
+        self.times_ms.append((time.perf_counter() - start) / steps * 1e3)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def steps_of_a_turn(arm: Arm, seconds: float, fewest: int, most: int) -> int:
+    """Return how many steps of an arm take so long, by a short turn that leaves no time behind."""
+    arm.turn(fewest)
+    return min(most, max(fewest, round(seconds * 1e3 / arm.times_ms.pop())))
+
+
+def take_turns(arms: Sequence[Arm], rounds: int, steps: int) -> None:
+    """Time every arm in every round."""
+    for number in range(rounds + 1):
+        # Whoever is first in a round is another one each time; the first round only warms up.
+        for position in range(len(arms)):
+            arms[(position + number) % len(arms)].turn(steps)
+    for arm in arms:
+        del arm.times_ms[0]
+
+
+def median_and_quartiles(values: Sequence[float]) -> tuple[float, list[float]]:
+    """Return the median of some values, and the quartiles; one value is all of them."""
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+    return statistics.median(values), [low, high]
+
+
+def parser_of(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser of what every script takes."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def use_deterministic_algorithms() -> None:
+    """Have kernels add in one order, so that two ways can be equal to the bit."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
