@@ -315,6 +315,7 @@ def test_a_group_that_is_added(device):
     assert equal(read(device, parameters), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11
 def test_what_cannot_be_offloaded_is_refused(device):
     parameters = placed(device)
     with pytest.raises(UnsupportedOptimizerError, match="the update of LBFGS cannot be offloaded"):

@@ -15,6 +15,7 @@ import gzip
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -255,7 +256,10 @@ class Profile:
             record_shapes=self._shapes and not is_lined,
             profile_memory=self._memory and not is_lined,
         )
-        self._running.start()
+        with warnings.catch_warnings():
+            # torch 2.11 tells of later cycles when the first begins; there is only one.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self._running.start()
 
     def _note_lines(self) -> None:
         self._calls = CallLines()
