@@ -213,29 +213,6 @@ def test_within_graphs(monkeypatch):
 # --- ranks --------------------------------------------------------------------------------------
 
 
-def agreeing(trainer, answers):
-    """Let the other ranks answer so, one answer a try."""
-    told = []
-
-    def agree(flag):
-        told.append(flag)
-        return flag or answers.pop(0)
-
-    trainer._step.memory._guard._agree = agree
-    return told
-
-
-def test_all_ranks_split_if_one_has_to():
-    plant = Planted(99)
-    trainer, twin = make(plant, plan=SPLIT), make(Planted(99))
-    told = agreeing(trainer, [True, False])
-    for each in (trainer, twin):
-        each.step(batch_of(8))
-    assert plant.sizes == [8, 4, 4]
-    assert told == [False, False]
-    assert_close(weights(trainer), weights(twin))
-
-
 def test_ranks_come_together_in_the_backward_of_the_last_part_only(monkeypatch):
     trainer = make(Planted(4), plan=SPLIT, accumulate=2)
     seen = []
@@ -256,23 +233,6 @@ def test_ranks_come_together_in_the_backward_of_the_last_part_only(monkeypatch):
     seen.clear()
     trainer.step(group)
     assert seen == [False, False, False, True]
-
-
-def test_a_rank_that_fails_tells_the_others():
-    trainer = make(Planted(4), plan=SPLIT)
-    told = agreeing(trainer, [False])
-    trainer.step(batch_of(8))
-    assert told == [True, False]
-
-
-def test_without_splitting_all_ranks_raise():
-    trainer = make(Planted(99))
-    before = weights(trainer)
-    agreeing(trainer, [True])
-    with pytest.raises(OutOfMemoryError, match="another rank ran out of memory"):
-        trainer.step(batch_of(8))
-    for name, value in weights(trainer).items():
-        assert torch.equal(value, before[name])
 
 
 # --- cutting batches ----------------------------------------------------------------------------

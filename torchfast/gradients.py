@@ -45,7 +45,6 @@ class Gradients:
         max_grad_norm: Whether the norm will be among the metrics.
         sharding: The other ranks, over which gradients are averaged.
         forward: Returns the context of a forward, under which what it saves may go elsewhere.
-        check_others: Called when all gradients are there; raises if another rank has none.
     """
 
     def __init__(
@@ -63,14 +62,12 @@ class Gradients:
         max_grad_norm: float | None,
         sharding: Sharding,
         forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        check_others: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._compiled, self._precision, self._layout = compiled, precision, layout
         self._guard, self._syncs = guard, syncs
         self._device, self._max_grad_norm = device, max_grad_norm
         self._sharding, self._around_forward = sharding, forward
-        self._check_others = check_others
 
     def __call__(self, group: Sequence[Any]) -> tuple[Tensor, dict[str, Number]]:
         """Return the mean loss over the group, detached, and its metrics; fill ``.grad``."""
@@ -92,7 +89,6 @@ class Gradients:
             )
             # After the division, so that what fp16 judges finite is what will be applied.
             self._guard.end_backward([part.loss for part in parts])
-            self._check_others()
             return loss, metrics
 
     def compute_loss(self, batch: Any, model: nn.Module) -> LossParts:

@@ -346,7 +346,6 @@ class TrainStep:
             max_grad_norm=self.max_grad_norm,
             sharding=self._sharding,
             forward=self._offload.forward,
-            check_others=self.memory.check_others,
         )
         self._update = Update(
             self.optimizer,

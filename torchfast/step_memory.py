@@ -83,10 +83,8 @@ class StepMemory:
         device: torch.device,
         guard: UpdateGuard,
         average: WeightAverage,
-        *,
-        agree: Callable[[bool], bool] = lambda flag: flag,
     ) -> None:
-        """Begin to care for a step's memory; ``agree`` as `OutOfMemoryGuard` has it."""
+        """Begin to care for a step's memory."""
         self._device = device
         from torchfast.memory import OutOfMemoryGuard  # when something trains, not at import
 
@@ -107,7 +105,6 @@ class StepMemory:
             facts={name: getattr(self._plan, name) for name in type(self._plan).__annotations__},
             others=others,
             after_failure=guard.forget,
-            agree=agree,
         )
 
     def run(
@@ -125,11 +122,6 @@ class StepMemory:
         """Return ``update()``; gradients stay if it fails, so that it can be called again."""
         assert self._guard is not None
         return self._guard.run(lambda _: update(), (), keeps_gradients=True)
-
-    def check_others(self) -> None:
-        """Fail if another rank has; see `OutOfMemoryGuard.check_others`."""
-        assert self._guard is not None
-        self._guard.check_others()
 
     def note_loader(self, loader: PrefetchingLoader) -> None:
         """Let the account know whose the memory of a loader is."""

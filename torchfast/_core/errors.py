@@ -75,7 +75,7 @@ class OutOfMemoryError(TorchFastError, torch.OutOfMemoryError):
     tensors nor the frames of the step, so what the step has allocated is free again.
     """
 
-    account: Any = None  # a MemoryAccount; None where none could be taken
+    account: Any = None  # a MemoryAccount
 
 
 class NonFiniteError(TorchFastError, RuntimeError):

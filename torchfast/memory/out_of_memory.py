@@ -23,14 +23,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import CodeType
-from typing import Any, NamedTuple, TypeVar, cast, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
-from torchfast._core.device import is_capturing
 from torchfast._core.errors import CaptureError, OutOfMemoryError
 from torchfast.memory.account import MemoryAccount
 from torchfast.memory.before_step import BeforeStep
@@ -47,18 +46,6 @@ Group = tuple[Any, ...]
 _REPEATABLE = ("forward", "backward")  # before which nothing has been updated
 
 
-class _Failure(NamedTuple):
-    """A try that ran out of memory, without anything that holds a tensor."""
-
-    account: MemoryAccount
-    text: str
-    is_elsewhere: bool
-
-
-class _ElsewhereError(torch.OutOfMemoryError):
-    """Another rank ran out of memory."""
-
-
 @final
 class OutOfMemoryGuard:
     """Runs a step, and says what was in memory if there was not enough.
@@ -73,9 +60,6 @@ class OutOfMemoryGuard:
         facts: The plan's fields, for the advice.
         others: Returns more tensors by category.
         after_failure: Lets go of what the step has kept of a try.
-        agree: Told by each rank once in each try, behind the backward, whether it ran out of
-            memory; returns whether any rank did. All then do the same. It may wait. It is not
-            called while a step is captured, nor for a replay.
         source: Where moments come from, in place of the device.
 
     Numerics: Bitwise the step that is run; in parts, the same gradient within rounding.
@@ -93,12 +77,11 @@ class OutOfMemoryGuard:
         facts: Mapping[str, Any] | None = None,
         others: Callable[[], Mapping[str, Iterable[Tensor]]] = dict,
         after_failure: Callable[[], None] = lambda: None,
-        agree: Callable[[bool], bool] = lambda flag: flag,
         source: MomentSource | None = None,
     ) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._options = options
-        self._after_failure, self._agree = after_failure, agree
+        self._after_failure = after_failure
         history = options.history if options.snapshot is not None else 0
         self._moments = source or moments_of(device, lines=options.lines, history=history)
         self._limit: int | None = None  # elements of the smallest part that did not fit
@@ -143,36 +126,31 @@ class OutOfMemoryGuard:
         limit = self._limit
         while True:
             before = BeforeStep(self._model, self._device) if splits else None
-            result, failure = self._try(attempt, pieces)
-            if failure is None:
+            result, account = self._try(attempt, pieces)
+            if account is None:
                 self._num_split_steps += is_step and pieces is not group
                 return cast(R, result)
             # Out here, where the error that torch raised is no longer being handled.
             self._clean_up(keeps_gradients=keeps_gradients)
             if before is None:
-                raise self._error(failure)
-            if failure.is_elsewhere or failure.account.stage in _REPEATABLE:
+                raise self._error(account)
+            if account.stage in _REPEATABLE:
                 before.put_back()
             del before
-            smaller = self._smaller(group, pieces, failure)
+            smaller = self._smaller(group, pieces, account)
             if isinstance(smaller, str):
                 self._limit = limit  # or steps that do fit would run in parts from now on
-                raise self._error(failure, smaller)
+                raise self._error(account, smaller)
             pieces = smaller
             num_parts = _num_parts(pieces)
             self._most_parts = max(self._most_parts, num_parts)
             logger.warning(
                 "out of memory in the %s; the step is done again in %d parts, and so are later "
                 "ones of its size%s",
-                failure.account.stage,
+                account.stage,
                 num_parts,
                 self._of_batch_norm(),
             )
-
-    def check_others(self) -> None:
-        """Fail if another rank has: between backward and update, while nothing is changed yet."""
-        if not is_capturing() and self._agree(False):
-            raise _ElsewhereError("another rank ran out of memory")
 
     @property
     def last_account(self) -> MemoryAccount | None:
@@ -211,7 +189,8 @@ class OutOfMemoryGuard:
 
     def _try(
         self, attempt: Callable[[Group], R], pieces: Group
-    ) -> tuple[R | None, _Failure | None]:
+    ) -> tuple[R | None, MemoryAccount | None]:
+        """Return what the try returned, or what was in memory when it ran out of it."""
         outer = sys.exception()
         self._moments.open()
         try:
@@ -219,7 +198,9 @@ class OutOfMemoryGuard:
         except OutOfMemoryError:
             raise
         except torch.OutOfMemoryError as error:
-            failure = self._failure(error, pieces)
+            # While the frames of the try are still alive.
+            account = self._last_account = self._accounts.take(error, pieces)
+            self._num_failures += 1
             let_go(error, outer)
         except CaptureError as error:
             if isinstance(error.__cause__, torch.OutOfMemoryError):
@@ -234,19 +215,7 @@ class OutOfMemoryGuard:
             raise
         finally:
             self._moments.close()
-        return None, failure
-
-    def _failure(self, error: torch.OutOfMemoryError, pieces: Group) -> _Failure:
-        """Return what there is to know, while the frames of the try are still alive."""
-        is_elsewhere = isinstance(error, _ElsewhereError)
-        if is_elsewhere:
-            account = MemoryAccount(device=str(self._device), stage="step")
-        else:
-            account = self._last_account = self._accounts.take(error, pieces)
-            if account.stage in _REPEATABLE and not is_capturing():
-                self._agree(True)
-        self._num_failures += 1
-        return _Failure(account, str(error).strip().splitlines()[0], is_elsewhere)
+        return None, account
 
     def _clean_up(self, *, keeps_gradients: bool) -> None:
         """Free what a failed try has left: half a gradient is of no use to anybody."""
@@ -257,9 +226,8 @@ class OutOfMemoryGuard:
         if self._device.type != "cpu":  # whose memory is not what is short
             gc.collect()
 
-    def _error(self, failure: _Failure, why: str | None = None) -> OutOfMemoryError:
-        account = failure.account
-        parts = [failure.text if failure.is_elsewhere else str(account)]
+    def _error(self, account: MemoryAccount, why: str | None = None) -> OutOfMemoryError:
+        parts = [str(account)]
         if why is not None:
             parts.append(f"  out_of_memory='split' is of no use here: {why}")
         if account.stage == "update":
@@ -268,7 +236,7 @@ class OutOfMemoryGuard:
                 "load a checkpoint to go on"
             )
         error = OutOfMemoryError("\n".join(parts))
-        error.account = None if failure.is_elsewhere else account
+        error.account = account
         return error
 
     # --- in parts --------------------------------------------------------------------------------
@@ -283,10 +251,10 @@ class OutOfMemoryGuard:
         )
         return group if all(a is b for a, b in zip(pieces, group, strict=True)) else pieces
 
-    def _smaller(self, group: Group, pieces: Group, failure: _Failure) -> Group | str:
+    def _smaller(self, group: Group, pieces: Group, account: MemoryAccount) -> Group | str:
         """Return the group in smaller parts than those that failed, or why that cannot be."""
-        if not failure.is_elsewhere and failure.account.stage not in _REPEATABLE:
-            return f"it happened in the {failure.account.stage}, not in forward or backward"
+        if account.stage not in _REPEATABLE:
+            return f"it happened in the {account.stage}, not in forward or backward"
         largest = max(num_elements(part) for piece in pieces for part in parts_of(piece))
         self._limit = largest
         for batch in group:
