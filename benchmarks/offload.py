@@ -33,7 +33,7 @@ from benchmarks.arms import (
 )
 from torchfast import ActivationOffload, CUDAGraphStep
 
-ARMS = ("plain", "offload", "offload half", "recompute", "recompute, offload")
+ARMS = ("plain", "offload", "offload half", "offload auto", "recompute", "recompute, offload")
 
 
 class Shape(NamedTuple):
@@ -90,10 +90,12 @@ class Way(Arm):
         if "offload" in name:
             limit = half if "half" in name else None
             small = 1 << 20 if device == "cuda" else 1
-            self.offload = ActivationOffload(self.blocks, min_bytes=small, max_bytes=limit)
+            self.offload = ActivationOffload(
+                self.blocks, min_bytes=small, max_bytes=limit, auto="auto" in name
+            )
         self.call: Any = self.step
         self.graph: Any = None
-        for _ in range(3):
+        for _ in range(8 if "auto" in name else 3):  # until the choice is settled
             self.result = self.step(self.x)
         self.peak_bytes = self.measured_peak()
         self.sent_bytes = self.measured_sent()

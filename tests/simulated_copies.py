@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from simulated_streams import SimulatedDevice
 from torchfast._core.batches import tensors
@@ -47,6 +48,74 @@ class PromptCopies:
     def is_capturing(self):
         return self.capturing
 
+    def mark(self, stream):
+        return time.perf_counter()
+
+    def seconds(self, before, after):
+        return after - before
+
+
+class Clock:
+    """A stream of `TimedCopies`; an event of it is the time at which it passes."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def record_event(self):
+        return self.now
+
+    def wait_event(self, event):
+        self.now = max(self.now, event)
+
+
+class TimedCopies(PromptCopies, TorchDispatchMode):
+    """Does everything at once, and says how long a device would have taken.
+
+    An operation of the computation takes a second. Copies go with ``out`` and ``back`` bytes in a
+    second.
+    """
+
+    Stream = Clock
+    COMPUTES = ("mul", "sin", "cos")
+
+    def __init__(self, out, back=None):
+        TorchDispatchMode.__init__(self)
+        PromptCopies.__init__(self)
+        self.rates = out, back or out
+        self.stack = [self.main]
+        self.slabs = {}
+        self.num_marks = 0
+
+    def pinned(self, num_bytes):
+        with _disable_current_modes():
+            slab = super().pinned(num_bytes)
+        self.slabs[slab.untyped_storage()._cdata] = slab
+        return slab
+
+    def current(self):
+        return self.stack[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        self.stack.append(stream)
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    def mark(self, stream):
+        self.num_marks += 1
+        return stream.now
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, stream = func._schema.name.removeprefix("aten::"), self.current()
+        if stream is self.main:
+            stream.now += name in self.COMPUTES
+        elif name == "copy_":
+            goes_back = args[1].untyped_storage()._cdata in self.slabs
+            stream.now += args[0].nbytes / self.rates[goes_back]
+        return func(*args, **(kwargs or {}))
+
 
 class CopyingDevice(SimulatedDevice):
     """What `CopyStreams` asks of a device; tensors are float32."""
@@ -77,6 +146,17 @@ class CopyingDevice(SimulatedDevice):
 
     def is_capturing(self):
         return self.capturing
+
+    def mark(self, stream):
+        moment = []
+        stream.enqueue(lambda: moment.append(time.perf_counter()))
+        return stream, moment
+
+    def seconds(self, before, after):
+        for stream, moment in (before, after):
+            if not moment:
+                stream.synchronize()
+        return after[1][0] - before[1][0]
 
     # ----------------------------------------------------------------------------------------------
 

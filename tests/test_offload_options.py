@@ -99,6 +99,19 @@ def test_offloaded_activations_leave_every_bit(copies, options, window):
     assert [d.outcome for d in decision(report)] == ["applied"]
 
 
+AUTO = OffloadOptions(activations="auto", min_bytes=1, window_bytes=3000)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"recompute": True}])
+def test_activations_chosen_by_measurement_leave_every_bit(copies, options):
+    expected, _ = run(Plan(), steps=8, **options)
+    found, report = run(Plan(offload=AUTO), steps=8, **options)
+    assert all(map(torch.equal, expected, found))
+    assert report.counters["offload_sent_bytes"] > 0
+    (made,) = decision(report)
+    assert "GB/s to the host" in made.detail
+
+
 def test_under_autocast(copies):
     expected, _ = run(Plan(precision="bf16"))
     found, report = run(Plan(precision="bf16", offload=ALL))
@@ -106,15 +119,16 @@ def test_under_autocast(copies):
     assert report.counters["offload_sent_bytes"] > 0
 
 
+@pytest.mark.parametrize("offload", [ALL, AUTO])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
-def test_a_graph_holds_the_copies(copies, tape, monkeypatch, options):
+def test_a_graph_holds_the_copies(copies, tape, monkeypatch, options, offload):
     def is_capturing():
         return any(isinstance(mode, Tape) for mode in _get_current_dispatch_mode_stack())
 
     monkeypatch.setattr(copies, "is_capturing", is_capturing)
     sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
     expected, _ = run(Plan(), optimizer=sgd, steps=16, **options)
-    found, report = run(Plan(cuda_graph=True, offload=ALL), optimizer=sgd, steps=16, **options)
+    found, report = run(Plan(cuda_graph=True, offload=offload), optimizer=sgd, steps=16, **options)
     assert all(map(torch.equal, expected, found))
     assert report.counters["replays"] > 0
     assert report.counters["offload_sent_bytes"] > 0
@@ -205,6 +219,9 @@ def test_on_the_cpu_it_steps_aside(caplog):
     ("given", "kept"),
     [
         ("activations", "activations"),
+        ("auto", "auto"),
+        (OffloadOptions(activations="auto"), "auto"),
+        (OffloadOptions(activations="auto", optimizer=True),) * 2,
         ("optimizer", "optimizer"),
         ("all", "all"),
         (OffloadOptions(), "activations"),
@@ -226,6 +243,8 @@ def test_what_is_refused():
         Plan(offload=True)
     with pytest.raises(PlanError, match="leaves nothing to offload"):
         OffloadOptions(activations=False)
+    with pytest.raises(TypeError, match="activations must be True, False or 'auto', got 'half'"):
+        OffloadOptions(activations="half")
     with pytest.raises(ValueError, match="max_bytes must be >= 0"):
         OffloadOptions(max_bytes=-1)
     with pytest.raises(PlanError, match="does not go with precision='fp16'"):

@@ -91,7 +91,8 @@ class Plan:
             only) or `CompileOptions`.
         cuda_graph: Capture the whole step into one CUDA graph: True, False or `CUDAGraphOptions`.
         offload: Keep in the host's memory what the device does not need yet: ``"activations"``,
-            ``"optimizer"`` (its state, with the update), ``"all"``, `OffloadOptions`, or None.
+            ``"auto"`` (those whose copies hide behind the computation), ``"optimizer"`` (its state,
+            with the update), ``"all"`` (activations and state), `OffloadOptions`, or None.
         shard: Train on several ranks: ``"ddp"``, ``"fsdp"``, ``"hsdp"``, `ShardOptions`, or None,
             in which case each process trains by itself.
         sync_guard: Find the lines that make the host wait for the device: ``"off"``, ``"record"``
@@ -119,7 +120,7 @@ class Plan:
     recompute: Recomputed = False
     compile: bool | Literal["auto"] | CompileOptions = False
     cuda_graph: bool | CUDAGraphOptions = False
-    offload: Literal["activations", "optimizer", "all"] | OffloadOptions | None = None
+    offload: Literal["activations", "auto", "optimizer", "all"] | OffloadOptions | None = None
     shard: Literal["ddp", "fsdp", "hsdp"] | ShardOptions | None = None
     sync_guard: Literal["off", "record", "warn", "raise"] = "off"
     allocator: str | AllocatorConfig | None = None

@@ -44,10 +44,10 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
-def check_background(value: object) -> bool | Literal["auto"]:
+def check_flag_or_auto(name: str, value: object) -> bool | Literal["auto"]:
     """Return ``value`` if it is a bool or ``"auto"``."""
     if value != "auto" and not isinstance(value, bool):
-        raise TypeError(f"background must be True, False or 'auto', got {_describe(value)}")
+        raise TypeError(f"{name} must be True, False or 'auto', got {_describe(value)}")
     return value
 
 

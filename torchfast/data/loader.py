@@ -27,9 +27,9 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from torchfast._core.arguments import (
-    check_background,
     check_callable,
     check_flag,
+    check_flag_or_auto,
     check_float_dtype,
     check_int,
     check_iterable,
@@ -135,7 +135,7 @@ class PrefetchingLoader(Closing):
         self.reuse = check_flag("reuse", reuse)
         self.channels_last = check_flag("channels_last", channels_last)
         self.across_epochs = check_flag("across_epochs", across_epochs)
-        self.background = check_background(background)
+        self.background = check_flag_or_auto("background", background)
         self._check = StructureCheck() if check_flag("strict", strict) else None
         if transform is not None:
             check_callable("transform", transform, "transform(batch)")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchfast.memory.expert_buffers import ExpertBuffers
     from torchfast.memory.memory_pool import MemoryPool, PoolStatistics
     from torchfast.memory.monitor import MemoryMonitor
+    from torchfast.memory.offload_choice import OffloadChoice
     from torchfast.memory.optimizer_offload import OffloadedOptimizer
     from torchfast.memory.out_of_memory import OutOfMemoryGuard
     from torchfast.memory.recompute import Recompute
@@ -44,6 +45,7 @@ __all__ = [
     "MemoryPool",
     "MemorySample",
     "MemorySource",
+    "OffloadChoice",
     "OffloadOptions",
     "OffloadedOptimizer",
     "OutOfMemoryGuard",
@@ -68,6 +70,7 @@ __all__ = [
 # A plan needs some of it; the rest is imported by who asks for it.
 _HOMES = {
     "torchfast.memory.activation_offload": ("ActivationOffload",),
+    "torchfast.memory.offload_choice": ("OffloadChoice",),
     "torchfast.memory.optimizer_offload": ("OffloadedOptimizer",),
     "torchfast.memory.recompute_transform": ("RecomputeTransform", "memory_budget"),
     "torchfast.memory.account": (

@@ -9,6 +9,8 @@ computation, through the copy engines, on a bus that training leaves idle.
 - **Window.** The newest ``window_bytes`` stay: their backward comes first. So much at most is on
   its way to the host at a time, and so much is fetched ahead. If the bus is slower than the
   computation, the computation waits: memory comes first here. ``max_bytes`` sends less.
+- **By measurement**, with ``auto``: only what hides behind the computation goes. The first steps
+  are looked at, then it stays as it is; see `offload_choice`.
 - **Whole storages**, each once. Several views of one, or one tensor saved by several operations,
   are one copy. Parameters, buffers, what is small, and what was saved on another stream or is not
   an ordinary dense tensor stay where they are.
@@ -35,16 +37,18 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchfast._core.arguments import check_int, explain_keywords
+from torchfast._core.arguments import check_flag, check_int, explain_keywords
 from torchfast._core.blocks import find_blocks
 from torchfast._core.decisions import Decision
 from torchfast._core.device import resolve_device
 from torchfast.memory.copy_streams import copy_streams_for
 from torchfast.memory.host_pool import HostPool, default_host_bytes
+from torchfast.memory.offload_choice import OffloadChoice
+from torchfast.memory.offload_tuner import OffloadTuner, TunedForward
+from torchfast.memory.packed_tensor import PackedTensor, SentTensor, share_count
 from torchfast.memory.saved_storage import Lane, SavedStorage
 
 _FIRST_WINDOW: Final = 1 << 26  # before anything is known of the model
@@ -67,13 +71,16 @@ class ActivationOffload:
         max_host_bytes: The most pinned memory, that of graphs included; what finds no room stays on
             the device. None takes half of the memory of the machine or the container, divided by
             ``LOCAL_WORLD_SIZE``.
+        auto: Send only what hides behind the computation, as measured in the first steps; until
+            then all of it.
 
     Raises:
         TypeError: An argument of the wrong kind.
         ValueError: A number that is too small, or a model without parameters.
 
     Numerics: Bitwise equal to the step without it.
-    Synchronizes: In the first steps, where memory is pinned; then never.
+    Synchronizes: In the first steps, where memory is pinned, and with ``auto`` behind each
+        backward that is looked at; then never.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -94,6 +101,7 @@ class ActivationOffload:
         window_bytes: int | None = None,
         max_bytes: int | None = None,
         max_host_bytes: int | None = None,
+        auto: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -106,10 +114,14 @@ class ActivationOffload:
         blocks = sum(group.num_uses for group in find_blocks(model))
         self._num_parts = blocks if blocks > 1 else _PARTS
         self._side = copy_streams_for(self._device)
+        self._tuner: OffloadTuner | None = None
+        if check_flag("auto", auto) and self._side is not None:
+            self._tuner = OffloadTuner(self._side, self._max_bytes)
         self._lock = threading.RLock()
         self._eager: Lane | None = None  # made at the first use: streams and memory
         self._captured: list[Lane] = []
         self._is_capture = False
+        self._is_auto = auto
         self._known: frozenset[int] | None = None
         self._saved_bytes = 0  # by the last forward, of what may go
         self._contexts: list[ExitStack] = []
@@ -126,7 +138,22 @@ class ActivationOffload:
             f"activations of {self._min_bytes:,} bytes and more go to pinned memory of the host, "
             "but for the newest, and are back before the backward needs them"
         )
+        if self._tuner is None:
+            return Decision(lever="offload", outcome="applied", detail=detail)
+        choice = self._tuner.choice
+        if choice is None:
+            detail += "; how much of it hides behind the computation is not measured yet"
+        elif choice.sent_bytes or not choice.is_settled:
+            detail += f", as far as copies hide behind the computation: {choice}"
+        else:
+            detail = f"activations stay on {self._device}: no copy would hide, {choice}"
+            return Decision(lever="offload", outcome="stepped aside", detail=detail)
         return Decision(lever="offload", outcome="applied", detail=detail)
+
+    @property
+    def choice(self) -> OffloadChoice | None:
+        """What ``auto`` has chosen for forwards like the last one; None before, or without it."""
+        return None if self._tuner is None else self._tuner.choice
 
     def counters(self) -> dict[str, int]:
         """Return what the host has seen so far: of a captured step its capture, no replays.
@@ -171,7 +198,7 @@ class ActivationOffload:
         return (
             f"ActivationOffload({type(self._model).__name__}, min_bytes={self._min_bytes}, "
             f"window_bytes={self._window_bytes}, max_bytes={self._max_bytes}, "
-            f"max_host_bytes={self._max_host_bytes})"
+            f"max_host_bytes={self._max_host_bytes}, auto={self._is_auto})"
         )
 
     # -- A forward ---------------------------------------------------------------------------------
@@ -187,7 +214,10 @@ class ActivationOffload:
         window = self._window_bytes
         if window is None:
             window = self._saved_bytes // self._num_parts if self._saved_bytes else _FIRST_WINDOW
-        return _Forward(self, lane, home, window)
+        tuned = None
+        if self._tuner is not None:
+            tuned = self._tuner.begin(lane, home, window, is_capture=self._is_capture)
+        return _Forward(self, lane, home, window, tuned)
 
     def _lane(self) -> Lane:
         """Return the lane of eager steps, or that of the capture that is under way."""
@@ -245,6 +275,8 @@ class ActivationOffload:
         def end() -> None:
             with self._lock:
                 lane.join(home)
+                if self._tuner is not None:
+                    self._tuner.behind_backward()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -253,8 +285,15 @@ class ActivationOffload:
 class _Forward:
     """One forward: what it has saved."""
 
-    def __init__(self, offload: ActivationOffload, lane: Lane, home: Any, window: int) -> None:
-        self._offload = offload
+    def __init__(
+        self,
+        offload: ActivationOffload,
+        lane: Lane,
+        home: Any,
+        window: int,
+        tuned: TunedForward | None,
+    ) -> None:
+        self._offload, self._tuned = offload, tuned
         self._lane = lane
         self._home = home
         self._window_bytes = window
@@ -273,23 +312,25 @@ class _Forward:
         with torch.no_grad(), offload._lock:
             if not offload._may_go(tensor, self._home):
                 # Detached, since an output that its own node keeps would never go away.
-                return _Packed(tensor.detach(), tensor._version)
+                return PackedTensor(tensor.detach(), tensor._version)
             # It shares the count of writes with the tensor, and no memory.
             writes = tensor.detach()
             writes.data = self._nothing
             saved = self._find(tensor)
             if saved is None:
                 saved = self._take(tensor, writes)
-            return _Sent(saved, writes, tensor)
+            return SentTensor(saved, writes, tensor)
 
-    def unpack(self, packed: _Packed) -> Tensor:
+    def unpack(self, packed: PackedTensor) -> Tensor:
         """Return to autograd what it saved."""
         packed.check()
-        if not isinstance(packed, _Sent):
+        if not isinstance(packed, SentTensor):
             return packed.kept
         offload = self._offload
         with torch.no_grad(), offload._lock:
             offload._join_behind_backward(self._lane, self._home)
+            if self._tuned is not None:
+                self._tuned.used(packed.saved.index)
             return packed.view(packed.saved.bring(self._window_bytes))
 
     def end(self) -> None:
@@ -297,6 +338,8 @@ class _Forward:
         with self._offload._lock:
             if self._saved:
                 self._offload._saved_bytes = self._saved
+                if self._tuned is not None:
+                    self._tuned.end()
             self._by_storage.clear()
 
     def _find(self, tensor: Tensor) -> SavedStorage | None:
@@ -309,7 +352,7 @@ class _Forward:
         if saved is None or saved.version != tensor._version:
             return None
         fits = saved.num_bytes == tensor.untyped_storage().nbytes()
-        return saved if fits and _share_count(saved.writes, tensor) else None
+        return saved if fits and share_count(saved.writes, tensor) else None
 
     def _take(self, tensor: Tensor, writes: Tensor) -> SavedStorage:
         saved = SavedStorage(tensor, writes, self._lane, self._home, self._siblings)
@@ -319,6 +362,8 @@ class _Forward:
         self._window.append(held)
         self._in_window += saved.num_bytes
         self._saved += saved.num_bytes
+        if self._tuned is not None:
+            self._tuned.saved(saved.num_bytes)
         while self._window and self._in_window > self._window_bytes:
             oldest = self._window[0]()
             if oldest is None:  # its graph is gone, and its size is not known any more
@@ -335,66 +380,16 @@ class _Forward:
 
     def _send(self, saved: SavedStorage) -> None:
         counts, limit = self._offload._counts, self._offload._max_bytes
-        if limit is not None and self._sent + saved.num_bytes > limit:
-            return
-        if not self._lane.send(saved, may_grow=not self._offload._is_capture):
+        goes = self._tuned is None or self._tuned.sends(saved.index)
+        if not goes or (limit is not None and self._sent + saved.num_bytes > limit):
+            self._lane.keep(saved)
+        elif self._lane.send(saved, may_grow=not self._offload._is_capture):
+            self._sent += saved.num_bytes
+            counts["sent_bytes"] += saved.num_bytes
+        else:
             counts["kept_no_room_bytes"] += saved.num_bytes
-            return
-        self._sent += saved.num_bytes
-        counts["sent_bytes"] += saved.num_bytes
+            self._lane.keep(saved)
         self._lane.land(self._window_bytes)
-
-
-class _Packed:
-    """What autograd holds in place of a tensor: this alone, of one that stays on the device."""
-
-    __slots__ = ("_version", "kept")
-
-    def __init__(self, kept: Tensor, version: int) -> None:
-        self.kept = kept
-        self._version = version
-
-    def check(self) -> None:
-        """Raise if it was written since."""
-        if self.kept._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: it was saved at version {self._version} and is at version "
-                f"{self.kept._version} now; torch.autograd.set_detect_anomaly(True) shows the "
-                "operation whose gradient needs it"
-            )
-
-
-@final
-class _Sent(_Packed):
-    """A view of a storage that may be on the host."""
-
-    __slots__ = ("_dtype", "_offset", "_size", "_stride", "saved")
-
-    def __init__(self, saved: SavedStorage, writes: Tensor, tensor: Tensor) -> None:
-        super().__init__(writes, tensor._version)
-        self.saved = saved
-        self._dtype = tensor.dtype
-        self._size, self._stride = tensor.size(), tensor.stride()
-        self._offset = tensor.storage_offset()
-
-    def view(self, storage: Tensor) -> Tensor:
-        """Return the view that was saved, of its storage."""
-        if storage.dtype != self._dtype:
-            storage = storage.view(self._dtype)
-        return storage.as_strided(self._size, self._stride, self._offset)
-
-
-def _share_count(one: Tensor, other: Tensor) -> bool:
-    """Whether a write to one of two tensors is counted for the other as well.
-
-    Parts of one storage that count for themselves, as of ``unsafe_chunk``, may have been written
-    equally often, and one of them after the other was copied.
-    """
-    before = one._version
-    with _unsafe_preserve_version_counter(other):
-        torch.autograd.graph.increment_version(other)
-        return one._version != before
 
 
 def _optional(name: str, value: int | None) -> int | None:

@@ -37,6 +37,12 @@ class CopyStreams(Protocol):
     def is_capturing(self) -> bool:
         """Whether what is enqueued goes into a graph."""
 
+    def mark(self, stream: Any) -> Any:
+        """Return this moment of a stream, to be compared with others."""
+
+    def seconds(self, before: Any, after: Any) -> float:
+        """Return the time between two moments; waits until both have passed."""
+
 
 @final
 class CUDACopyStreams:
@@ -75,6 +81,18 @@ class CUDACopyStreams:
     def is_capturing(self) -> bool:
         """Ask the current stream."""
         return is_capturing()
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Record an event that keeps the time."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def seconds(self, before: torch.cuda.Event, after: torch.cuda.Event) -> float:
+        """Ask the events."""
+        before.synchronize()
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
 
 
 def copy_streams_for(device: torch.device) -> CopyStreams | None:

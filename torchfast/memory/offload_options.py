@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from torch import nn
 from torch.optim import Optimizer
 
-from torchfast._core.arguments import check_choice, check_flag, check_int, explain_init_keywords
+from torchfast._core.arguments import (
+    check_choice,
+    check_flag,
+    check_flag_or_auto,
+    check_int,
+    explain_init_keywords,
+)
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
 from torchfast._core.option_fields import call_of, changed_fields
@@ -25,7 +31,8 @@ class OffloadOptions:
     """What waits in the host's memory while the device does not need it.
 
     Args:
-        activations: What the forward saves for the backward; see `ActivationOffload`.
+        activations: What the forward saves for the backward; ``"auto"`` for as much of it as the
+            first steps show to hide behind the computation; see `ActivationOffload`.
         optimizer: The optimizer's state, with its update; see `OffloadedOptimizer`.
         min_bytes: Smaller activations stay.
         window_bytes: The newest activations that stay; None takes what one block saves.
@@ -42,17 +49,17 @@ class OffloadOptions:
         OffloadOptions(window_bytes=268435456)
     """
 
-    activations: bool = True
+    activations: bool | Literal["auto"] = True
     optimizer: bool = False
     min_bytes: int = 1 << 20
     window_bytes: int | None = None
     max_bytes: int | None = None
     max_host_bytes: int | None = None
 
-    CHOICES: ClassVar[tuple[str, ...]] = ("activations", "optimizer", "all")
+    CHOICES: ClassVar[tuple[str, ...]] = ("activations", "auto", "optimizer", "all")
 
     def __post_init__(self) -> None:
-        check_flag("activations", self.activations)
+        check_flag_or_auto("activations", self.activations)
         check_flag("optimizer", self.optimizer)
         check_int("min_bytes", self.min_bytes, minimum=1)
         for name in ("window_bytes", "max_bytes", "max_host_bytes"):
@@ -66,12 +73,16 @@ class OffloadOptions:
 
     @classmethod
     def of(cls, value: object) -> OffloadOptions:
-        """Return options from ``"activations"``, ``"optimizer"``, ``"all"`` or from options."""
+        """Return options from ``"activations"``, ``"auto"``, ``"optimizer"``, ``"all"``."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
             check_choice("offload", value, cls.CHOICES, PlanError)
-            return cls(activations=value != "optimizer", optimizer=value != "activations")
+            activations: bool | Literal["auto"] = value != "optimizer"
+            return cls(
+                activations="auto" if value == "auto" else activations,
+                optimizer=value in ("optimizer", "all"),
+            )
         raise TypeError(
             f"offload must be None, one of {list(cls.CHOICES)} or OffloadOptions, "
             f"got {value!r} ({type(value).__name__})"
@@ -133,6 +144,7 @@ class StepOffload:
             window_bytes=options.window_bytes,
             max_bytes=options.max_bytes,
             max_host_bytes=options.max_host_bytes,
+            auto=options.activations == "auto",
         )
 
     def forward(self) -> AbstractContextManager[Any]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
@@ -30,13 +31,14 @@ from torch import Tensor
 
 from torchfast.memory.copy_streams import CopyStreams
 from torchfast.memory.host_pool import HostPool, HostRange
+from torchfast.memory.offload_timeline import Timeline
 
 
 class Flight(NamedTuple):
-    """A copy out that the computation has not waited for."""
+    """A copy out that the computation has not waited for; without ``copied`` what stays."""
 
     home: Any
-    storage: Tensor
+    storage: Tensor | None
     copied: Any
     num_bytes: int
     saved: weakref.ref[SavedStorage]
@@ -52,6 +54,9 @@ class Lane:
     Args:
         side: The device.
         pool: Memory of the host.
+
+    Attributes:
+        timeline: What notes when copies are made; None while nobody asks.
     """
 
     def __init__(self, side: CopyStreams, pool: HostPool) -> None:
@@ -60,6 +65,7 @@ class Lane:
         self.out, self.back = side.new(), side.new()
         self.flights: deque[Flight] = deque()
         self.limbo: deque[tuple[Any, Tensor | None, HostRange | None]] = deque()
+        self.timeline: Timeline | None = None
         self._used = False
         self._used_back = False
 
@@ -72,7 +78,7 @@ class Lane:
         saved.host = host
         self._used = True
         self.out.wait_event(saved.made)
-        with self.side.on(self.out):
+        with self.side.on(self.out), self._noted(self.out, "out", saved):
             saved.on_host.copy_(saved.storage, non_blocking=True)
         copied = self.out.record_event()
         self.flights.append(
@@ -80,13 +86,19 @@ class Lane:
         )
         return True
 
+    def keep(self, saved: SavedStorage) -> None:
+        """Count a storage that stays: what was sent before it lands as if it went too."""
+        self.flights.append(Flight(saved.home, None, None, saved.num_bytes, weakref.ref(saved)))
+
     def land(self, most_bytes: int) -> None:
         """Let the computation wait for the oldest copies out until so much is under way."""
         flying = sum(flight.num_bytes for flight in self.flights)
         while self.flights and flying > most_bytes:
             flight = self.flights.popleft()
             flying -= flight.num_bytes
-            flight.home.wait_event(flight.copied)
+            if flight.copied is None:
+                continue
+            self.wait(flight.home, flight.copied)
             saved = flight.saved()
             if saved is not None:
                 saved.storage = None
@@ -108,10 +120,24 @@ class Lane:
         self._used_back = True
         # Behind the copy out as well: its storage is let go only once the computation has waited.
         self.back.wait_event(home.record_event())
-        with self.side.on(self.back), torch.no_grad():
+        with self.side.on(self.back), torch.no_grad(), self._noted(self.back, "back", saved):
             storage.copy_(saved.on_host, non_blocking=True)
         saved.storage = storage
         saved.fetched = self.back.record_event()
+
+    def wait(self, home: Any, event: Any) -> None:
+        """Let the computation wait for a copy."""
+        if self.timeline is None:
+            home.wait_event(event)
+            return
+        with self.timeline.waiting(home):
+            home.wait_event(event)
+
+    def _noted(self, stream: Any, way: str, saved: SavedStorage) -> AbstractContextManager[None]:
+        """Return the context of a copy."""
+        if self.timeline is None:
+            return nullcontext()
+        return self.timeline.copying(stream, way, saved.num_bytes)
 
     def join(self, home: Any) -> None:
         """Let the computation wait for all copies, and let go of what they read and wrote.
@@ -128,11 +154,12 @@ class Lane:
                 self.out.wait_event(self.back.record_event())
             done = self.out.record_event()
             for stream in dict.fromkeys(homes):
-                stream.wait_event(done)
+                self.wait(stream, done)
         self._used = self._used_back = False
         while self.flights:
-            saved = self.flights.popleft().saved()
-            if saved is not None and saved.fetched is None:
+            flight = self.flights.popleft()
+            saved = flight.saved()
+            if flight.copied is not None and saved is not None and saved.fetched is None:
                 saved.storage = None  # it is on the host now
         for _, _, host in limbo:
             if host is not None:
@@ -211,7 +238,7 @@ class SavedStorage:
         if self.storage is None:
             lane.fetch(self)
         if self.fetched is not None and not self.arrived:
-            self.home.wait_event(self.fetched)
+            lane.wait(self.home, self.fetched)
             self.arrived = True
         lane.land_dead()
         # The backward goes the way of the forward back.

@@ -1,0 +1,231 @@
+"""Which activations go to the host so that their copies hide behind the computation.
+
+What hides is a question of when: a storage leaves once enough newer ones are there, its copy is to
+be through when the computation would wait for it, and back before the backward uses it. All these
+moments are known from a step that was looked at (`StepTiming`), and so is the bus. So the copies of
+the next step are gone through here in their order, and each is made only if it is in time, with
+those that were chosen before it. Of a bus that is too slow for all, every so many-th goes, as many
+as it carries; the last ones stay, since their backward comes at once.
+
+Then a step is looked at that follows the choice. If the computation still waits for copies, the bus
+is taken to be slower and there is another choice, a few times. What is found for one sequence of
+sizes stays; a graph holds what was known when it was captured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Final, final
+
+from torchfast.memory.offload_timeline import StepTiming
+
+_TRUSTED: Final = 0.9  # of a measured rate: copies come at their fastest only beside nothing else
+_SLOWER: Final = 0.75  # what is left of that trust after a step that waited
+_HIDDEN: Final = 0.01  # of the time of forward and backward; less than that is noise
+_MOST_LOOKS: Final = 6  # for one sequence of sizes
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OffloadChoice:
+    """What goes to the host of each forward, and what that is based on.
+
+    Attributes:
+        saved_bytes: What a forward saves of what may go.
+        sent_bytes: How much of it goes.
+        out_bytes_per_s: How fast copies to the host were.
+        back_bytes_per_s: How fast copies back were.
+        compute_ms: What forward and backward take without waiting for copies.
+        waited_ms: How long they did wait in a step that followed the choice; None before one did.
+        is_settled: Whether it stays as it is.
+
+    Example:
+        >>> choice = OffloadChoice(
+        ...     saved_bytes=4_000_000,
+        ...     sent_bytes=3_000_000,
+        ...     out_bytes_per_s=50e9,
+        ...     back_bytes_per_s=50e9,
+        ...     compute_ms=10.0,
+        ...     waited_ms=0.0,
+        ...     is_settled=True,
+        ... )
+        >>> choice.share, choice.is_hidden
+        (0.75, True)
+    """
+
+    saved_bytes: int
+    sent_bytes: int
+    out_bytes_per_s: float
+    back_bytes_per_s: float
+    compute_ms: float
+    waited_ms: float | None
+    is_settled: bool
+
+    @property
+    def share(self) -> float:
+        """How much of what may go does."""
+        return self.sent_bytes / self.saved_bytes if self.saved_bytes else 0.0
+
+    @property
+    def is_hidden(self) -> bool | None:
+        """Whether the copies hid behind the computation; None before a step followed the choice."""
+        return None if self.waited_ms is None else self.waited_ms <= _HIDDEN * self.compute_ms
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        seen = "not seen in a step yet"
+        if self.waited_ms is not None:
+            hidden = "hidden" if self.is_hidden else "not all hidden"
+            seen = f"{hidden}: {self.waited_ms:.2f} ms of waits"
+        return (
+            f"{self.sent_bytes:,} of {self.saved_bytes:,} bytes of a forward ({self.share:.0%}) "
+            f"at {self.out_bytes_per_s / 1e9:.1f} GB/s to the host and "
+            f"{self.back_bytes_per_s / 1e9:.1f} GB/s back, beside {self.compute_ms:.2f} ms of "
+            f"forward and backward ({seen})"
+        )
+
+
+def choose(
+    timing: StepTiming,
+    *,
+    window_bytes: int,
+    out_bytes_per_s: float,
+    back_bytes_per_s: float,
+    max_bytes: int | None = None,
+) -> frozenset[int]:
+    """Return the storages whose copies hide.
+
+    Args:
+        timing: When they are saved and used.
+        window_bytes: What may be on its way to the host, and what is fetched ahead.
+        out_bytes_per_s: The rate of copies to the host.
+        back_bytes_per_s: The rate of copies back.
+        max_bytes: The most to send; None for all.
+    """
+    sizes, first_use = timing.sizes, dict[int, float]()
+    last_use = dict[int, int]()
+    for place, (index, second) in enumerate(timing.used):
+        first_use.setdefault(index, second)
+        last_use[index] = place
+    landings, chosen = _landings(timing, window_bytes), set[int]()
+    left, free_s = float("inf") if max_bytes is None else max_bytes, 0.0
+    for index, second in timing.pushed:
+        done_s = max(free_s, second) + sizes[index] / out_bytes_per_s
+        if done_s <= landings.get(index, -1.0) and sizes[index] <= left:
+            chosen.add(index)
+            free_s, left = done_s, left - sizes[index]
+    # With less to carry than that, what is left is on the host no later.
+    free_s, fetched = 0.0, set[int]()
+    for place, (used, second) in enumerate(timing.used):
+        ahead = window_bytes
+        for index in range(used, -1, -1):
+            if last_use.get(index, place) < place:
+                continue  # the backward is through with it
+            if index in chosen and index not in fetched:
+                fetched.add(index)
+                done_s = max(free_s, second) + sizes[index] / back_bytes_per_s
+                if done_s <= first_use.get(index, done_s):
+                    free_s = done_s
+                else:
+                    chosen.discard(index)
+            if index < used:
+                ahead -= sizes[index]
+                if ahead <= 0:
+                    break
+    return frozenset(chosen)
+
+
+def _landings(timing: StepTiming, window_bytes: int) -> dict[int, float]:
+    """Return when the computation waits for the copy of each storage; of the last ones never."""
+    # As `Lane.land` has it.
+    flights, flying, found = deque[int](), 0, dict[int, float]()
+    for index, second in timing.pushed:
+        flights.append(index)
+        flying += timing.sizes[index]
+        while flying > window_bytes:
+            oldest = flights.popleft()
+            flying -= timing.sizes[oldest]
+            found[oldest] = second
+    return found
+
+
+@final
+class KindOfForward:
+    """Forwards that save storages of the same sizes, in the same order.
+
+    Args:
+        sizes: Those.
+
+    Attributes:
+        choice: What was chosen for them; None before.
+    """
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.choice: OffloadChoice | None = None
+        self.is_settled = False
+        self._chosen: frozenset[int] = frozenset()
+        self._is_from_steady = False
+        self._trusted, self._num_looks = _TRUSTED, 0
+
+    def sends(self, index: int) -> bool:
+        """Whether a storage goes to the host; before a choice, and beyond its end, all do."""
+        return self.choice is None or index >= len(self.sizes) or index in self._chosen
+
+    def settle(self) -> None:
+        """Let the choice stay as it is."""
+        self.is_settled = True
+        if self.choice is not None:
+            self.choice = replace(self.choice, is_settled=True)
+
+    def learn(
+        self,
+        timing: StepTiming,
+        rates: tuple[float, float],
+        *,
+        window_bytes: int,
+        max_bytes: int | None,
+        was_followed: bool,
+        is_steady: bool,
+    ) -> None:
+        """Take in a step that was looked at.
+
+        Args:
+            timing: What was seen.
+            rates: Bytes per second to the host and back.
+            window_bytes: The window that the step had.
+            max_bytes: The most to send.
+            was_followed: Whether the step followed the choice.
+            is_steady: Whether it pinned no memory.
+        """
+        # The first forward of its kind also warms up libraries and the allocator.
+        is_steady = is_steady and self._num_looks > 0
+        self._num_looks += 1
+        waited_ms = None
+        is_last = self._num_looks >= _MOST_LOOKS
+        if was_followed and (is_last or (is_steady and self._is_from_steady)):
+            waited_ms = timing.waited_s * 1e3
+            self.is_settled = is_last or timing.waited_s <= _HIDDEN * timing.compute_s
+            self._trusted *= 1.0 if self.is_settled else _SLOWER
+        self.is_settled |= is_last
+        if not self.is_settled:
+            out, back = (self._trusted * rate for rate in rates)
+            self._chosen = choose(
+                timing,
+                window_bytes=window_bytes,
+                out_bytes_per_s=out,
+                back_bytes_per_s=back,
+                max_bytes=max_bytes,
+            )
+            self._is_from_steady = is_steady
+            waited_ms = None
+        self.choice = OffloadChoice(
+            saved_bytes=sum(self.sizes),
+            sent_bytes=sum(self.sizes[index] for index in self._chosen),
+            out_bytes_per_s=rates[0],
+            back_bytes_per_s=rates[1],
+            compute_ms=timing.compute_s * 1e3,
+            waited_ms=waited_ms,
+            is_settled=self.is_settled,
+        )
