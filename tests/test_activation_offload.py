@@ -256,6 +256,19 @@ def test_max_bytes_sends_the_earliest(device):
     assert offload.counters()["offload_sent_bytes"] == 2 * 3 * ITEM
 
 
+def test_what_max_bytes_lets_go_leaves_the_device(device):
+    model = Chain()
+    offload = ActivationOffload(model, min_bytes=ITEM, window_bytes=2 * ITEM, max_bytes=3 * ITEM)
+    with device:
+        x = (start() + 0.0).requires_grad_()
+        with offload:
+            loss = model(x).sum()
+            # The two that were there last in place of newer ones stay; all that was sent has gone.
+            assert [flight.copied for flight in offload._eager.flights] == [None, None]
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+    assert same(device, grads, reference(model, start()))
+
+
 def test_the_window_is_what_one_block_saved_before(device):
     model = nn.Sequential(*(Chain(2) for _ in range(4)))
     offload = ActivationOffload(model, min_bytes=ITEM)

@@ -16,7 +16,7 @@ from torch import nn, optim
 
 from models import mean_loss
 from planting import Planted
-from torchfast import OutOfMemoryError, OutOfMemoryOptions, Plan, Trainer
+from torchfast import OffloadOptions, OutOfMemoryError, OutOfMemoryOptions, Plan, Trainer
 from torchfast.memory import failure, moment, out_of_memory
 from torchfast.memory.account import CACHED, GRAPHS, GRAPHS_KEPT, PENDING, PIECES, REST, look
 from torchfast.memory.advice import advice
@@ -419,6 +419,12 @@ def test_only_what_the_plan_has_is_advised():
     told = advised(block(FAR, MB), facts=FACTS | {"recompute": False, "precision": "bf16"})
     assert any("Plan(recompute='blocks')" in text for text in told)
     assert not any("bf16" in text for text in told)
+
+
+def test_offloading_that_sends_more_is_advised():
+    for offload in ("auto", OffloadOptions(activations="auto", optimizer=True), "activations"):
+        told = advised(block(FAR, MB), facts=FACTS | {"offload": offload})
+        assert any("not only what hides" in text for text in told) == (offload != "activations")
 
 
 def test_logits_and_states_and_graphs():

@@ -95,6 +95,8 @@ def _of_activations(found: Found, facts: Mapping[str, Any]) -> Iterator[str]:
         yield "activations computed again in the backward pass: Plan(recompute='blocks')"
     if "offload" in facts and not facts["offload"]:
         yield "activations on the host until the backward pass: Plan(offload='activations')"
+    elif _offloaded(facts.get("offload")) == "auto":
+        yield "all activations on the host, not only what hides: Plan(offload='activations')"
     yield "a smaller batch with more of them in a step: accumulate=2 and half the batch size"
     action = getattr(facts.get("out_of_memory"), "action", facts.get("out_of_memory"))
     if action == "raise" and facts.get("shard") is None:
@@ -106,6 +108,10 @@ def _of_activations(found: Found, facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _format(precision: Any) -> str:
     return precision if isinstance(precision, str) else str(getattr(precision, "format", ""))
+
+
+def _offloaded(offload: Any) -> Any:
+    return getattr(offload, "activations", offload)
 
 
 def _is_logits(held: HeldTensor) -> bool:
