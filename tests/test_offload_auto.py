@@ -10,6 +10,7 @@ import torch
 from offloading import ITEM, Chain, reference, same, start, stepped
 from simulated_copies import CopyingDevice, TimedCopies
 from torchfast.memory import ActivationOffload, activation_offload, host_pool
+from torchfast.memory.offload_timeline import Timeline
 
 DEPTH = 24
 WINDOW = 4 * ITEM
@@ -295,3 +296,38 @@ def test_arguments():
     assert "auto=True" in repr(offload)
     assert offload.choice is None  # on the CPU there is nothing to choose
     assert offload.decision.outcome == "stepped aside"
+
+
+def noted(waits_s, copies):
+    """Return what a timeline reads of a step of ten seconds, with such waits and copies in it."""
+    side = TimedCopies(1.0)
+    home, other = side.main, side.new()
+    timeline = Timeline(side, home)
+    timeline.saved(ITEM)
+    for wait_s in waits_s:
+        with timeline.waiting(home):
+            home.now += wait_s
+    with timeline.waiting(other):
+        other.now += 5.0  # no wait of the computation
+    home.now += 10.0
+    for num_bytes, took_s in copies:
+        with timeline.copying(other, "out", num_bytes):
+            other.now += took_s
+    timeline.used(0)
+    return timeline.read()
+
+
+def test_what_the_host_takes_to_enqueue_a_wait_is_none():
+    timing = noted([1e-5] * 1000, [])
+    assert timing.waited_s == 0.0
+    assert timing.compute_s == pytest.approx(10.01)
+    timing = noted([1e-5, 2.0, 1.0], [])
+    assert timing.waited_s == pytest.approx(3.0)
+    assert timing.compute_s == timing.used[0].second == pytest.approx(10.0, abs=1e-4)
+    assert timing.out_bytes_per_s is None
+
+
+def test_the_rate_is_that_of_most_bytes():
+    timing = noted([], [(10, 10.0), (1000, 1.0), (10, 10.0), (900, 1.0), (10, 0.0)])
+    assert timing.out_bytes_per_s == 1000.0
+    assert timing.back_bytes_per_s is None
