@@ -90,6 +90,12 @@ def batches(rank, *, accumulate=1, lengths=(5, 5)):
     return found
 
 
+class Own(list):
+    """Batches of one rank alone, which are not to be dealt out."""
+
+    is_sharded = True
+
+
 def fresh():
     torch.manual_seed(0)
     return Net()

@@ -44,7 +44,7 @@ def one_case(shard, plan, options, loss_fn=parity.mean_loss, optimizer="adamw"):
     return {
         "state": parity.full_state(model),
         "losses": losses,
-        "evaluation": trainer.evaluate(parity.batches(dist.get_rank()), ema="ema" in options),
+        "evaluation": trainer.evaluate(parity.Own(loader), ema="ema" in options),
         "average": trainer.ema_model and parity.full_state(trainer.ema_model),
         "skipped": trainer.num_skipped,
         "report": str(trainer.report()),

@@ -10,9 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import ranks
-from parallel_training import OPTIMIZERS, batches, fresh, mean_loss
+from parallel_training import OPTIMIZERS, Own, batches, fresh, mean_loss
 from torchfast import CompileOptions, Plan, PlanError, ShardOptions, Trainer
-from torchfast._core.errors import EmptyEpochError, RankError
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.replay_check import find_mismatch
 from torchfast.graphs.together import Together
@@ -134,8 +133,8 @@ def averages(rank):
         of_steps = []
         for batch in batches(rank):
             trainer.step(batch)
-            of_steps.append(trainer.evaluate([batch], ema=True)["loss"])
-            of_steps.append(trainer.evaluate([batch])["loss"])
+            of_steps.append(trainer.evaluate(Own([batch]), ema=True)["loss"])
+            of_steps.append(trainer.evaluate(Own([batch]))["loss"])
         found.append(of_steps)
     return found
 
@@ -183,15 +182,6 @@ class Pairs(Dataset):
         return torch.tensor([index % 7, 1]), torch.tensor([index % 5, 2])
 
 
-def evaluations(rank):
-    trainer = trainer_of(fresh(), "ddp")
-    mine = [batches(rank)[0]]
-    error = RankError if rank == 0 else EmptyEpochError
-    with pytest.raises(error, match="evaluation got no batch"):
-        trainer.evaluate(mine if rank == 0 else [])
-    return trainer.evaluate(mine)["loss"]
-
-
 class Interrupted(Pairs):
     def __getitem__(self, index):
         if index >= 4:  # as when Ctrl-C reaches the workers of a loader too
@@ -220,7 +210,7 @@ def test_an_epoch_that_a_signal_cuts_is_not_counted():
 
 
 def all_alike(rank):
-    return clipped(rank), buffers(rank), metrics(rank), evaluations(rank)
+    return clipped(rank), buffers(rank), metrics(rank)
 
 
 def test_ranks_come_to_the_same():

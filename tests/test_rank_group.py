@@ -75,7 +75,7 @@ def test_a_rank_that_the_others_let_wait_says_so(monkeypatch, caplog):
     first, second = ranks.run(work)
     assert first.count("rank 0 has waited 0.2 s for the other ranks to") == 2
     assert "to make a group, as" in first
-    assert "to load; make, save and load on all ranks" in first
+    assert "to load; make, save, load and evaluate on all ranks" in first
     assert second == ""
 
 

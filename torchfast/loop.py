@@ -21,10 +21,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchfast._core.device import peak_flops
 from torchfast._core.errors import EmptyEpochError
+from torchfast._core.rounds import Rounds
 from torchfast._core.signals import StopSignals
 from torchfast.data import PrefetchingLoader
 from torchfast.evaluation import (
     EvaluationCutError,
+    deal_out,
     evaluate,
     evaluated_model,
     fails_together,
@@ -67,6 +69,9 @@ class FitLoop:
         self._plateau = step.lr_scheduler if is_plateau else None
         step.memory.note_loader(loader)
         evaluated_model(step, ema=options.evaluate_ema)  # or raise before hours of training
+        self._held_out: Any = options.evaluate
+        if not (self._held_out is None or callable(self._held_out)):
+            self._held_out = deal_out(step, self._held_out)  # once: worker processes may stay
         self._done = 0
         self._epoch = step.num_epochs
         self._epochs_done = 0
@@ -305,18 +310,20 @@ class FitLoop:
     def _evaluated(self, evaluation: Evaluate) -> dict[str, float]:
         if callable(evaluation):
             model = evaluated_model(self._step, ema=self._options.evaluate_ema)
-            with undisturbed(self._step, model):
-                values = evaluation(model)
-            if not isinstance(values, Mapping):
-                raise TypeError(
-                    "evaluate must return a mapping of names to floats, got "
-                    f"{type(values).__name__}"
-                )
-            numbers = {name: float(value) for name, value in values.items()}
+            with Rounds(self._step.ranks.group) as rounds:
+                with undisturbed(self._step, model):
+                    values = evaluation(model)
+                if not isinstance(values, Mapping):
+                    raise TypeError(
+                        "evaluate must return a mapping of names to floats, got "
+                        f"{type(values).__name__}"
+                    )
+                numbers = {name: float(value) for name, value in values.items()}
+                rounds.end()
             return self._step.ranks.of_first(numbers)  # a scheduler must hear the same everywhere
         return evaluate(
             self._step,
-            evaluation,
+            self._held_out,
             # Ranks evaluate together: none leaves the others alone in it.
             lambda: not self._step.ranks.are_many and self._stopping.is_asked_here,
             ema=self._options.evaluate_ema,

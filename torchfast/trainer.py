@@ -279,15 +279,15 @@ class Trainer(Closing):
     def evaluate(self, batches: Iterable[Any], *, ema: bool = False) -> dict[str, float]:
         """Return the mean loss and metrics of ``loss_fn`` over ``batches``.
 
-        In eval mode and without gradients; every module's mode, and every random generator, is
-        put back. Batches count equally unless ``loss_fn`` returns weights. ``"loss"`` is the loss,
-        also where a metric has that name. With ``ema`` it is that of the averaged weights:
-        ``loss_fn`` then gets `ema_model` as its model.
+        In eval mode and without gradients; modes and random generators are put back. Batches count
+        equally unless ``loss_fn`` returns weights. ``"loss"`` is the loss, also where a metric has
+        that name. With ``ema``, ``loss_fn`` gets `ema_model` as its model. Of many ranks, which
+        all call it, each evaluates its part; a `PrefetchingLoader` is taken as it is.
 
         Raises:
             EmptyEpochError: No batch.
-            ValueError: ``ema``, and no average is kept.
-
+            ValueError: ``ema``, and no average is kept; ranks were given different batches.
+            RankError: Another rank failed.
         Synchronizes: Once, at the end.
         """
         return evaluate(self._step, batches, ema=ema)

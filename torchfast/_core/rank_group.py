@@ -224,8 +224,8 @@ def _waited_for(rank: int, what: str | None) -> Iterator[None]:
         _PATIENCE_S,
         logger.warning,
         (
-            "rank %d has waited %g s for the other ranks to %s; make, save and load on all ranks, "
-            "or give a CheckpointManager of one process across_ranks=False",
+            "rank %d has waited %g s for the other ranks to %s; make, save, load and evaluate on "
+            "all ranks, or give a CheckpointManager of one process across_ranks=False",
             rank,
             _PATIENCE_S,
             what,

@@ -180,7 +180,7 @@ class PrefetchingLoader(Closing):
             ) from error
 
     def ungrouped(self) -> PrefetchingLoader:
-        """Return another loader over the same one, at its start, that yields single batches."""
+        """Return another one over its loader, at the start: single batches, to this rank's end."""
         return PrefetchingLoader(
             self.loader,
             self.device,
@@ -190,7 +190,6 @@ class PrefetchingLoader(Closing):
             transfer_dtype=self._transfer_dtype,
             channels_last=self.channels_last,
             background=self.background,
-            ranks=self.ranks,
         )
 
     # -- Iterating ---------------------------------------------------------------------------------

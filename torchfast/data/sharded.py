@@ -87,7 +87,7 @@ def shard_loader(
     check_int("seed", seed, minimum=0)
     if rank >= world_size:
         raise ValueError(f"rank must be below world_size={world_size}, got {rank}")
-    if world_size == 1 or _is_sharded(loader, world_size):
+    if world_size == 1 or is_sharded(loader, world_size):
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         if rank == 0:
@@ -189,18 +189,29 @@ class ShardedSampler(Sampler[Any]):
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
         with preserved_rng(_CPU):
             seed_everything(seed)
-            # All at once: to draw more later would move the generators beside the training.
-            if hasattr(self._sampler, "__len__"):
-                return iter(list(self._sampler))
-            drawn = list(islice(self._sampler, _MOST_DRAWN + 1))
-        if len(drawn) > _MOST_DRAWN:
-            kind = type(self._sampler).__name__
-            raise ValueError(
-                f"the sampler ({kind}) has no end after {_MOST_DRAWN} samples, no length, and no "
-                "generator that all ranks could draw from alike; give it an attribute generator "
-                "that it draws from, or divide the data in it and set is_sharded = True on it"
-            )
-        return iter(drawn)
+            return iter(draw_at_once(self._sampler))
+
+
+def draw_at_once(sampler: Any) -> list[Any]:
+    """Return all of what a sampler yields: to draw more later would move generators meanwhile.
+
+    Raises:
+        ValueError: It goes on and on.
+    """
+    try:
+        len(sampler)
+    except (TypeError, NotImplementedError):  # a batch sampler has a length if its sampler has
+        drawn = list(islice(sampler, _MOST_DRAWN + 1))
+    else:
+        return list(sampler)
+    if len(drawn) > _MOST_DRAWN:
+        kind = type(getattr(sampler, "sampler", sampler)).__name__
+        raise ValueError(
+            f"the sampler ({kind}) has no end after {_MOST_DRAWN} samples, no "
+            "length, and no generator that all ranks could draw from alike; give it an attribute "
+            "generator that it draws from, or divide the data in it and set is_sharded = True on it"
+        )
+    return drawn
 
 
 @final
@@ -244,7 +255,7 @@ def _dealt(items: Iterator[Any], rank: int, size: int, *, pads: bool = False) ->
         yield (deal + again)[rank]
 
 
-def _is_sharded(loader: Any, world_size: int) -> bool:
+def is_sharded(loader: Any, world_size: int) -> bool:
     """Whether the loader yields a part already.
 
     Raises:

@@ -1,0 +1,176 @@
+"""What is evaluated dealt out among ranks: each batch once, and as one process makes it.
+
+Training deals out samples, and where they do not come out even some come twice. An evaluation must
+not count a sample twice nor leave one out, and its mean is over the batches that one process would
+have. So batches are dealt out whole: all ranks see the same batches (of a DataLoader over a
+map-style data set only which samples are in them), and rank ``r`` of ``n`` takes the ``r``-th, the
+``r + n``-th and so on. Ranks run out at different times, and a forward of a sharded model needs all
+of them; so a rank without a batch in the last round is given a stand-in, the first one of that
+round, whose result does not count.
+
+That is right only where all ranks see the same batches. What can be told of it at little cost is
+noted, and compared at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from numbers import Real
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from torchfast.data.sharded import draw_at_once, is_sharded
+
+# These draw once from a global generator, when they begin, and from one of their own thereafter.
+_DRAW_AT_ONCE: Final = (SequentialSampler, RandomSampler)
+_FEW: Final = 8  # of a tensor's rows, by which two batches are told apart
+_SOME: Final = 64  # of a list's items
+
+
+@final
+class DealtBatches:
+    """The batches that one rank evaluates of those that all ranks are given.
+
+    The loader that is given stays as it is. Nothing is sent between ranks.
+
+    Args:
+        batches: A DataLoader, or any other iterable of batches.
+        rank: The number of this process.
+        world_size: How many there are.
+
+    Attributes:
+        loader: Yields this rank's batches; what was given where it is divided already.
+        is_dealt: Whether it was not.
+
+    Raises:
+        ValueError: It is divided for another number of ranks.
+    """
+
+    def __init__(self, batches: Iterable[Any], rank: int, world_size: int) -> None:
+        self.loader = batches
+        self.is_dealt = not is_sharded(batches, world_size)
+        if not self.is_dealt:
+            return
+        self._dataset: Any = None
+        if not isinstance(batches, DataLoader) or isinstance(batches.dataset, IterableDataset):
+            self.loader = self._deal = _Deal(batches, rank, world_size)
+            return
+        self._dataset = batches.dataset
+        own: Any = batches.batch_sampler
+        drawn = own.sampler if type(own) is BatchSampler else own or batches.sampler
+        self._deal = _Deal(
+            batches.sampler if own is None else own,
+            rank,
+            world_size,
+            may_draw_late=type(drawn) not in _DRAW_AT_ONCE,
+        )
+        self.loader = copy.copy(batches)
+        # A DataLoader refuses another sampler; a new one that has not been iterated can have it.
+        parts = vars(self.loader)
+        parts["_iterator"] = None
+        parts["sampler" if own is None else "batch_sampler"] = self._deal
+        parts["in_order"] = True  # so that a stand-in comes last
+
+    @property
+    def ends_with_stand_in(self) -> bool:
+        """Whether the last batch of the pass that has ended does not count."""
+        return self.is_dealt and self._deal.ends_with_stand_in
+
+    def told(self) -> tuple[int, str]:
+        """Return how many batches all ranks together had in that pass, and a digest of the data.
+
+        Both are the same on all ranks that were given the same.
+        """
+        if not self.is_dealt:
+            return 0, ""
+        dataset = self._dataset
+        length = len(dataset) if hasattr(type(dataset), "__len__") else None
+        # What a data set that somebody divided by hand consists of.
+        parts = [getattr(dataset, name, None) for name in ("indices", "tensors")]
+        return self._deal.count, _digest([length, *parts, self._deal.first])
+
+
+@final
+class _Deal:
+    """Every n-th item, and as many on each rank.
+
+    Attributes:
+        count: The items of the last pass on all ranks, stand-ins left out.
+        first: What the first of them is known by.
+        ends_with_stand_in: Whether the last one that came out was another rank's.
+    """
+
+    def __init__(
+        self, items: Iterable[Any], rank: int, size: int, *, may_draw_late: bool = False
+    ) -> None:
+        self._items, self._rank, self._size = items, rank, size
+        self._may_draw_late = may_draw_late
+        self.count, self.first, self.ends_with_stand_in = 0, "", False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass."""
+        self.count, self.first, self.ends_with_stand_in = 0, "", False
+        # What is drawn between batches would differ between ranks, which load different ones.
+        items = iter(draw_at_once(self._items) if self._may_draw_late else self._items)
+        mine = None
+        for item in items:
+            if self.count == 0:
+                self.first = _digest(item)
+            place = self.count % self._size
+            self.count += 1
+            if place == 0 or place == self._rank:
+                mine = item  # the first one of a round stands in where this rank's does not come
+            if place == self._size - 1:
+                yield mine
+                mine = None
+        place = self.count % self._size
+        if place:
+            self.ends_with_stand_in = self._rank >= place
+            yield mine
+
+    def __len__(self) -> int:
+        """Return how many each rank gets, a stand-in included; TypeError where nobody knows."""
+        return -(-len(self._items) // self._size)  # type: ignore[arg-type]
+
+
+def _digest(value: object) -> str:
+    told = hashlib.sha256()
+    for each in _told(value):
+        told.update(each)
+    return told.hexdigest()
+
+
+def _told(value: object) -> Iterator[bytes]:
+    """Tell a little of what is in plain containers; of what is unknown, nothing."""
+    if isinstance(value, Tensor):
+        yield from _told_of_tensor(value.detach())
+    elif isinstance(value, Real | str | bytes | None):
+        yield repr(value).encode("utf-8", "backslashreplace")
+    elif isinstance(value, Mapping):
+        for each in islice(value.values(), _SOME):
+            yield from _told(each)
+    elif isinstance(value, list | tuple | range):
+        for each in islice(value, _SOME):
+            yield from _told(each)
+
+
+def _told_of_tensor(tensor: Tensor) -> Iterator[bytes]:
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        return
+    yield f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    if type(tensor) is not Tensor or tensor.is_complex():
+        return
+    few = (tensor[:_FEW] if tensor.dim() else tensor).cpu()
+    yield few.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
