@@ -91,11 +91,33 @@ def refusing(rank):
     return trained(rank, Plan(shard="ddp", cuda_graph=True), loss_fn)
 
 
+def evaluated(rank):
+    """An evaluation of five batches, of which one rank has a stand-in for the last."""
+    held_out = [batch for which in range(2) for batch in batches(which)][:5]
+    found = {}
+    for shard in ("ddp", "fsdp"):
+        trainer = Trainer(
+            fresh().to("cuda"),
+            lambda ps: torch.optim.AdamW(ps, lr=0.01),
+            mean_loss,
+            Plan(shard=shard),
+            device="cuda",
+        )
+        found[shard] = trainer.evaluate(held_out)
+        trainer.close()
+    model = fresh().to("cuda")
+    with torch.no_grad():
+        losses = [float(mean_loss(model, [each.cuda() for each in batch])) for batch in held_out]
+    found["alone"] = {"loss": sum(losses) / len(losses)}
+    return found
+
+
 JOBS = {
     **{shard: both_ways(shard, max_grad_norm=0.5) for shard in ("ddp", "fsdp", "hsdp")},
     "ddp skip": both_ways("ddp", nonfinite="skip"),
     "fsdp skip": both_ways("fsdp", nonfinite="skip"),
     "fsdp bf16": both_ways("fsdp", precision="bf16"),
     "ddp average": both_ways("ddp", ema=0.9),
+    "evaluation": evaluated,
     "one rank waits": refusing,
 }

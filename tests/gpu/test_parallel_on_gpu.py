@@ -11,7 +11,7 @@ from gpu.requirements import requires
 
 pytestmark = [requires(gpus=2), pytest.mark.timeout(600)]
 
-GRAPHED = [name for name in parallel_jobs.JOBS if name != "one rank waits"]
+GRAPHED = [name for name in parallel_jobs.JOBS if name not in ("one rank waits", "evaluation")]
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +53,10 @@ def test_a_rank_that_cannot_capture_brings_all_back(trained):
         assert result["counters"]["graphs"] == 0, result["report"]
     first, _ = results_of(trained, "one rank waits")
     assert "another rank could not capture" in first["report"]
+
+
+def test_an_evaluation_is_that_of_one_gpu(trained):
+    first, second = results_of(trained, "evaluation")
+    assert first == second
+    for shard in ("ddp", "fsdp"):
+        assert first[shard] == pytest.approx(first["alone"], rel=1e-6)
