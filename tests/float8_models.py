@@ -55,6 +55,14 @@ def gpt():
     return TinyGPT()
 
 
+def gpt_without_batch_norm():
+    model = gpt()
+    model.norm = nn.LayerNorm(32)  # whose weight may be gathered in bf16
+    for block in model.blocks:
+        block.append(nn.LayerNorm(32))  # FSDP warns of blocks that return a view
+    return model
+
+
 def applied(model, options):
     float8 = Float8Linears(model, options)
     float8.apply()

@@ -74,10 +74,11 @@ class Gradients:
         with self._precision.step(), self._syncs:
             self._optimizer.zero_grad(set_to_none=True)
             self._guard.begin()
-            parts = [
-                self._backward(micro_batch, divisor=len(group), is_last=number == len(group))
-                for number, micro_batch in enumerate(group, start=1)
-            ]
+            with self._sharding.around_gradients():
+                parts = [
+                    self._backward(micro_batch, divisor=len(group), is_last=number == len(group))
+                    for number, micro_batch in enumerate(group, start=1)
+                ]
             self._sharding.check_reduced()
             loss, metrics = combine(
                 parts,

@@ -174,6 +174,8 @@ class Plan:
                 "themselves wait for each other for ever; search in one process without shard, "
                 "and name the mode that it takes"
             )
+        if (float8 := self.float8_options) is not None and float8.all_gather:
+            self._check_gather()
         check_choice("sync_guard", self.sync_guard, ("off", *SYNC_MODES), PlanError)
         _ = self.allocator_config  # or raise
         out_of_memory = OutOfMemoryOptions.of(self.out_of_memory)
@@ -328,6 +330,19 @@ class Plan:
             other = "nonfinite='skip', which calls updates off on the device"
         if other is not None:
             raise PlanError(f"offload of the optimizer does not go with {other}")
+
+    def _check_gather(self) -> None:
+        sharded = self.shard_options
+        if sharded is None or not sharded.is_sharded:
+            raise PlanError(
+                f"Float8Options(all_gather=True) gathers shards, and shard={self.shard!r} has "
+                "none; take shard='fsdp' or 'hsdp', or leave all_gather out"
+            )
+        if sharded.offload:
+            raise PlanError(
+                "Float8Options(all_gather=True) casts shards where they are gathered, and "
+                "ShardOptions(offload=True) keeps them on the host; leave out one of them"
+            )
 
     def _changed(self) -> dict[str, Any]:
         return changed_fields(self)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchfast._core.decisions import Decision
-from torchfast._core.errors import PlanError
+from torchfast.parallel import Sharding
 from torchfast.plan import Plan
 from torchfast.precision import Float8Linears, Float8Options, Float8Watch
 
@@ -23,12 +24,10 @@ class Float8Transform:
         model: Changed in place by `apply`.
         options: Which layers and how.
         device: Where it trains.
+        sharding: The other ranks, and whether the model will be sharded behind this.
         is_compiled: Whether the plan compiles the layers.
-        is_sharded: Whether the model will be sharded behind this.
-        are_many: Whether other ranks train replicas, which must compute alike.
 
     Raises:
-        PlanError: Recipes to be measured in a sharded model.
         UnsupportedDeviceError: The device cannot multiply in float8.
         ImportError: torchao is missing or too old.
     """
@@ -41,43 +40,37 @@ class Float8Transform:
         model: nn.Module,
         options: Float8Options,
         device: torch.device,
+        sharding: Sharding,
         *,
         is_compiled: bool,
-        is_sharded: bool,
-        are_many: bool,
     ) -> None:
-        if is_sharded and options.recipe == "auto":
-            raise PlanError(
-                "recipe='auto' measures layers at the first step, when a sharded model can no "
-                "longer be converted; name one: Float8Options(recipe='tensorwise')"
-            )
-        self.linears = Float8Linears(model, options, device)
-        self.watch = Float8Watch(model, self.linears)
-        self._is_compiled, self._is_sharded = is_compiled, is_sharded
-        self._are_many = are_many
+        is_sharded = sharding.is_sharded
+        if not is_sharded:  # on one rank there is nothing to gather
+            options = dataclasses.replace(options, all_gather=False)
+        self.linears = Float8Linears(model, options, device, is_sharded=is_sharded)
+        self.watch = Float8Watch(model, self.linears, sharding if sharding.is_on else None)
+        self._is_compiled, self._sharding = is_compiled, sharding
 
     @classmethod
     def of(
-        cls, model: nn.Module, plan: Plan, device: torch.device, *, is_sharded: bool
+        cls, model: nn.Module, plan: Plan, device: torch.device, sharding: Sharding
     ) -> Float8Transform | None:
         """Return what a plan asks for, or None."""
         options = plan.float8_options
         if options is None:
             return None
         is_compiled = plan.compile is not False and (plan.compile != "auto" or device.type != "cpu")
-        are_many = plan.shard_options is not None and dist.is_initialized()
-        return cls(
-            model,
-            options,
-            device,
-            is_compiled=is_compiled,
-            is_sharded=is_sharded,
-            are_many=are_many,
-        )
+        return cls(model, options, device, sharding, is_compiled=is_compiled)
 
     def apply(self) -> None:
         """Convert the layers, unless their recipes are yet to be measured."""
         self.linears.apply()
+
+    def behind_sharding(self) -> None:
+        """Gather shards in float8, if that is wanted."""
+        gather = self.linears.gather()
+        if gather is not None:
+            self._sharding.around_gradients = gather.scaled
 
     def before_step(self, step: int, forward: Callable[[], Tensor]) -> None:
         """Measure and convert before the first step; compare with bf16 before some.
@@ -87,7 +80,8 @@ class Float8Transform:
             forward: Runs the loss on the first micro-batch.
         """
         if self.linears.is_undecided:
-            agree = _first_ranks if self._are_many else dict
+            # Each rank has measured, and noise may tell them apart.
+            agree = self._sharding.ranks.of_first
             self.linears.decide(forward, compiled=self._is_compiled, agree=agree)
         self.watch.look(step, forward)
 
@@ -102,13 +96,6 @@ class Float8Transform:
         return [self.linears.decision(), *measured, *self.watch.decisions()]
 
     def close(self) -> None:
-        """Put the plain layers back; a sharded model keeps these, to which it is bound."""
-        if not self._is_sharded:
-            self.linears.close()
-
-
-def _first_ranks(recipes: dict[str, str]) -> dict[str, str]:
-    """Return what the first rank chose: each has measured, and noise may tell them apart."""
-    chosen = [recipes]
-    dist.broadcast_object_list(chosen, src=0)
-    return chosen[0]
+        """Put the plain layers back."""
+        self._sharding.around_gradients = nullcontext
+        self.linears.close()

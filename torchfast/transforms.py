@@ -74,8 +74,7 @@ class ModelTransforms:
         if plan.float8_options is not None:
             from torchfast.transform_float8 import Float8Transform
 
-            is_sharded = self.sharding.is_sharded
-            self._float8 = Float8Transform.of(model, plan, device, is_sharded=is_sharded)
+            self._float8 = Float8Transform.of(model, plan, device, self.sharding)
             self._parts += [] if self._float8 is None else [self._float8]
         if (recompute := plan.recompute_options) is not None:
             is_compiled = plan.compile_options is not None and (
@@ -96,6 +95,8 @@ class ModelTransforms:
         try:
             for part in self._parts:
                 part.apply()
+            if self._float8 is not None:
+                self._float8.behind_sharding()
         except BaseException:
             self.close()
             raise

@@ -22,6 +22,24 @@ def clip_sharded(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     Numerics: That of ``clip_grad_norm_``, whose sums are in another order.
     Synchronizes: Never.
     """
+    groups, total = _groups_and_norm(parameters)
+    for group in groups:
+        clip_grads_with_norm_(group, limit, total)
+    return total
+
+
+def sharded_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the norm that `clip_sharded` would clip by.
+
+    Synchronizes: Never.
+    """
+    return _groups_and_norm(parameters)[1]
+
+
+def _groups_and_norm(
+    parameters: Iterable[nn.Parameter],
+) -> tuple[list[list[nn.Parameter]], Tensor]:
+    """Return the parameters that have gradients, those sharded alike together, and the norm."""
     given = list(parameters)
     plain = [p for p in given if not isinstance(p, DTensor)]
     groups: dict[object, list[nn.Parameter]] = {}
@@ -33,11 +51,9 @@ def clip_sharded(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         square = _norm(groups[None]).square() if None in groups else plain[0].new_zeros(())
         norms.append(mean_over_ranks(square.float()).sqrt())
     if not norms:
-        return torch.zeros(())
+        return [], torch.zeros(())
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    for group in groups.values():
-        clip_grads_with_norm_(group, limit, total)
-    return total
+    return list(groups.values()), total
 
 
 def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -105,10 +105,14 @@ class ShardedModel:
 
     def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
         """Call with the model whole; only the ``is_last`` one reduces gradients."""
-        model = cast("FSDPModule", self._model)
-        model.set_requires_gradient_sync(is_last)
-        model.set_is_last_backward(is_last)
+        self.reduce_gradients(is_last)
         return self.whole(call, self._model)
+
+    def reduce_gradients(self, yes: bool = True) -> None:
+        """Say whether the backward that comes reduces gradients, as the last one of a step does."""
+        model = cast("FSDPModule", self._model)
+        model.set_requires_gradient_sync(yes)
+        model.set_is_last_backward(yes)
 
     def whole(self, call: Callable[[], Any], model: nn.Module) -> Any:
         """Call with what belongs to no block gathered, as in a forward of the model or its twin."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -61,6 +62,8 @@ class Sharding:
         self._seeds: str | None = None
         self._tuned: Tuned[Any] | None = None
         self.is_on = options is not None and ranks.are_many
+        # Entered around the forwards and backwards of a step.
+        self.around_gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
         if options is None or not self.is_on:
             return
         if options.is_sharded:
@@ -116,6 +119,20 @@ class Sharding:
 
             self._tuned = tune(DEPTHS, self._sharded.use_depth, work, group, device)
 
+    @property
+    def are_many(self) -> bool:
+        """Whether several ranks train the model together."""
+        return self.is_on
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank says what is said once."""
+        return self.ranks.is_first
+
+    def all_agree(self, yes: bool) -> bool:
+        """Return whether all ranks say yes. Synchronizes: The ranks' hosts, not the device."""
+        return self.ranks.all_agree(yes)
+
     def shard_twin(self, twin: nn.Module) -> None:
         """Shard a copy of the model, made before `apply`, as the model is."""
         if self._sharded is not None:
@@ -146,6 +163,32 @@ class Sharding:
 
         return clip_sharded(self._model.parameters(), limit)
 
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        """Run a backward that no update follows; shards are reduced, what is whole is not.
+
+        The gradients of shards lie in ``.grad`` then, and are the caller's to put away.
+        """
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        if self._sharded is not None:
+            self._sharded.reduce_gradients()
+            loss.backward()
+            return [p.grad for p in trained if p.grad is not None]
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        # All ranks the same ones, for what follows.
+        return [
+            torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
+        ]
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm, over all ranks, of what `gradients` has found."""
+        if self._sharded is not None:
+            from torchfast.parallel.clipping import sharded_norm
+
+            return sharded_norm(self._model.parameters())
+        norms = [torch.linalg.vector_norm(self.mean(gradient)) for gradient in gradients]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
+
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a number over the ranks, on the device."""
         return mean_over_ranks(value) if self.is_on else value
@@ -166,7 +209,11 @@ class Sharding:
 
     def any(self, flag: Tensor) -> Tensor:
         """Return 1.0 where any rank's flag is, on the device."""
-        return largest_over_ranks(flag) if self.is_on else flag
+        return self.largest(flag)
+
+    def largest(self, value: Tensor) -> Tensor:
+        """Return the largest of a tensor's values over the ranks, on the device."""
+        return largest_over_ranks(value) if self.is_on else value
 
     def decisions(self) -> list[Decision]:
         """Say how the model is spread over the ranks."""

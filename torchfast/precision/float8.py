@@ -21,9 +21,8 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Self, final
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +35,15 @@ from torchfast._core.decisions import Decision
 from torchfast._core.device import float8_obstacle
 from torchfast._core.errors import PlanError, UnsupportedDeviceError
 from torchfast._core.measure import first_line
-from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, rows_of
+from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, uses_of
+from torchfast.precision.float8_forms import Form, InPlace, Replaced
 from torchfast.precision.float8_forward import forward_class
 from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, survey
 from torchfast.precision.float8_options import Float8Options
 from torchfast.precision.torchao_modules import torchao_module
+
+if TYPE_CHECKING:
+    from torchfast.precision.float8_gather import Float8Gather
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +59,11 @@ class Float8Linears(Closing):
             with the same parameters. The object, its parameters and its keys stay.
         options: Which layers and how; by default each as measured (see `decide`).
         device: Where the model trains; None means where its parameters are.
+        is_sharded: Whether `fully_shard` has sharded the model or will: its layers then stay the
+            objects that they are, and change their class.
 
     Raises:
-        PlanError: A model that is a linear layer itself.
+        PlanError: A model that is a linear layer itself; or ``all_gather`` without shards.
         UnsupportedDeviceError: A device without float8 products, and ``emulate`` is off.
         ImportError: torchao is missing or too old.
 
@@ -81,16 +86,24 @@ class Float8Linears(Closing):
         model: nn.Module,
         options: Float8Options | None = None,
         device: torch.device | None = None,
+        *,
+        is_sharded: bool = False,
     ) -> None:
         self.options = Float8Options() if options is None else options
         self.device = next(model.parameters()).device if device is None else device
         self._model = model
         self._layers: list[Layer] = []
-        self._converted: dict[str, nn.Module] = {}  # by the layer's name
-        self._is_in = False
+        self._forms: dict[str, Form] = {}  # by the layer's name
+        self._is_in, self._is_sharded = False, is_sharded
+        self._gather: Float8Gather | None = None
         self.recipes: dict[str, str] = {}  # of the layers in float8, by name
         self.receipt: Float8Receipt | None = None  # what `decide` measured
         check_no_layer(model)
+        if self.options.all_gather and not is_sharded:
+            raise PlanError(
+                "all_gather=True gathers shards in float8, and this model is not to be sharded; "
+                "take Plan(shard='fsdp') or 'hsdp', or leave it out"
+            )
         self._check_hardware()
         self._ao = torchao_module("torchao.float8", "precision='fp8'")
         if self.options.recipe != "auto":
@@ -143,19 +156,21 @@ class Float8Linears(Closing):
         Synchronizes: Yes.
         """
         possible = [layer for layer in self._layers if layer.reason is None]
-        rows = rows_of(possible, forward, self._model, self.device)
+        # Shards stay gathered behind a forward whose backward never comes.
+        with torch.no_grad() if self._is_sharded else nullcontext():
+            uses = uses_of(possible, forward, self._model, self.device)
         layers = []
         for layer in self._layers:
             reason = layer.reason
-            if reason is None and layer.name not in rows:
+            if reason is None and layer.name not in uses:
                 reason = "nothing called it in the first forward"
-            elif reason is None and rows[layer.name] % MULTIPLE and not self.options.pad_rows:
-                reason = f"its {rows[layer.name]} rows are not divisible by {MULTIPLE}"
+            elif reason is None and uses[layer.name].rows % MULTIPLE and not self.options.pad_rows:
+                reason = f"its {uses[layer.name].rows} rows are not divisible by {MULTIPLE}"
             layers.append(dataclasses.replace(layer, reason=reason))
         self._layers = layers
         possible = [layer for layer in layers if layer.reason is None]
         self.receipt = choose_recipes(
-            {layer.name: (rows[layer.name], layer.module) for layer in possible},
+            {layer.name: (uses[layer.name], layer.module) for layer in possible},
             self._converter,
             self.device,
             budget_s=self.options.budget_s,
@@ -177,10 +192,19 @@ class Float8Linears(Closing):
         was_in = self._is_in
         self._leave()
         try:
-            yield
+            with nullcontext() if self._gather is None else self._gather.left():
+                yield
         finally:
             if was_in:
                 self._enter()
+
+    def gather(self) -> Float8Gather | None:
+        """Gather weights in float8 from now on, if the options say so. The model is sharded."""
+        if self.options.all_gather and self._gather is None:
+            from torchfast.precision.float8_gather import Float8Gather  # takes long to import
+
+            self._gather = Float8Gather(self._model, self.modules())
+        return self._gather
 
     @override
     def __enter__(self) -> Self:
@@ -190,13 +214,16 @@ class Float8Linears(Closing):
     @override
     def close(self) -> None:
         """Put the plain layers back, with the parameters as they are now."""
+        if self._gather is not None:
+            self._gather.close()
+            self._gather = None
         self._leave()
-        self._converted = {}
+        self._forms = {}
         self.recipes = {}
 
     def modules(self) -> Mapping[str, nn.Module]:
         """Return the layers in float8, by name."""
-        return self._converted
+        return {name: form.module for name, form in self._forms.items()}
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer holds other tensors than the weights of the converted layers.
@@ -237,6 +264,8 @@ class Float8Linears(Closing):
         kinds = ", ".join(f"{count} {recipe}" for recipe, count in counts.items())
         emulated = ", emulated" if self.options.emulate else ""
         detail = f"{len(self.recipes)} of {len(self._layers)} linear layers ({kinds}{emulated})"
+        if self._gather is not None:
+            detail += f", the weights of {self._gather.num_layers} gathered in float8"
         return Decision(lever="float8", outcome="applied", detail=f"{detail}{rest}")
 
     def __repr__(self) -> str:
@@ -286,34 +315,24 @@ class Float8Linears(Closing):
         return convert
 
     def _convert(self, recipes: Mapping[str, str]) -> None:
+        kind = InPlace if self._is_sharded else Replaced
         for layer in self._layers:
             recipe = recipes.get(layer.name)
-            if recipe is None:
-                continue
-            new = self._converter(recipe, False)(layer.module)
-            new.train(layer.module.training)
-            # What the user has put on the layer beside its weight is found on the new one too.
-            for key, value in vars(layer.module).items():
-                if key not in vars(new):
-                    setattr(new, key, value)
-            # Copies and pickles hold the plain layer: they need neither torchao nor this device.
-            vars(new)["__reduce_ex__"] = partial(_reduced_as_plain, layer.module, new)
-            self._converted[layer.name] = new
-            self.recipes[layer.name] = recipe
+            if recipe is not None:
+                new = self._converter(recipe, False)(layer.module)
+                self._forms[layer.name] = kind(layer, new)
+                self.recipes[layer.name] = recipe
         self._enter()
 
     def _enter(self) -> None:
-        for layer in self._layers:
-            new = self._converted.get(layer.name)
-            if new is not None:
-                _replace(layer, layer.module, new)
+        for form in self._forms.values():
+            form.enter()
         self._is_in = True
 
     def _leave(self) -> None:
-        for layer in self._layers:
-            new = self._converted.get(layer.name)
-            if new is not None:
-                _replace(layer, new, layer.module)
+        if self._is_in:
+            for form in self._forms.values():
+                form.leave()
         self._is_in = False
 
     def _left_out(self) -> str:
@@ -327,21 +346,3 @@ class Float8Linears(Closing):
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             parts.append(f"{', '.join(names[:_SHOWN])}{more} ({reason})")
         return "; ".join(parts)
-
-
-def _replace(layer: Layer, old: nn.Module, new: nn.Module) -> None:
-    """Let what holds ``old`` hold ``new``, with the parameters and the mode that it has now."""
-    new._parameters.update(old._parameters)
-    new.training = old.training
-    for parent, attribute in layer.places:
-        # What the user has put in its place meanwhile stays.
-        if parent._modules.get(attribute) is old:
-            parent._modules[attribute] = new
-
-
-def _reduced_as_plain(plain: nn.Module, new: nn.Module, protocol: Any) -> Any:
-    plain._parameters.update(new._parameters)
-    plain.training = new.training
-    reduced = plain.__reduce_ex__(protocol)
-    # Python's own way to say "a new one of its class" insists on the class of the module copied.
-    return object.__new__, (type(plain),), *reduced[2:]

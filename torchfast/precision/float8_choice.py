@@ -32,6 +32,13 @@ Converter = Callable[[str, bool], Callable[[nn.Module], nn.Module]]
 _SMALLEST: Final = 0.02
 
 
+class Use(NamedTuple):
+    """How a layer was called."""
+
+    rows: int
+    dtype: torch.dtype  # of its weight, which shards may be gathered in
+
+
 class Shape(NamedTuple):
     """What the time of a layer depends on."""
 
@@ -123,16 +130,17 @@ class Float8Receipt:
         return "\n".join([*lines, *(f"  {choice}" for choice in self.choices)])
 
 
-def rows_of(
+def uses_of(
     layers: Iterable[Layer], forward: Work, model: nn.Module, device: torch.device
-) -> dict[str, int]:
-    """Return how many rows each layer gets in one forward; those not called are not there."""
-    rows: dict[str, int] = {}
+) -> dict[str, Use]:
+    """Return how each layer is called in one forward; those not called are not there."""
+    uses: dict[str, Use] = {}
 
     def note(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+        def hook(layer: nn.Linear, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor):
-                rows[name] = args[0].numel() // max(1, args[0].shape[-1])
+                rows = args[0].numel() // max(1, args[0].shape[-1])
+                uses[name] = Use(rows, layer.weight.dtype)
 
         return hook
 
@@ -143,11 +151,11 @@ def rows_of(
     finally:
         for hook in hooks:
             hook.remove()
-    return rows
+    return uses
 
 
 def choose_recipes(
-    layers: Mapping[str, tuple[int, nn.Linear]],
+    layers: Mapping[str, tuple[Use, nn.Linear]],
     converter: Converter,
     device: torch.device,
     *,
@@ -158,7 +166,7 @@ def choose_recipes(
     """Time every recipe on every shape, and take what is fastest.
 
     Args:
-        layers: Rows and layer, by name.
+        layers: How each is called, and the layer, by name.
         converter: Makes what converts a layer by a recipe.
         device: Where.
         budget_s: Most seconds a shape, compilation aside.
@@ -168,14 +176,9 @@ def choose_recipes(
     Synchronizes: Yes.
     """
     named: dict[Shape, list[str]] = {}
-    for name, (rows, module) in layers.items():
-        shape = Shape(
-            rows,
-            module.in_features,
-            module.out_features,
-            module.bias is not None,
-            module.weight.dtype,
-        )
+    for name, (use, module) in layers.items():
+        sizes = module.in_features, module.out_features
+        shape = Shape(use.rows, *sizes, module.bias is not None, use.dtype)
         named.setdefault(shape, []).append(name)
     clock = _on_device if timer is None else timer
     choices = [

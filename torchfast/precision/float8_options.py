@@ -41,6 +41,8 @@ class Float8Options:
             decides the loss, and every published recipe leaves it out.
         emulate: Compute in bf16 or fp32 what float8 would give. Slow; for tests without hardware.
         pad_rows: Pad batches whose rows (batch times sequence) are no multiple of 16, for a copy.
+        all_gather: Gather the weights of these layers in float8 where ``Plan(shard=...)`` shards
+            them: half the bytes of bf16. With ``recipe="tensorwise"`` only.
         watch_at: Before which updates loss and gradient norm are compared with bf16; none: never.
         loss_drift: Largest relative difference of the loss from bf16 without a warning.
         norm_drift: The same for the norm of the gradients.
@@ -61,6 +63,7 @@ class Float8Options:
     vocabulary: bool = False
     emulate: bool = False
     pad_rows: bool = False
+    all_gather: bool = False
     watch_at: tuple[int, ...] = (1, 10, 100)
     loss_drift: float = 0.02
     norm_drift: float = 0.25
@@ -73,8 +76,14 @@ class Float8Options:
         for name in ("keep", "only"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         check_int("smallest", self.smallest, minimum=0)
-        for name in ("vocabulary", "emulate", "pad_rows"):
+        for name in ("vocabulary", "emulate", "pad_rows", "all_gather"):
             check_flag(name, getattr(self, name))
+        if self.all_gather and self.recipe != "tensorwise":
+            raise PlanError(
+                f"all_gather=True does not go with recipe={self.recipe!r}: a weight is gathered "
+                "once for both products that use it, which takes one scale for the whole of it; "
+                "name recipe='tensorwise'"
+            )
         object.__setattr__(self, "watch_at", _steps(self.watch_at))
         for name in ("loss_drift", "norm_drift", "budget_s"):
             check_positive(name, getattr(self, name))

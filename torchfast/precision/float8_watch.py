@@ -10,6 +10,10 @@ Nothing of it is read by the host when it is computed. The figures go to pinned 
 event, and are judged at a later step, when they have arrived. The two passes run eagerly and leave
 no gradient, no draw and no statistic behind; they take memory as an eager step does, and where
 there is not enough the watch steps aside.
+
+Ranks that train together compare together: the mean of their losses, the norm of the gradient that
+they have in common, the largest value that any of them saw. So all find the same, and the first
+one says it.
 """
 
 from __future__ import annotations
@@ -23,12 +27,13 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from torchfast._core.decisions import Decision
 from torchfast._core.measure import first_line
+from torchfast._core.rank_group import is_distributed
 from torchfast._core.reading import Reading
 from torchfast.precision.float8 import Float8Linears
+from torchfast.precision.float8_ranks import Alone, WatchedRanks
 from torchfast.precision.float8_trial import without_trace
 
 logger = logging.getLogger(__name__)
@@ -40,6 +45,7 @@ _BY_ROW: Final = ("rowwise", "rowwise_with_gw_hp")
 # More than this part of an operand's values lost, and most of it is not there.
 MOST_LOST: Final = 0.5
 _FIGURES: Final = ("amax", "lost")
+_OPERANDS: Final = ("input", "weight", "gradient")
 
 
 @final
@@ -120,13 +126,17 @@ class Float8Watch:
     Args:
         model: As it trains.
         float8: Its converted layers.
+        ranks: Who trains it together; None means this process alone.
 
     Numerics: None: the step finds everything as it was.
     Synchronizes: To read the generator's state before the updates named; never in between.
     """
 
-    def __init__(self, model: nn.Module, float8: Float8Linears) -> None:
+    def __init__(
+        self, model: nn.Module, float8: Float8Linears, ranks: WatchedRanks | None = None
+    ) -> None:
         self._model, self._float8 = model, float8
+        self._ranks = Alone(model) if ranks is None else ranks
         self._options = float8.options
         self._pending: list[tuple[int, Reading]] = []
         self._obstacle: str | None = None
@@ -147,14 +157,16 @@ class Float8Watch:
         if not is_due or self._obstacle or not self._float8.recipes:
             return
         self._looked_at = step
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            self._obstacle = "with several processes a rank cannot run a step of its own"
+        if not self._ranks.are_many and is_distributed():
+            self._obstacle = "with several processes and no shard= in the plan"
             return
         try:
             values = self._compare(forward)
-        except RuntimeError as error:  # too little memory, above all
-            self._obstacle = first_line(error)
+        except _StoppedError as stopped:  # too little memory, above all
+            self._obstacle = str(stopped)
             return
+        if self._ranks.are_many:
+            values = self._joined(values)
         self._pending.append((step, Reading(values, self._float8.device)))
 
     def decisions(self) -> list[Decision]:
@@ -196,11 +208,11 @@ class Float8Watch:
         ]
         try:
             loss, norm = self._pass(forward)
+            with self._float8.left():
+                plain_loss, plain_norm = self._pass(forward)
         finally:
             for hook in hooks:
                 hook.remove()
-        with self._float8.left():
-            plain_loss, plain_norm = self._pass(forward)
         return {
             "loss": loss,
             "plain_loss": plain_loss,
@@ -210,18 +222,44 @@ class Float8Watch:
         }
 
     def _pass(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        failure, gradients = None, []
         with without_trace(self._model, self._float8.device):
-            loss = forward()
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            norm = get_total_norm([g for g in gradients if g is not None])
-        return loss.detach(), norm
+            try:
+                loss = forward()
+                gradients = self._ranks.gradients(loss)
+            except RuntimeError as error:
+                failure = first_line(error)
+            # One that failed would not take part in what follows.
+            if not self._ranks.all_agree(failure is None):
+                raise _StoppedError(failure or "another rank could not run a step in both formats")
+            return loss.detach(), self._ranks.norm(gradients)
+
+    def _joined(self, values: dict[str, Tensor | float]) -> dict[str, Tensor | float]:
+        """Return what the ranks have found together; each may have called other layers."""
+        keys = [f"{operand}/{name}" for name in self._float8.modules() for operand in _OPERANDS]
+        losses = [torch.as_tensor(values[name]).float() for name in ("loss", "plain_loss")]
+        none = losses[0].new_zeros(())
+        lost = [torch.as_tensor(values.get(f"lost/{key}", none)) for key in keys]
+        seen = [none + (f"amax/{key}" in values) for key in keys]
+        means = self._ranks.mean(torch.stack([*losses, *lost, *seen]))
+        amax = [torch.as_tensor(values.get(f"amax/{key}", none - 1)) for key in keys]
+        # A largest value that is no number would not win.
+        stacked = torch.stack(amax).nan_to_num(nan=math.inf, posinf=math.inf)
+        largest = self._ranks.largest(stacked)
+        found_lost, found_seen = means[2:].chunk(2)
+        joined: dict[str, Tensor | float] = {"loss": means[0], "plain_loss": means[1]}
+        joined |= {name: values[name] for name in ("norm", "plain_norm")}
+        joined |= {f"amax/{key}": value for key, value in zip(keys, largest, strict=True)}
+        parts = zip(keys, found_lost / found_seen, strict=True)
+        return joined | {f"lost/{key}": value for key, value in parts}
 
     def _hooks(self, name: str, module: nn.Module, into: dict[str, Tensor]) -> list[Any]:
         recipe = self._float8.recipes[name]
         by_row = recipe in _BY_ROW
 
         def note(operand: str, tensor: Tensor, dtype: torch.dtype) -> None:
+            if f"{_FIGURES[0]}/{operand}/{name}" in into:
+                return  # the pass in bf16, where a layer that changes its class is seen too
             for figure, value in zip(_FIGURES, figures(tensor, dtype, by_row=by_row), strict=True):
                 into[f"{figure}/{operand}/{name}"] = value
 
@@ -229,7 +267,9 @@ class Float8Watch:
             note("input", args[0], _E4M3)
             weight = module.weight
             assert isinstance(weight, Tensor)
-            note("weight", weight, _E4M3)
+            # Gathered in float8 it has lost already what there was to lose: see it in bf16.
+            if not hasattr(weight, "to_original_precision"):
+                note("weight", weight, _E4M3)
 
         def after(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
             if out.requires_grad:
@@ -245,7 +285,7 @@ class Float8Watch:
         layers = []
         for key, amax in values.items():
             figure, _, rest = key.partition("/")
-            if figure != "amax":
+            if figure != "amax" or amax < 0:  # which no rank has seen
                 continue
             operand, _, name = rest.partition("/")
             dtype = _GRADIENTS[self._recipe_of(name)] if operand == "gradient" else _E4M3
@@ -263,7 +303,8 @@ class Float8Watch:
             layers=tuple(layers),
         )
         self.drifts.append(drift)
-        self._warn(drift)
+        if self._ranks.is_first:
+            self._warn(drift)
 
     def _recipe_of(self, name: str) -> str:
         return self._float8.recipes.get(name, "tensorwise")  # closed meanwhile
@@ -295,6 +336,10 @@ class Float8Watch:
                 more,
                 worst.layer,
             )
+
+
+class _StoppedError(Exception):
+    """A comparison that this rank or another could not make."""
 
 
 @torch.no_grad()

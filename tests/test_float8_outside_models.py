@@ -1,0 +1,76 @@
+"""Models that nobody here wrote, with their linear layers in float8."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.outside_models import MODELS, without_dropout
+from torchfast import Float8Options, Plan, Trainer
+
+pytest.importorskip("transformers")
+
+STEPS = 3
+# Relative, of the loss of each step: random weights, so all is near the logarithm of the classes.
+CLOSE_TO_BF16 = 0.01
+CLOSE_TO_FP32 = 0.02
+# Of the first step's gradient norm.
+NORM_CLOSE = 0.15
+
+FLOAT8 = Float8Options(recipe="tensorwise", smallest=16, emulate=True, watch_at=())
+
+# By name: how many layers are converted, so that a model whose layers nobody finds does not pass.
+NAMES = {
+    "transformers GPT-NeoX": 8,
+    "transformers OPT": 12,
+    "transformers BLOOM": 8,
+    "transformers Llama": 14,
+    "transformers Qwen3": 14,
+    "transformers Gemma 2": 14,
+    "transformers BERT": 13,
+    "transformers T5": 32,
+    "transformers BART": 32,
+    "transformers ViT": 12,
+}
+
+
+def trained(name, precision):
+    outside = MODELS[name]
+    torch.manual_seed(0)
+    model = without_dropout(outside.build()).train()
+    generator = torch.Generator().manual_seed(0)
+    batch = outside.batch(generator)
+    trainer = Trainer(
+        model,
+        partial(torch.optim.AdamW, lr=1e-3),
+        outside.loss_fn,
+        Plan(precision=precision),
+        max_grad_norm=1.0,
+    )
+    losses, norms = [], []
+    for _ in range(STEPS):
+        losses.append(float(trainer.step(batch)))
+        norms.append(float(trainer.metrics["grad_norm"]))
+    return trainer, losses, norms
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trains_in_float8_as_in_16_and_32_bits(name):
+    trainer, losses, norms = trained(name, FLOAT8)
+    model = trainer.model
+    keys = list(model.state_dict())
+    assert len(trainer._step._transforms._float8.linears.recipes) == NAMES[name]
+    for precision, close in (("bf16", CLOSE_TO_BF16), ("fp32", CLOSE_TO_FP32)):
+        _, expected, expected_norms = trained(name, precision)
+        assert losses == pytest.approx(expected, rel=close), precision
+        assert losses != expected
+        assert norms[0] == pytest.approx(expected_norms[0], rel=NORM_CLOSE), precision
+    assert losses[-1] < losses[0]
+    trainer.close()
+    assert list(model.state_dict()) == keys
+    assert not any(
+        type(m) is not nn.Linear for m in model.modules() if type(m).__name__ == "Float8Linear"
+    )
