@@ -303,6 +303,10 @@ def test_gathering_needs_one_scale_a_tensor(recipe):
 def test_gathering_needs_a_sharded_model():
     with pytest.raises(PlanError, match="this model is not to be sharded; take Plan"):
         Float8Linears(gpt(), GATHERED)
+    float8 = Float8Linears(gpt(), GATHERED, is_sharded=True)
+    float8.apply()
+    with pytest.raises(PlanError, match=r"this TinyGPT is not sharded, .* behind fully_shard"):
+        float8.gather()
 
 
 def test_one_rank_has_nothing_to_gather():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_training import batches, fresh, full_state, mean_loss
-from torchfast import CUDAGraphOptions, Plan, Trainer
+from torchfast import CUDAGraphOptions, Float8Options, Plan, Trainer
 
 STEPS = 40
 
@@ -39,9 +39,9 @@ def run(rank, jobs, num_ranks, store, folder):
     dist.destroy_process_group()
 
 
-def trained(rank, plan, loss_fn=mean_loss, **options):
+def trained(rank, plan, loss_fn=mean_loss, width=8, **options):
     """Train for some steps and return what is left of it, on the host."""
-    model = fresh().to("cuda")
+    model = fresh(width).to("cuda")
     trainer = Trainer(
         model,
         lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01), fused=True, capturable=True),
@@ -65,7 +65,8 @@ def trained(rank, plan, loss_fn=mean_loss, **options):
 
 def both_ways(shard, **fields):
     """Return a job that trains eagerly and captured."""
-    options = {name: fields.pop(name) for name in ("ema", "max_grad_norm") if name in fields}
+    names = ("ema", "max_grad_norm", "width")
+    options = {name: fields.pop(name) for name in names if name in fields}
 
     def job(rank):
         strict = CUDAGraphOptions(on_failure="raise")
@@ -112,6 +113,11 @@ def evaluated(rank):
     return found
 
 
+# Compared with bf16 before the capture and between replays.
+FLOAT8 = Float8Options(
+    recipe="tensorwise", smallest=16, pad_rows=True, all_gather=True, watch_at=(1, 30)
+)
+
 JOBS = {
     **{shard: both_ways(shard, max_grad_norm=0.5) for shard in ("ddp", "fsdp", "hsdp")},
     "ddp skip": both_ways("ddp", nonfinite="skip"),
@@ -120,4 +126,5 @@ JOBS = {
     "ddp average": both_ways("ddp", ema=0.9),
     "evaluation": evaluated,
     "one rank waits": refusing,
+    "fsdp float8": both_ways("fsdp", precision=FLOAT8, width=16),  # needs units for it: the last
 }

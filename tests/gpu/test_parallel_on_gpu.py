@@ -48,6 +48,15 @@ def test_ranks_end_with_one_model(name, trained):
         assert torch.equal(second[True]["state"][key], value), key
 
 
+def test_float8_weights_are_gathered_and_compared_within_a_captured_run(trained):
+    first, second = results_of(trained, "fsdp float8")
+    for result in (first, second):
+        assert "the weights of 6 gathered in float8" in result[True]["report"]
+        assert "update 30: loss" in result[True]["report"]
+    compared = [r[True]["report"].split("beside bf16")[1].split("\n")[0] for r in (first, second)]
+    assert compared[0] == compared[1]
+
+
 def test_a_rank_that_cannot_capture_brings_all_back(trained):
     for result in results_of(trained, "one rank waits"):
         assert result["counters"]["graphs"] == 0, result["report"]

@@ -59,7 +59,7 @@ class Float8Linears(Closing):
             with the same parameters. The object, its parameters and its keys stay.
         options: Which layers and how; by default each as measured (see `decide`).
         device: Where the model trains; None means where its parameters are.
-        is_sharded: Whether `fully_shard` has sharded the model or will: its layers then stay the
+        is_sharded: Whether ``fully_shard`` has sharded the model or will: its layers then stay the
             objects that they are, and change their class.
 
     Raises:
@@ -102,7 +102,8 @@ class Float8Linears(Closing):
         if self.options.all_gather and not is_sharded:
             raise PlanError(
                 "all_gather=True gathers shards in float8, and this model is not to be sharded; "
-                "take Plan(shard='fsdp') or 'hsdp', or leave it out"
+                "take Plan(shard='fsdp') or 'hsdp', say is_sharded=True if you shard it, or leave "
+                "it out"
             )
         self._check_hardware()
         self._ao = torchao_module("torchao.float8", "precision='fp8'")

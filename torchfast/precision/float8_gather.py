@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from torchfast._core.closing import Closing
+from torchfast._core.errors import PlanError
 from torchfast.precision.torchao_modules import torchao_module
 
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -42,14 +43,22 @@ class Float8Gather(Closing):
     """Gathers weights in float8 until `close`.
 
     Args:
-        model: Sharded by `fully_shard`.
+        model: Sharded by ``fully_shard``.
         layers: Its layers in float8, by name, with one scale a tensor.
+
+    Raises:
+        PlanError: The model is not sharded.
 
     Numerics: None beside those of the layers.
     Synchronizes: Never.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise PlanError(
+                f"this {type(model).__name__} is not sharded, so it has nothing to gather; call "
+                "gather() behind fully_shard"
+            )
         self._model = model
         tensors = torchao_module("torchao.float8.float8_training_tensor", "all_gather=True")
         scales = torchao_module("torchao.float8.float8_utils", "all_gather=True")
