@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from torchfast import PlanError
+from torchfast import Plan, PlanError
 from torchfast.compiler import CompiledModule, CompileOptions
 from torchfast.compiler.compiled_module import compile_callable
 
@@ -77,3 +77,30 @@ def test_auto_is_for_plans():
         CompiledModule(nn.Linear(2, 2), mode="auto")
     with pytest.raises(ValueError, match="mode='auto' has to be measured first"):
         compile_callable(print, CompileOptions(mode="auto"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard": "ddp"}, "does not go with shard"),
+        ({"shard": "fsdp"}, "does not go with shard"),
+        ({"offload": "optimizer"}, "offload of the optimizer does not go with"),
+    ],
+)
+@pytest.mark.parametrize("update", [True, "auto"])
+def test_plans_whose_update_cannot_be_compiled(options, message, update):
+    with pytest.raises(PlanError, match=message):
+        Plan(compile=CompileOptions(update=update), **options)
+    Plan(compile=True, **options)
+
+
+@pytest.mark.parametrize("value", ["yes", None, 1, 0.5])
+def test_bad_values_of_update(value):
+    with pytest.raises(TypeError, match="update must be True, False or 'auto', got"):
+        CompileOptions(update=value)
+
+
+def test_a_plan_that_compiles_the_update_goes_through_json():
+    plan = Plan(compile=CompileOptions(update="auto"))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert repr(plan) == "Plan(compile=CompileOptions(update='auto'))"

@@ -185,7 +185,7 @@ class CompiledLoss(Closing):
                 self._loss_fn, options, model=self._model, context=self._plan_text
             )
         fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-        del fields["budget_s"]  # of the search
+        del fields["budget_s"], fields["update"]  # of the search, and of the optimizer
         compiled = CompiledModule(self._model, **fields)
         # Who names regions wants these and no others.
         if not isinstance(options.regions, tuple):

@@ -26,12 +26,15 @@ from torchfast.graphs import (
     graph_decision,
     graph_form,
 )
+from torchfast.graphs.graph_form import Numerics
 from torchfast.graphs.graphed_update import Half
 from torchfast.plan import LOW_BITS, Plan
 from torchfast.precision import as_low_bit
 
 # DistributedDataParallel builds its buckets anew behind its first step, and times some later ones.
 WARM_UP_OF_REPLICAS = 11
+# The optimizer makes its state in the first step, and its update is compiled in the second.
+WARM_UP_OF_COMPILED_UPDATES = 2
 
 
 class Levers(NamedTuple):
@@ -99,7 +102,7 @@ def apply_levers(
     if not has_graphs(device):
         detail = f"there are no graphs on {device.type}, only on CUDA"
         return Levers(form, [*state, graph_decision("left alone", detail)])
-    found, decision = graph_form(optimizer, "exact" if plan.optimizer == "as_given" else "close")
+    found, decision = graph_form(optimizer, _numerics(plan))
     if found is not None and found.form != form.form:
         before = form.form
         form.close()
@@ -113,15 +116,21 @@ def apply_levers(
     return Levers(form, [*state, decision], _graph_options(plan), found)
 
 
+def _numerics(plan: Plan) -> Numerics:
+    """Return what a graph may do to the update's form."""
+    if plan.optimizer != "as_given":
+        return "close"
+    return "compiled" if plan.compiles_update else "exact"
+
+
 def _graph_options(plan: Plan) -> CUDAGraphOptions:
     """Return how to capture; replicas warm up for as long as their reducer goes on settling."""
     options, sharding = plan.graph_options, plan.shard_options
     assert options is not None
-    if sharding is None or sharding.is_sharded:
-        return options
-    return dataclasses.replace(
-        options, warm_up_steps=max(options.warm_up_steps, WARM_UP_OF_REPLICAS)
-    )
+    least = WARM_UP_OF_COMPILED_UPDATES if plan.compiles_update else 1
+    if sharding is not None and not sharding.is_sharded:
+        least = WARM_UP_OF_REPLICAS
+    return dataclasses.replace(options, warm_up_steps=max(options.warm_up_steps, least))
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -140,7 +149,12 @@ def _form(
             detail = "LowBitAdamW, with the groups and hyperparameters given"
             form.decision = Decision(lever="optimizer", outcome="applied", detail=detail)
         return form
-    if not can_skip or form.is_fused or device.type == "cpu":
+    if form.is_fused or device.type == "cpu":
+        return form
+    if plan.compiles_update and all("capturable" in g for g in optimizer.param_groups):
+        # What torch's compiler would make of it, put back by close() and absent from files.
+        return OptimizerForm(optimizer, "capturable", model)
+    if not can_skip:
         return form
     is_fp16 = plan.precision_options.format == "fp16"
     if not is_fp16 and all(g.get("capturable") for g in optimizer.param_groups):

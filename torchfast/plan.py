@@ -176,6 +176,12 @@ class Plan:
             )
         if (float8 := self.float8_options) is not None and float8.all_gather:
             self._check_gather()
+        if self.compiles_update and self.shard is not None:
+            # Where one could not, its replica would round otherwise than the others', for ever.
+            raise PlanError(
+                "CompileOptions(update=...) does not go with shard=...: each rank would compile "
+                "its update by itself; leave update out, and take optimizer='fused'"
+            )
         check_choice("sync_guard", self.sync_guard, ("off", *SYNC_MODES), PlanError)
         _ = self.allocator_config  # or raise
         out_of_memory = OutOfMemoryOptions.of(self.out_of_memory)
@@ -253,6 +259,12 @@ class Plan:
         return CompileOptions() if self.compile else None
 
     @property
+    def compiles_update(self) -> bool:
+        """Whether the optimizer's update may be compiled."""
+        options = self.compile_options
+        return options is not None and options.update is not False
+
+    @property
     def graph_options(self) -> CUDAGraphOptions | None:
         """How the step is captured, as an options object; None if it is not."""
         if isinstance(self.cuda_graph, CUDAGraphOptions):
@@ -328,6 +340,8 @@ class Plan:
             other = "precision='fp16', whose updates are called off on the device: take bf16"
         elif self.nonfinite_options.action == "skip":
             other = "nonfinite='skip', which calls updates off on the device"
+        elif self.compiles_update:
+            other = "CompileOptions(update=...): an update on the host is not compiled"
         if other is not None:
             raise PlanError(f"offload of the optimizer does not go with {other}")
 

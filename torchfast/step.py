@@ -134,8 +134,7 @@ class TrainStep:
         self._plan_name = plan if isinstance(plan, str) else repr(plan)
         self._precision = PrecisionPolicy(self.plan.precision_options, self.device)
         self._closed = False
-        self.num_steps = 0
-        self.num_epochs = 0  # counted by fit(), for set_epoch
+        self.num_steps = self.num_epochs = 0  # epochs are counted by fit(), for set_epoch
         self.metrics: dict[str, Number] = {}
         self._transforms = ModelTransforms(model, self.plan, self.device, self.ranks)
         self._sharding = self._transforms.sharding
@@ -263,8 +262,8 @@ class TrainStep:
         Synchronizes: Under fp16 and ``nonfinite="skip"``, to read what was skipped.
         """
         counters = {"steps": self.num_steps, **self._guard.counters(), **self._compiled.counters()}
-        counters |= self._offload.counters() | self.memory.counters() | self.syncs.counters()
-        counters |= {} if self._graph is None else self._graph.counters()
+        counters |= self._update.counters() | self._offload.counters() | self.memory.counters()
+        counters |= self.syncs.counters() | ({} if self._graph is None else self._graph.counters())
         title = f"plan {self._plan_name!r} on {self.device}"
         return Report(title=title, decisions=tuple(self._decisions()), counters=counters)
 
@@ -280,6 +279,7 @@ class TrainStep:
             stack.callback(self._offload.close, self.optimizer)
             stack.callback(self._layout.close, self.optimizer)
             stack.callback(self._compiled.close)
+            stack.callback(self._update.close)
             stack.callback(self.syncs.close)
             stack.callback(self.memory.close)
             stack.callback(self._form.close)
@@ -349,6 +349,7 @@ class TrainStep:
         )
         self._update = Update(
             self.optimizer,
+            self.plan.compile_options,
             guard=self._guard,
             precision=self._precision,
             average=self._average,
@@ -431,6 +432,7 @@ class TrainStep:
             self._layout.decision,
             *self._compiled.decisions(),
             self._form.decision,
+            *self._update.decisions(),
             *self._guard.decisions(),
             *self._average.decisions(),
             *self.syncs.decisions(),

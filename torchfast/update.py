@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from torchfast._core.loss import StepOutput
 from torchfast._core.phases import UPDATE, phase
+from torchfast.compiled_update import CompiledUpdate
+from torchfast.compiler import CompileOptions
 from torchfast.ema import WeightAverage
 from torchfast.graphs import GraphedUpdate
 from torchfast.parallel import Sharding
@@ -26,6 +28,7 @@ class Update:
 
     Args:
         optimizer: Whose update it is.
+        compile_options: Whether it is compiled, and how.
         guard: Whether to update at all.
         precision: Matmul precision, and what an update leaves stale.
         average: Moved on by each update.
@@ -34,12 +37,16 @@ class Update:
         sharding: Whose model's gradients are clipped.
 
     Attributes:
+        decisions: Whether the update is compiled; see `CompiledUpdate`, also for the next two.
+        counters: How often it was.
+        close: Frees what was compiled.
         graph: What a step runs through, whose learning rates an update outside of it reads too.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
+        compile_options: CompileOptions | None,
         *,
         guard: UpdateGuard,
         precision: PrecisionPolicy,
@@ -48,18 +55,22 @@ class Update:
         max_grad_norm: float | None,
         sharding: Sharding,
     ) -> None:
-        self._optimizer, self._guard, self._sharding = optimizer, guard, sharding
+        self._compiled = CompiledUpdate(optimizer, compile_options)
+        self._guard, self._sharding = guard, sharding
         self._precision, self._average, self._syncs = precision, average, syncs
         self._max_grad_norm = max_grad_norm
         self.graph: GraphedUpdate | None = None
+        self.decisions, self.counters = self._compiled.decisions, self._compiled.counters
+        self.close = self._compiled.close
 
     def __call__(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradient norm and whether the update was skipped, where there are such."""
+        self._decide()
         with phase(UPDATE), self._precision.step(), self._syncs:
             self._guard.judge()
             norm = self.clip()
-            with nullcontext() if self.graph is None else self.graph.rates_on_device():
-                skipped = self._guard.update(norm)
+            with self._rates():
+                skipped = self._guard.update(norm, self._compiled)
         self._precision.after_update()
         self._average.update(skipped)
         return norm, skipped
@@ -81,7 +92,17 @@ class Update:
 
     def behind_graph(self) -> None:
         """Run the update alone, behind a graph that ends with clipped gradients."""
+        self._decide()
         with phase(UPDATE), self._precision.step(), self._syncs:
-            self._optimizer.step()
+            self._compiled()
         self._precision.after_update()
         self._average.update(None)  # what can be skipped is not parted from the graph
+
+    def _decide(self) -> None:
+        """Let it be measured how to update, before what looks for waits is on."""
+        if self._compiled.is_undecided:
+            with self._precision.step(), self._rates():
+                self._compiled.decide()
+
+    def _rates(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.graph is None else self.graph.rates_on_device()

@@ -6,6 +6,7 @@ from torchfast.compiler.compiled_module import (
     CompiledModule,
     compile_callable,
 )
+from torchfast.compiler.one_graph import OneGraph
 from torchfast.compiler.options import CompileOptions, Mode, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.regions import choose_regions
@@ -17,6 +18,7 @@ __all__ = [
     "CompiledCallable",
     "CompiledModule",
     "Mode",
+    "OneGraph",
     "choose_regions",
     "compile_callable",
     "compile_decision",

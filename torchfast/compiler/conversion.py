@@ -72,6 +72,7 @@ class FrameConversion:
         timeout_s: Limit on the compile time within one call.
         fullgraph: Whether the function is one graph or an error.
         apart: What it calls and others compile; None if it is compiled with all that it calls.
+        is_update: Whether it is an optimizer's, whose parameters and state would be constants.
 
     Attributes:
         graphs: Graphs compiled.
@@ -92,6 +93,7 @@ class FrameConversion:
         timeout_s: float,
         fullgraph: bool,
         apart: Apart | None = None,
+        is_update: bool = False,
     ) -> None:
         self.graphs = 0
         self.seconds = 0.0
@@ -105,6 +107,7 @@ class FrameConversion:
         self._timeout_s = timeout_s
         self._fullgraph = fullgraph
         self._apart = apart
+        self._is_update = is_update
         self._spent_s = 0.0
         self._leaves_own_frame = False
         # What became of functions that torch left alone, by identity; those of the running call.
@@ -221,7 +224,12 @@ class FrameConversion:
         try:
             # Versions of others use up no limit.
             num_regions = self._num_regions + _num_of_others(frame.f_code, self._backend)
-            with _settings(num_regions), _rare_collections(), _stopping_before(self._apart):
+            with (
+                _settings(num_regions),
+                _rare_collections(),
+                _stopping_before(self._apart),
+                _state_as_inputs(self._is_update),
+            ):
                 left_s = self._timeout_s - self._spent_s
                 return call_within(left_s, self._convert, frame, cache_entry, frame_state)
         except (Exception, CallTimeoutError) as error:
@@ -383,6 +391,28 @@ def _stopping_before(apart: Apart | None) -> Iterator[None]:
             yield
         finally:
             traced.call_function = call_function
+
+
+@contextlib.contextmanager
+def _state_as_inputs(is_update: bool) -> Iterator[None]:
+    """Let an optimizer's parameters and state be inputs of its graph, as any tensors are.
+
+    Torch marks them, with an attribute that files would keep, and makes them constants of the
+    graph, which are alive for as long as the process is.
+    """
+    if not is_update:
+        yield
+        return
+    from torch._dynamo import decorators
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock:  # as above
+        mark = decorators.mark_static_address
+        decorators.mark_static_address = lambda t, guard=False: None  # noqa: ARG005
+        try:
+            yield
+        finally:
+            decorators.mark_static_address = mark
 
 
 def _num_graphs() -> int:

@@ -60,6 +60,8 @@ class CompileOptions:
         mark_dynamic: After a recompilation because of a size, compile for any size of that
             dimension.
         budget_s: Longest time that ``mode="auto"`` may take.
+        update: Under a plan, compile the optimizer's update too, in one graph: True, or ``"auto"``
+            to keep it where it is measured to be faster. A fused update stays as it is.
 
     Raises:
         PlanError: A choice that does not exist, or a mode for a backend that has none.
@@ -79,6 +81,7 @@ class CompileOptions:
     cache: str | os.PathLike[str] | None = None
     mark_dynamic: bool = False
     budget_s: float = 600.0
+    update: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES, PlanError)
@@ -103,6 +106,8 @@ class CompileOptions:
             raise TypeError(f"cache must be the path of a folder or None, got {self.cache!r}")
         check_flag("mark_dynamic", self.mark_dynamic)
         check_positive("budget_s", self.budget_s)
+        if not isinstance(self.update, bool) and self.update != "auto":
+            raise TypeError(f"update must be True, False or 'auto', got {self.update!r}")
 
     @property
     def changed(self) -> dict[str, object]:

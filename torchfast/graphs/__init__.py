@@ -2,9 +2,12 @@
 
 from torchfast.graphs.graph_form import GraphForm, graph_form
 from torchfast.graphs.graphed_update import GraphedUpdate
+from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.optimizer_form import OptimizerForm
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.parallel_branches import ParallelBranches
+from torchfast.graphs.saved_named_state import SavedNamedState
 from torchfast.graphs.step import CUDAGraphStep
 
 __all__ = [
@@ -12,8 +15,11 @@ __all__ = [
     "CUDAGraphStep",
     "GraphForm",
     "GraphedUpdate",
+    "LearningRates",
+    "NamedState",
     "OptimizerForm",
     "ParallelBranches",
+    "SavedNamedState",
     "graph_decision",
     "graph_form",
 ]

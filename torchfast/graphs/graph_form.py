@@ -23,7 +23,7 @@ from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.optimizer_form import FORMS, Form
 from torchfast.graphs.options import graph_decision
 
-Numerics = Literal["exact", "close"]
+Numerics = Literal["exact", "close", "compiled"]
 
 # Shapes of the parameters of a trial: vectorized, ragged, one element. Where a weight is much
 # larger than its update, as most are, a difference in rounding is lost in most additions: many
@@ -50,7 +50,9 @@ def graph_form(optimizer: Optimizer, numerics: Numerics) -> tuple[GraphForm | No
 
     Args:
         optimizer: Left as it is.
-        numerics: ``"exact"`` takes a form only if it keeps every bit.
+        numerics: ``"exact"`` takes a form only if it keeps every bit. ``"compiled"`` is close too,
+            and takes another form than a fused one where there is one, as there is nothing to
+            compile of that.
 
     Synchronizes: Yes.
     """
@@ -68,7 +70,7 @@ def graph_form(optimizer: Optimizer, numerics: Numerics) -> tuple[GraphForm | No
                     said = str(error).partition("\n")[0]
                     refusal = f"torch refused {name} as {form.replace('_', ' ')}: {said}"
                 continue
-            if numerics == "close" or not difference:
+            if numerics != "exact" or not difference:
                 detail = f"the update of {name} can be in the graph, as {form.replace('_', ' ')}"
                 return GraphForm(form, dtype), graph_decision("applied", detail)
             rounds = True
@@ -89,7 +91,7 @@ def _candidates(optimizer: Optimizer, numerics: Numerics) -> list[Form]:
         forms.append("capturable")
     if all("fused" in group for group in groups):
         forms.append("fused_capturable")
-    return forms if numerics == "exact" else forms[::-1]
+    return forms[::-1] if numerics == "close" else forms
 
 
 def _trial(optimizer: Optimizer, form: Form, rate_dtype: torch.dtype) -> bool:

@@ -197,21 +197,22 @@ class UpdateGuard:
             flags = [*flags, *self._gradient_flags()]
         self._flag = self._any_rank(any_flag(flags, self._device)) if flags else None
 
-    def update(self, norm: Tensor | None = None) -> Tensor | None:
+    def update(self, norm: Tensor | None, step: Callable[[], object]) -> Tensor | None:
         """Update or skip, as `judge` decided.
 
         Args:
-            norm: The gradient norm that clipping found.
+            norm: The gradient norm that clipping found, if there is clipping.
+            step: Runs the update, as ``optimizer.step()`` does.
 
         Returns:
             Whether it was skipped, 1.0 or 0.0 on the device, for `note`; None if it cannot be.
         """
         if self._flag is None:
-            self._optimizer.step()
+            step()
             return None
         if self.is_on and norm is not None:
             self._flag = any_flag([self._flag, norm.isnan()], self._device)
-        self._update(self._flag)
+        self._update(self._flag, step)
         if self.scaler is not None:
             self.scaler.adapt(unless=self._bad_loss)
         if self._buffers is not None:

@@ -14,7 +14,7 @@ optimizer is fused. There are three ways to skip an update here, best first:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -99,15 +99,21 @@ class SkippableUpdate:
         # An older contract: such a step() wants the whole scaler, and is judged on the host.
         self._wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
 
-    def __call__(self, flag: Tensor) -> None:
-        """Update where ``flag`` (float32, 0 or 1) is 0."""
+    def __call__(self, flag: Tensor, step: Callable[[], object] | None = None) -> None:
+        """Update where ``flag`` (float32, 0 or 1) is 0.
+
+        Args:
+            flag: On the device.
+            step: Runs an update that is not fused; by default the optimizer's own ``step``.
+        """
+        step = step if step is not None else self.optimizer.step
         is_fused = self._is_fused()
         if is_fused and not self._lacks_momentum():
             self._in_kernel(flag)
         elif not is_fused and self._can_select():
-            self._by_selection(flag)
+            self._by_selection(flag, step)
         else:
-            self._on_host(flag)
+            self._on_host(flag, step)
 
     def decision(self, lever: str) -> Decision:
         """Say which of the three ways the update takes."""
@@ -139,7 +145,7 @@ class SkippableUpdate:
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
-    def _by_selection(self, flag: Tensor) -> None:
+    def _by_selection(self, flag: Tensor, step: Callable[[], object]) -> None:
         changing = [
             tensor
             for group in self.optimizer.param_groups
@@ -149,12 +155,12 @@ class SkippableUpdate:
             if isinstance(tensor, Tensor)
         ]
         before = Snapshot(changing)
-        self.optimizer.step()
+        step()
         before.put_back(flag)
 
-    def _on_host(self, flag: Tensor) -> None:
+    def _on_host(self, flag: Tensor, step: Callable[[], object]) -> None:
         if not bool(flag):
-            self.optimizer.step()
+            step()
         # A skipped first update would make the next scheduler step warn that the optimizer was
         # never called; the scheduler counts skipped updates on purpose.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

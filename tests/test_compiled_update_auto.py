@@ -1,0 +1,242 @@
+"""`CompileOptions(update="auto")`: measured on the real state, which it leaves as it was."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+from models import DropoutNet, make_batches
+from stepping import make_trainer
+from tape import Twins, counts
+from torchfast import CompileError, CompileOptions, Plan, update_trial
+from torchfast._core.compare import differences
+from torchfast._core.measure import Measurement
+from torchfast.compiler import OneGraph
+from torchfast.update_trial import try_update
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+OPTIONS = partial(
+    CompileOptions, backend="eager", regions=(nn.Linear,), update="auto", budget_s=1.0
+)
+AUTO = Plan(compile=OPTIONS())
+ADAMW = partial(optim.AdamW, lr=0.01)
+CPU = torch.device("cpu")
+
+
+def measured_as(monkeypatch, compiled_ms, seen=None):
+    """Let timing say that the update as it is takes 1 ms, and the compiled one so many."""
+
+    def measure(works, *, reference, device, budget_s):
+        for work in works.values():
+            for _ in range(3):  # as the real one does, which changes what it runs on
+                work()
+        if seen is not None:
+            seen.append((sorted(works), reference, device, budget_s))
+        times = {"eager": 1.0, "compiled": compiled_ms}
+        return Measurement(
+            reference=reference,
+            rounds=(times,) * 8,
+            units={"eager": 3, "compiled": 3},
+            failed={},
+            smallest=0.02,
+            elapsed_s=0.1,
+            ended_by="told",
+        )
+
+    monkeypatch.setattr(update_trial, "measure", measure)
+
+
+def told(step):
+    found = [d for d in step.report().decisions if d.lever == "compile"]
+    (decision,) = [d for d in found if "the update of" in d.detail]
+    return decision
+
+
+def test_what_is_faster_is_kept(monkeypatch):
+    seen = []
+    measured_as(monkeypatch, 0.5, seen)
+    twins = Twins(DropoutNet, ADAMW, plan=AUTO)
+    assert told(twins.captured).detail == "the update of AdamW: measured at the second update"
+    twins.run(make_batches(1))
+    for batch in make_batches(4):
+        twins.step(batch)
+        assert [d for d in twins.differences() if not d.distance < 1e-5] == []
+    assert seen == [(["compiled", "eager"], "eager", CPU, 1.0)]  # once
+    assert told(twins.captured).outcome == "applied"
+    assert "it takes 0.500 of the time as it is" in told(twins.captured).detail
+    assert twins.captured.report().counters["update_graphs"] == 1
+
+
+@pytest.mark.parametrize("compiled_ms", [1.0, 2.0])
+def test_what_is_not_faster_is_not_kept_and_nothing_has_changed(monkeypatch, compiled_ms):
+    measured_as(monkeypatch, compiled_ms)
+    twins = Twins(DropoutNet, ADAMW, plan=AUTO, clip=0.5)
+    twins.run(make_batches(5))  # bit for bit, as nothing was measured
+    assert told(twins.captured).outcome == "left alone"
+    assert "not faster beyond the noise" in told(twins.captured).detail
+    assert all(type(group["lr"]) is float for group in twins.own.param_groups)
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+def test_a_measurement_leaves_every_bit(monkeypatch, is_real):
+    if not is_real:
+        measured_as(monkeypatch, 0.5)
+    model = DropoutNet()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+
+    def state():
+        gradients = [p.grad for p in model.parameters()]
+        return [model.state_dict(), optimizer.state_dict(), gradients, torch.get_rng_state()]
+
+    before, held = copy.deepcopy(state()), [*optimizer.state.values()]
+
+    def noisy():
+        torch.rand(3)
+        optimizer.param_groups[0]["lr"] *= 1.01
+        optimizer.step()
+
+    found = try_update(
+        optimizer,
+        eager=noisy,
+        compiled=lambda: noisy() is None,
+        why_failed=lambda: None,
+        device=CPU,
+        budget_s=0.3,
+    )
+    assert found is not None
+    assert not differences(before, state())
+    assert all(a is b for a, b in zip(held, optimizer.state.values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda model, _: model.layers[0].bias.add_(1e-4),
+        lambda model, _: model.layers[0].bias.fill_(torch.nan),
+        lambda model, o: o.state[model.layers[0].weight]["exp_avg"].mul_(1.01),
+        lambda model, o: o.state[model.layers[0].weight]["step"].add_(1),
+    ],
+    ids=["parameter", "nan", "moment", "step"],
+)
+def test_what_computes_something_else_is_not_kept(monkeypatch, spoil):
+    measured_as(monkeypatch, 0.1)
+    run = OneGraph.__call__
+    models = []
+
+    def spoilt(self, optimizer):
+        has_run = run(self, optimizer)
+        with torch.no_grad():
+            spoil(models[0], optimizer)
+        return has_run
+
+    monkeypatch.setattr(OneGraph, "__call__", spoilt)
+    twins = Twins(DropoutNet, ADAMW, plan=AUTO)
+    models.append(twins.model)
+    twins.run(make_batches(4))  # bit for bit
+    assert told(twins.captured).outcome == "left alone"
+    assert "compiled it computes something else" in told(twins.captured).detail
+
+
+def test_a_small_rate_hides_nothing(monkeypatch):
+    """Against the parameters a wrong update of such a rate would be a rounding error."""
+    measured_as(monkeypatch, 0.1)
+    model = nn.Linear(8, 8, dtype=torch.float64)
+    optimizer = optim.SGD(model.parameters(), lr=1e-9)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+
+    def off():
+        for p in model.parameters():
+            p.grad.mul_(1.1)
+        optimizer.step()
+        return True
+
+    found = try_update(
+        optimizer,
+        eager=optimizer.step,
+        compiled=off,
+        why_failed=lambda: None,
+        device=CPU,
+        budget_s=0.3,
+    )
+    assert not found.is_better
+    assert "something else" in found.why
+
+
+def test_gradients_that_are_not_finite_put_it_off(monkeypatch):
+    measured_as(monkeypatch, 0.5)
+    trainer = make_trainer(ADAMW, plan=AUTO.replace(nonfinite="skip"))
+    batches = make_batches(5)
+    trainer.step(batches[0])
+    trainer.step((batches[1][0] * torch.nan, batches[1][1]))
+    assert told(trainer).detail.endswith("measured at the second update")
+    for batch in batches[2:]:
+        trainer.step(batch)
+    assert "it takes 0.500" in told(trainer).detail
+    assert trainer.num_skipped == 1
+
+
+def test_a_compiler_that_is_off_is_not_measured(monkeypatch):
+    measured_as(monkeypatch, 0.5)
+    trainer = make_trainer(ADAMW, plan=AUTO)
+    with torch.compiler.set_stance("force_eager"):
+        for batch in make_batches(3):
+            trainer.step(batch)
+        assert told(trainer).outcome == "stepped aside"
+    trainer.step(make_batches(1)[0])
+    assert "it takes 0.500" in told(trainer).detail
+
+
+def test_what_cannot_be_compiled_is_said():
+    make = partial(optim.Adafactor, lr=0.01)
+    twins = Twins(DropoutNet, make, plan=AUTO)
+    twins.run(make_batches(4))
+    assert told(twins.captured).outcome == "stepped aside"
+    plan = Plan(compile=OPTIONS(on_failure="raise"))
+    trainer = make_trainer(make, plan=plan)
+    trainer.step(make_batches(1)[0])
+    with pytest.raises(CompileError, match="the update of Adafactor cannot be compiled"):
+        trainer.step(make_batches(1)[0])
+
+
+def test_measured_before_a_capture(tape, monkeypatch):
+    measured_as(monkeypatch, 0.5)
+    twins = Twins(DropoutNet, partial(optim.RMSprop, lr=0.01), plan=AUTO.replace(cuda_graph=True))
+    for batch in make_batches(8):
+        twins.step(batch)
+        assert [d for d in twins.differences() if not d.distance < 1e-5] == []
+    assert counts(twins.captured)[:2] == (1, 5)
+    assert "it takes 0.500" in told(twins.captured).detail
+
+
+def test_measuring_does_not_wait_where_lines_that_wait_are_looked_for(monkeypatch):
+    measured_as(monkeypatch, 0.5)
+    trainer = make_trainer(ADAMW, plan=AUTO.replace(sync_guard="raise"))
+    for batch in make_batches(4):
+        trainer.step(batch)
+    assert trainer.report().counters["host_syncs"] == 0
+
+
+def test_really_measured_and_compiled_by_inductor():
+    net = partial(nn.Linear, 8, 4)
+    trainer = make_trainer(ADAMW, plan=Plan(compile=OPTIONS(backend="inductor")), net=net)
+    plain = make_trainer(ADAMW, plan="eager", net=net)
+    for batch in make_batches(4):
+        for each in (trainer, plain):
+            torch.manual_seed(7)
+            each.step(batch)
+    found = differences(plain.optimizer.state_dict(), trainer.optimizer.state_dict())
+    assert [d for d in found if not d.distance < 1e-5] == []
+    assert told(trainer).outcome in ("applied", "left alone")
+    assert "of the time as it is" in told(trainer).detail

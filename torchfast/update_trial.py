@@ -1,0 +1,122 @@
+"""Whether a compiled update is faster than the one as it is, and computes the same.
+
+Both run on the real parameters, state and gradients, and all of these are put back, bit for bit.
+The result is judged by what an update changes, not by the parameters, in which a wrong update of a
+small learning rate would not be seen. Both are launched kernel by kernel, also where a graph will
+hold the step later: where launching takes the time, the one with fewer launches looks better than
+it will be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchfast._core.building import optimized
+from torchfast._core.measure import measure
+from torchfast.graphs import NamedState, SavedNamedState
+
+# Of the largest change in a tensor, how much a compiled update may be off; and so many roundings of
+# the values themselves.
+UPDATE_TOLERANCE: Final = 1e-3
+ROUNDINGS: Final = 4.0
+# The most that timing is worth.
+_MOST_TIMING_S: Final = 30.0
+
+
+class UpdateTrial(NamedTuple):
+    """What was found out.
+
+    Attributes:
+        is_better: Whether the compiled update is right, and faster beyond the noise.
+        why: In words.
+    """
+
+    is_better: bool
+    why: str
+
+
+def try_update(
+    optimizer: Optimizer,
+    *,
+    eager: Callable[[], object],
+    compiled: Callable[[], bool],
+    why_failed: Callable[[], str | None],
+    device: torch.device,
+    budget_s: float,
+) -> UpdateTrial | None:
+    """Compare two ways to run an update, and leave everything as it was.
+
+    Args:
+        optimizer: With state and gradients.
+        eager: Runs the update as it is.
+        compiled: Runs it compiled, and returns whether it ran.
+        why_failed: Returns why it cannot be compiled; None if it can.
+        device: Where.
+        budget_s: The longest that timing may take.
+
+    Returns:
+        None where it cannot be told now, by gradients that are not finite.
+
+    Synchronizes: Often.
+    """
+    gradients = [p.grad for p in optimized(optimizer) if p.grad is not None]
+    state = NamedState([optimizer])
+    start = SavedNamedState(state, device, gradients)
+
+    def after(update: Callable[[], object]) -> list[Tensor]:
+        try:
+            update()
+            return SavedNamedState(state, device).tensors()
+        finally:
+            start.put_back()
+
+    try:
+        expected = after(eager)
+        if not all(bool(t.isfinite().all()) for t in expected):
+            return None
+        has_run: list[bool] = []
+        found = after(lambda: has_run.append(compiled()))
+        if not has_run[0]:
+            return UpdateTrial(False, why_failed() or "nothing was compiled")
+        if (objection := _objection(start.tensors(), expected, found)) is not None:
+            return UpdateTrial(False, f"compiled it computes something else: {objection}")
+        measured = measure(
+            {"eager": eager, "compiled": compiled},
+            reference="eager",
+            device=device,
+            budget_s=min(budget_s, _MOST_TIMING_S),
+        )
+    finally:
+        start.put_back()
+    if "compiled" in measured.failed:
+        return UpdateTrial(False, f"compiled it failed: {measured.failed['compiled']}")
+    ratio = measured.ratio("compiled")
+    figures = f"{ratio.ratio:.3f} of the time as it is ({ratio.low:.3f} to {ratio.high:.3f})"
+    if ratio.verdict == "faster":
+        return UpdateTrial(True, f"it takes {figures}")
+    return UpdateTrial(False, f"compiled it was not faster beyond the noise: {figures}")
+
+
+def _objection(start: list[Tensor], expected: list[Tensor], found: list[Tensor]) -> str | None:
+    """Return what differs by more than rounding; None if nothing does."""
+    # The start has the gradients behind the state.
+    for before, wanted, got in zip(start, expected, found, strict=False):
+        if not wanted.is_floating_point():
+            if not torch.equal(wanted, got):
+                return "a counter or flag differs"
+            continue
+        if not wanted.numel():
+            continue
+        wanted_64, got_64, before_64 = (t.double() for t in (wanted, got, before))
+        gap = float((got_64 - wanted_64).abs().amax())
+        change = float((wanted_64 - before_64).abs().amax())
+        rounding = ROUNDINGS * torch.finfo(wanted.dtype).eps * float(wanted_64.abs().amax())
+        # Written so that a NaN is not within anything.
+        if not gap <= UPDATE_TOLERANCE * change + rounding:
+            return f"it is {gap:.2g} off where the update as it is changes {change:.2g}"
+    return None
