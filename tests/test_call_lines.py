@@ -193,6 +193,32 @@ def test_a_worker_that_is_forked_notes_nothing():
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+FORKING = """
+import os, sys
+
+def later():
+    return sys.getprofile() is None
+
+def forked():
+    child = os.fork()
+    if child == 0:
+        later()
+        os._exit(0 if later() else 1)
+    return child
+"""
+
+
+def test_a_worker_of_libraries_alone_goes_on_without_the_hook():
+    library = {}
+    exec(compile(FORKING, "/lib/site-packages/library.py", "exec"), library)
+    lines = CallLines()
+    assert lines.start()
+    _, status = os.waitpid(library["forked"](), 0)
+    lines.stop()
+
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
 def test_threads_of_others_are_not_touched(tmp_path):
     # As torch.profiler's own are.
     model = torch.nn.Linear(4, 4)

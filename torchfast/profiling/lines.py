@@ -107,6 +107,9 @@ class CallLines:
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         """Note a call or its end; this runs at each of either, of whosever code."""
+        if not self._is_on:
+            sys.setprofile(None)
+            return
         if event == "call" or event == "c_call":
             caller = frame if event == "c_call" else frame.f_back
             file = None if caller is None else self._file_of(caller.f_code)
@@ -122,8 +125,8 @@ class CallLines:
         if file is None:
             return
         self._noted.append((file, line, begin, time.time_ns()))
-        is_elsewhere = os.getpid() != self._process  # a worker that was forked in these steps
-        if not self._is_on or is_elsewhere or len(self._noted) >= _MOST:
+        if len(self._noted) >= _MOST:
+            self._is_on = False
             sys.setprofile(None)
 
     def _file_of(self, code: CodeType) -> str | None:
@@ -131,6 +134,8 @@ class CallLines:
         try:
             return self._files[code]
         except KeyError:
+            # A worker that was forked in these steps runs code that was not seen before.
+            self._is_on = self._is_on and os.getpid() == self._process
             file = code.co_filename
             for prefix in self._prefixes:
                 if file.startswith(prefix):
