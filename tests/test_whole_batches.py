@@ -54,6 +54,17 @@ class Augmented(Dataset):
         return index
 
 
+class Cycled(DataLoader):
+    """Has iterated when it is made, so its sampler is not asked again; several libraries do so."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.running = super().__iter__()
+
+    def __iter__(self):
+        return self.running
+
+
 def generator():
     return torch.Generator().manual_seed(5)
 
@@ -70,6 +81,7 @@ MAKERS = {
     ),
     "no batches": lambda: DataLoader(range(5), batch_size=None),
     "stream": lambda: DataLoader(Stream(), 2),
+    "own loop": lambda: Cycled(range(9), 2),
     "list": lambda: [torch.tensor(number) for number in range(5)],
     "iterator": lambda: iter(range(5)),
     "one": lambda: [torch.ones(2)],
@@ -123,6 +135,15 @@ def test_what_was_given_stays_and_keeps_its_workers_to_itself():
     first, second = plain(each for (each,) in dealt.loader), plain(each for (each,) in dealt.loader)
     assert first == second == [[2, 3], [4, 5]]
     assert dealt.ends_with_stand_in
+
+
+def test_a_stream_has_the_order_of_its_workers_not_of_their_haste():
+    given = DataLoader(Stream(), 2, num_workers=2, in_order=False)
+    dealt = DealtBatches(given, 0, 2)
+    assert dealt.loader._items.in_order
+    assert not given.in_order
+    given = DataLoader(Stream(), 2, num_workers=2)
+    assert DealtBatches(given, 0, 2).loader._items is given  # whose worker processes may stay
 
 
 def test_what_is_divided_already_is_taken_as_it_is():

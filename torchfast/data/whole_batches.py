@@ -64,8 +64,12 @@ class DealtBatches:
         if not self.is_dealt:
             return
         self._dataset: Any = None
-        if not isinstance(batches, DataLoader) or isinstance(batches.dataset, IterableDataset):
-            self.loader = self._deal = _Deal(batches, rank, world_size)
+        if (
+            not isinstance(batches, DataLoader)
+            or isinstance(batches.dataset, IterableDataset)
+            or _has_own_loop(batches)
+        ):
+            self.loader = self._deal = _Deal(_in_order(batches), rank, world_size)
             return
         self._dataset = batches.dataset
         own: Any = batches.batch_sampler
@@ -143,6 +147,20 @@ class _Deal:
     def __len__(self) -> int:
         """Return how many each rank gets, a stand-in included; TypeError where nobody knows."""
         return -(-len(self._items) // self._size)  # type: ignore[arg-type]
+
+
+def _has_own_loop(loader: DataLoader[Any]) -> bool:
+    """Whether it is of a class that need not ask its sampler which samples are in a batch."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def _in_order(batches: Any) -> Any:
+    """Return what yields the same order on each rank: not the one in which workers are ready."""
+    if not isinstance(batches, DataLoader) or _has_own_loop(batches) or batches.in_order:
+        return batches
+    loader = copy.copy(batches)
+    vars(loader).update(_iterator=None, in_order=True)
+    return loader
 
 
 def _digest(value: object) -> str:
