@@ -210,6 +210,8 @@ def failures(rank, shard):
         r"rank 1: ZeroDivisionError: the \w+" if shard == "ddp" else "evaluation of rank 1 raised"
     )
     expected = trainer.evaluate(batches)
+    with pytest.raises(TypeError if rank == 1 else RankError, match="loader must be an iterable"):
+        trainer.evaluate(5 if rank == 1 else batches)
     for at in range(3):
         fails[:] = [0, *[1] * at]
         with pytest.raises(own, match=told if rank == 0 else "the metric"):

@@ -98,18 +98,23 @@ def evaluate(
         EvaluationCutError: ``should_stop`` said so; half a data set is no evaluation.
         RankError: Another rank failed.
     """
-    model = evaluated_model(step, ema=check_flag("ema", ema))
-    if not isinstance(batches, DealtBatches):
-        batches = deal_out(step, batches)
     group = step.ranks.group
+    model: nn.Module = step.model
+    mine: Iterable[Any] | DealtBatches = batches
+
+    def begin() -> RNGState | None:
+        nonlocal model, mine
+        model = evaluated_model(step, ema=check_flag("ema", ema))
+        mine = batches if isinstance(batches, DealtBatches) else deal_out(step, batches)
+        return get_rng_state(_CPU) if group.is_first and group.size > 1 else None
+
     # A loader draws what it draws on the first rank, so that all deal out the same order.
-    own = get_rng_state(_CPU) if group.is_first and group.size > 1 else None
-    drawn = group.gather(own, "evaluate, as fit and Trainer.evaluate do")[0]
+    drawn = group.together(begin, "evaluate, as fit and Trainer.evaluate do")[0]
 
     def work(rounds: Rounds | None = None) -> _Part:
-        return _evaluated(step, model, batches, should_stop, drawn, rounds)
+        return _evaluated(step, model, mine, should_stop, drawn, rounds)
 
-    if fails_together(step, batches):
+    if fails_together(step, mine):
         return _means(group.together(work))
     with Rounds(group) as rounds:
         part = work(rounds)

@@ -109,8 +109,12 @@ class RankGroup(Closing):
             dist.all_gather_object(values, (value,), group=self._checked())
         return [value for (value,) in values]
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def together(self, work: Callable[[], T], what: str | None = None) -> list[T]:
         """Do ``work`` on each rank; return what it returned on each, or raise on all of them.
+
+        Args:
+            work: What this one does.
+            what: As in `gather`.
 
         Raises:
             BaseException: What it raised here.
@@ -125,7 +129,7 @@ class RankGroup(Closing):
         except BaseException as error:
             own = error
         try:
-            outcomes = self.gather((None if own is None else _told(own), result))
+            outcomes = self.gather((None if own is None else _told(own), result), what)
         except RankError as error:
             if own is not None:
                 raise own from error  # it tells more than that nobody listens any more
