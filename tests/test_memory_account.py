@@ -422,9 +422,11 @@ def test_only_what_the_plan_has_is_advised():
 
 
 def test_offloading_that_sends_more_is_advised():
-    for offload in ("auto", OffloadOptions(activations="auto", optimizer=True), "activations"):
+    both = OffloadOptions(activations="auto", optimizer=True)
+    for offload, more in (("auto", "activations"), (both, "all"), ("activations", None)):
         told = advised(block(FAR, MB), facts=FACTS | {"offload": offload})
-        assert any("not only what hides" in text for text in told) == (offload != "activations")
+        found = [text.split(": ")[-1] for text in told if "not only what hides" in text]
+        assert found == ([] if more is None else [f"Plan(offload={more!r})"])
 
 
 def test_logits_and_states_and_graphs():

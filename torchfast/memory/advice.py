@@ -95,8 +95,9 @@ def _of_activations(found: Found, facts: Mapping[str, Any]) -> Iterator[str]:
         yield "activations computed again in the backward pass: Plan(recompute='blocks')"
     if "offload" in facts and not facts["offload"]:
         yield "activations on the host until the backward pass: Plan(offload='activations')"
-    elif _offloaded(facts.get("offload")) == "auto":
-        yield "all activations on the host, not only what hides: Plan(offload='activations')"
+    elif _offloaded(offload := facts.get("offload")) == "auto":
+        word = "all" if getattr(offload, "optimizer", False) else "activations"
+        yield f"all activations on the host, not only what hides: Plan(offload={word!r})"
     yield "a smaller batch with more of them in a step: accumulate=2 and half the batch size"
     action = getattr(facts.get("out_of_memory"), "action", facts.get("out_of_memory"))
     if action == "raise" and facts.get("shard") is None:
