@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -215,13 +217,38 @@ def test_a_capture_holds_what_was_known_and_that_stays(monkeypatch):
     assert offload.choice == replace(known, is_settled=True)
 
 
-def test_a_capture_of_something_new_sends_all(monkeypatch):
-    side, model = on(monkeypatch, TimedCopies(20.0 * ITEM)), Chain(DEPTH)
+def test_a_capture_of_something_new_follows_the_forward_before(monkeypatch):
+    side, model = on(monkeypatch, TimedCopies(0.5 * ITEM)), Chain(DEPTH)
     offload = auto(model)
-    step(side, model, offload)
+    settled(side, model, offload)
+    known = offload.choice
+    before = offload.counters()["offload_sent_bytes"]
+    side.capturing = True
+    x = start()[: len(start()) // 2]
+    for scale in model.scales:
+        scale.data = scale.data[: len(x)]
+    offload._min_bytes //= 2
+    grads, _ = step(side, model, offload, x)
+    assert all(map(torch.equal, grads, reference(model, x)))
+    sent = offload.counters()["offload_sent_bytes"] - before
+    assert 0 < sent <= known.sent_bytes // 2  # the same ones, but for those that are in the window
+    assert offload.choice == known
+
+
+def test_a_capture_before_any_choice_sends_all_but_the_newest(monkeypatch):
+    side, model = on(monkeypatch, TimedCopies(0.5 * ITEM)), Chain(DEPTH)
+    offload = auto(model)
+    with side, offload:
+        loss = model(start().requires_grad_()).sum()
+    del loss
+    with side, offload:  # its memory comes back before the capture
+        pass
+    before = offload.counters()["offload_sent_bytes"]
     side.capturing = True
     grads, _ = step(side, model, offload)
     assert all(map(torch.equal, grads, reference(model, start())))
+    assert offload.counters()["offload_sent_bytes"] - before == ALL - WINDOW
+    assert offload.choice is None
 
 
 def test_forwards_before_their_backwards_and_without_one(monkeypatch):
@@ -268,6 +295,31 @@ def test_max_bytes_and_no_room_on_the_host(monkeypatch):
         grads, _ = step(side, model, nowhere)
         assert all(map(torch.equal, grads, reference(model, start())))
     assert nowhere.choice is None
+
+
+def test_where_there_is_no_room_the_host_soon_waits_for_nothing(monkeypatch):
+    side, model = on(monkeypatch, TimedCopies(20.0 * ITEM)), Chain(DEPTH)
+    offload = auto(model, max_host_bytes=0)
+    for _ in range(20):
+        step(side, model, offload)
+    monkeypatch.setattr(side, "seconds", None)
+    marks = side.num_marks
+    for _ in range(20):
+        step(side, model, offload)
+    assert side.num_marks == marks
+
+
+def test_closing_lets_go_of_a_forward_that_was_looked_at(monkeypatch):
+    """Its backward never came, as when that ran out of memory."""
+    side, model = on(monkeypatch, TimedCopies(20.0 * ITEM)), Chain(DEPTH)
+    offload = auto(model)
+    with side, offload:
+        loss = model(start().requires_grad_()).sum()
+    pool = weakref.ref(offload._eager.pool)
+    del loss
+    offload.close()
+    gc.collect()
+    assert pool() is None
 
 
 @pytest.mark.parametrize("late", ["out", "back", "main"])

@@ -175,6 +175,8 @@ class ActivationOffload:
         with self._lock:
             self._eager = None
             self._captured.clear()
+            if self._tuner is not None:
+                self._tuner.forget()
 
     def __enter__(self) -> ActivationOffload:
         stack = ExitStack()

@@ -64,7 +64,8 @@ class OffloadTuner:
         out, back = self._rates
         out = timing.out_bytes_per_s or out
         if out is None:
-            return  # nothing found room on the host
+            self._patience = 0  # nothing found room on the host, nor will it in the next steps
+            return
         back = timing.back_bytes_per_s or back or out
         self._rates = out, back
         kind = self._kinds.setdefault(timing.sizes, KindOfForward(timing.sizes))
@@ -100,6 +101,11 @@ class OffloadTuner:
             self._patience = _PATIENCE
             return
         self._patience = max(0, self._patience - 1)
+
+    def forget(self) -> None:
+        """Let go of a forward whose backward never came, and of the memory of its copies."""
+        if self._open is not None:
+            self._stop_looking(self._open)
 
     def _stop_looking(self, forward: TunedForward) -> None:
         if self._open is forward:
