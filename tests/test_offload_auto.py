@@ -309,6 +309,36 @@ def test_where_there_is_no_room_the_host_soon_waits_for_nothing(monkeypatch):
     assert side.num_marks == marks
 
 
+def test_with_little_room_what_is_chosen_is_what_finds_some(monkeypatch):
+    monkeypatch.setattr(host_pool, "SLAB_BYTES", 1 << 12)
+    side, model = on(monkeypatch, TimedCopies(20.0 * ITEM)), Chain(DEPTH)
+    offload = auto(model, max_host_bytes=1 << 12)
+    settled(side, model, offload)
+    before = offload.counters()
+    step(side, model, offload)
+    after = offload.counters()
+    sent = after["offload_sent_bytes"] - before["offload_sent_bytes"]
+    assert sent == offload.choice.sent_bytes == (1 << 12) // host_pool.ALIGNMENT * ITEM
+    assert after["offload_kept_no_room_bytes"] == before["offload_kept_no_room_bytes"] > 0
+
+
+def test_the_room_that_another_forward_takes_is_no_limit(monkeypatch):
+    monkeypatch.setattr(host_pool, "SLAB_BYTES", 1 << 12)
+    side, model = on(monkeypatch, TimedCopies(20.0 * ITEM)), Chain(DEPTH)
+    offload = auto(model, max_host_bytes=1 << 12)
+    step(side, model, offload)
+    for _ in range(7):
+        with side:
+            losses = []
+            for _ in range(2):
+                with offload:
+                    losses.append(model(start().requires_grad_()).sum())
+            for loss in reversed(losses):
+                torch.autograd.grad(loss, list(model.parameters()))
+        del losses, loss
+        assert offload.choice.sent_bytes > 0
+
+
 def test_closing_lets_go_of_a_forward_that_was_looked_at(monkeypatch):
     """Its backward never came, as when that ran out of memory."""
     side, model = on(monkeypatch, TimedCopies(20.0 * ITEM)), Chain(DEPTH)

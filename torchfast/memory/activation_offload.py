@@ -391,6 +391,8 @@ class _Forward:
         else:
             counts["kept_no_room_bytes"] += saved.num_bytes
             self._lane.keep(saved)
+            if self._tuned is not None:
+                self._tuned.found_no_room(self._sent)
         self._lane.land(self._window_bytes)
 
 

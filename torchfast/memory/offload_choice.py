@@ -14,6 +14,7 @@ sizes stays; a graph holds what was known when it was captured.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final, final
@@ -168,6 +169,7 @@ class KindOfForward:
         self._chosen: frozenset[int] = frozenset()
         self._is_from_steady = False
         self._trusted, self._num_looks = _TRUSTED, 0
+        self._most_bytes = sys.maxsize  # as far as is allowed, and has room on the host
 
     def sends(self, index: int) -> bool:
         """Whether a storage goes to the host; before a choice, and beyond its end, all do."""
@@ -186,6 +188,7 @@ class KindOfForward:
         *,
         window_bytes: int,
         max_bytes: int | None,
+        room_bytes: int | None = None,
         was_followed: bool,
         is_steady: bool,
     ) -> None:
@@ -196,11 +199,14 @@ class KindOfForward:
             rates: Bytes per second to the host and back.
             window_bytes: The window that the step had.
             max_bytes: The most to send.
+            room_bytes: What the host had room for; None if that was all that was to go.
             was_followed: Whether the step followed the choice.
             is_steady: Whether it pinned no memory.
         """
         # The first forward of its kind also warms up libraries and the allocator.
-        is_steady = is_steady and self._num_looks > 0
+        is_steady = is_steady and self._num_looks > 0 and room_bytes is None
+        for limit in (max_bytes, room_bytes):
+            self._most_bytes = min(self._most_bytes, sys.maxsize if limit is None else limit)
         self._num_looks += 1
         waited_ms = None
         is_last = self._num_looks >= _MOST_LOOKS
@@ -216,7 +222,7 @@ class KindOfForward:
                 window_bytes=window_bytes,
                 out_bytes_per_s=out,
                 back_bytes_per_s=back,
-                max_bytes=max_bytes,
+                max_bytes=self._most_bytes,
             )
             self._is_from_steady = is_steady
             waited_ms = None

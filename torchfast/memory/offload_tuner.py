@@ -74,6 +74,7 @@ class OffloadTuner:
             (out, back),
             window_bytes=forward.window_bytes,
             max_bytes=self._max_bytes,
+            room_bytes=forward.room_bytes,
             was_followed=forward.kind is kind,
             is_steady=forward.lane.pool.num_slabs == forward.num_slabs,
         )
@@ -127,6 +128,7 @@ class TunedForward:
         sizes: What it has saved so far.
         was_pushed: Whether anything of it was to go.
         was_used: Whether its backward has begun.
+        room_bytes: What there was room for on the host; None if that was enough.
     """
 
     def __init__(
@@ -143,6 +145,8 @@ class TunedForward:
         self.num_slabs = lane.pool.num_slabs
         self.sizes: list[int] = []
         self.was_pushed = self.was_used = False
+        self.room_bytes: int | None = None
+        self._has_all_room = lane.pool.used_bytes == 0  # no other forward waits for its backward
         self._is_like_none = False
 
     def saved(self, num_bytes: int) -> None:
@@ -164,6 +168,11 @@ class TunedForward:
         if (timeline := self._looking) is not None:
             timeline.pushed(index)
         return self.kind is None or self.kind.sends(index)
+
+    def found_no_room(self, sent_bytes: int) -> None:
+        """Note that the host had no memory for a storage, after so many bytes."""
+        if self._has_all_room:
+            self.room_bytes = sent_bytes
 
     def used(self, index: int) -> None:
         """Note that the backward uses a storage."""
