@@ -187,6 +187,55 @@ def test_gradients_that_are_not_finite_put_it_off(monkeypatch):
     assert trainer.num_skipped == 1
 
 
+@pytest.mark.parametrize("begins", [1, 2])
+def test_state_that_comes_later_puts_it_off(monkeypatch, begins):
+    measured_as(monkeypatch, 0.5)
+    twins = Twins(DropoutNet, ADAMW, plan=AUTO)
+    twins.both(lambda model, _: model.layers[0].requires_grad_(False))
+    for number, batch in enumerate(make_batches(5)):
+        if number == begins:
+            twins.both(lambda model, _: model.layers[0].requires_grad_(True))
+        twins.step(batch)
+        assert [d for d in twins.differences() if not d.distance < 1e-5] == []
+    assert "it takes 0.500" in told(twins.captured).detail
+
+
+class Counting(optim.SGD):
+    """Counts its updates in an attribute, and takes smaller ones."""
+
+    def __init__(self, params, first=0):
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.count = first
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        counted = self.count
+        if isinstance(counted, list):
+            counted.append(0)
+            counted = len(counted)
+        else:
+            self.count = counted = counted + 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad * self.param_groups[0]["lr"] / counted)
+
+
+def test_a_measurement_counts_no_updates(monkeypatch):
+    measured_as(monkeypatch, 2.0)
+    twins = Twins(DropoutNet, partial(Counting), plan=AUTO)
+    twins.run(make_batches(4))  # bit for bit
+    assert [o.count for o in (twins.own, twins.optimizer)] == [4, 4]
+    assert "not faster beyond the noise" in told(twins.captured).detail
+
+
+def test_what_could_not_be_put_back_is_not_measured(monkeypatch):
+    measured_as(monkeypatch, 0.5)
+    twins = Twins(DropoutNet, lambda params: Counting(params, []), plan=AUTO)
+    twins.run(make_batches(4))  # bit for bit
+    assert told(twins.captured).outcome == "left alone"
+    assert "'count' of the optimizer could not be put back" in told(twins.captured).detail
+
+
 def test_a_compiler_that_is_off_is_not_measured(monkeypatch):
     measured_as(monkeypatch, 0.5)
     trainer = make_trainer(ADAMW, plan=AUTO)

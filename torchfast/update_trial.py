@@ -26,6 +26,8 @@ UPDATE_TOLERANCE: Final = 1e-3
 ROUNDINGS: Final = 4.0
 # The most that timing is worth.
 _MOST_TIMING_S: Final = 30.0
+# Values that nothing changes in place.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class UpdateTrial(NamedTuple):
@@ -60,11 +62,18 @@ def try_update(
         budget_s: The longest that timing may take.
 
     Returns:
-        None where it cannot be told now, by gradients that are not finite.
+        None where it cannot be told now: by gradients that are not finite, or by an update that
+        makes state, which the next one finds.
 
     Synchronizes: Often.
     """
+    if (name := _lost(optimizer)) is not None:
+        return UpdateTrial(
+            False,
+            f"not measured, as {name!r} of the optimizer could not be put back; True compiles it",
+        )
     gradients = [p.grad for p in optimized(optimizer) if p.grad is not None]
+    facts = dict(vars(optimizer))  # a count of updates, say
     state = NamedState([optimizer])
     start = SavedNamedState(state, device, gradients)
 
@@ -73,10 +82,17 @@ def try_update(
             update()
             return SavedNamedState(state, device).tensors()
         finally:
-            start.put_back()
+            put_back()
+
+    def put_back() -> None:
+        start.put_back()
+        vars(optimizer).clear()
+        vars(optimizer).update(facts)
 
     try:
         expected = after(eager)
+        if len(expected) + len(gradients) != len(start.tensors()):
+            return None
         if not all(bool(t.isfinite().all()) for t in expected):
             return None
         has_run: list[bool] = []
@@ -92,7 +108,7 @@ def try_update(
             budget_s=min(budget_s, _MOST_TIMING_S),
         )
     finally:
-        start.put_back()
+        put_back()
     if "compiled" in measured.failed:
         return UpdateTrial(False, f"compiled it failed: {measured.failed['compiled']}")
     ratio = measured.ratio("compiled")
@@ -100,6 +116,15 @@ def try_update(
     if ratio.verdict == "faster":
         return UpdateTrial(True, f"it takes {figures}")
     return UpdateTrial(False, f"compiled it was not faster beyond the noise: {figures}")
+
+
+def _lost(optimizer: Optimizer) -> str | None:
+    """Return what an optimizer holds of its own that an update may change for good; or None."""
+    known = vars(Optimizer([torch.zeros(1)], {}))
+    for name, value in vars(optimizer).items():
+        if name not in known and not callable(value) and not isinstance(value, _PLAIN):
+            return name
+    return None
 
 
 def _objection(start: list[Tensor], expected: list[Tensor], found: list[Tensor]) -> str | None:
