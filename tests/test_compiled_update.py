@@ -85,6 +85,17 @@ class Asking(Signs):
                 p.mul_(0.99)
 
 
+class Slowing(Signs):
+    """One that lowers its own learning rate, in place if that is a tensor."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"])
+
+
 def two_groups(make):
     def build(params):
         params = list(params)
@@ -256,9 +267,10 @@ def test_without_it_nothing_is_said():
     [
         (partial(optim.Adafactor, lr=0.01), "Could not guard"),
         (partial(Asking, lr=0.01), "UserError"),
+        (partial(Slowing, lr=0.01), "changes the learning rate"),
         (partial(optim.AdamW, lr=0.01, foreach=True), "foreach=True takes no"),
     ],
-    ids=["Adafactor", "asking", "foreach"],
+    ids=["Adafactor", "asking", "slowing", "foreach"],
 )
 def test_what_cannot_be_compiled_runs_as_it_is_and_once(make, cause, caplog):
     with caplog.at_level(logging.WARNING, "torchfast.compiled_update"):

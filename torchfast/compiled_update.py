@@ -70,6 +70,8 @@ class CompiledUpdate(Closing):
         self._name = type(optimizer).__name__
         self._graph: OneGraph | None = None
         self._has_state = False
+        self._is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        self._changes_rates = False
         self._num_graphs_before = 0  # of state that was replaced
         self.is_undecided = self._options.update == "auto"
         self._found: UpdateTrial | None = None
@@ -90,8 +92,11 @@ class CompiledUpdate(Closing):
     def __call__(self) -> None:
         """Run the update."""
         if self._why_eager is not None or self.is_undecided or not self._has_state:
+            rates = self._rates_now()
             self._optimizer.step()
             self._has_state = True
+            # Behind a compiled update that does so it would be too late to run it as it is.
+            self._changes_rates |= not self._is_torchs and self._rates_now() != rates
             return
         if (why := self._obstacle()) is not None:
             self._give_up(why)
@@ -190,11 +195,18 @@ class CompiledUpdate(Closing):
         with torch.no_grad():
             self._inner(self._optimizer)
 
+    def _rates_now(self) -> list[object]:
+        """Return the learning rates, tensors by identity, which asks no device."""
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        return [id(rate) if isinstance(rate, Tensor) else rate for rate in rates]
+
     def _obstacle(self) -> str | None:
         """Return what keeps the update from being compiled; None if nothing does."""
         own: Any = vars(self._optimizer).get("step")  # as schedulers leave one
         if own is not None and getattr(own, "__wrapped__", None) is not type(self._optimizer).step:
             return "its step() was replaced by another function, which would not be called"
+        if self._changes_rates:
+            return "its step() changes the learning rate; change it between steps, by a scheduler"
         assert self._graph is not None
         return None if self._graph.graphs else _why_never(self._optimizer)
 
