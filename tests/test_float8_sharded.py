@@ -218,6 +218,31 @@ def test_states_and_what_is_left_are_plain():
     ranks.run(rank)
 
 
+def test_a_layer_that_is_a_piece_finds_its_classes_again():
+    def rank(number):
+        model = gpt_without_batch_norm()
+        float8 = Float8Linears(model, GATHERED, is_sharded=True)
+        float8.apply()
+        layers = [block[0] for block in model.blocks]
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(model)
+        float8.gather()
+        kinds = [type(layer) for layer in layers]
+        plain = set()
+        for _ in range(2):
+            with float8.left():
+                plain |= {type(layer) for layer in layers}
+            assert [type(layer) for layer in layers] == kinds
+        assert len(plain) == 1
+        float8.close()
+        for kind in (*kinds, *plain, *map(type, layers)):
+            assert kind.__name__.startswith("FSDP")
+            assert "__deepcopy__" in vars(kind)
+
+    ranks.run(rank)
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # returns its last product
 def test_a_weight_that_is_looked_up_too_is_gathered_as_it_is():
     def rank(number):

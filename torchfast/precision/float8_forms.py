@@ -8,7 +8,7 @@ done before or behind the sharding.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, final
 
 from torch import nn
@@ -94,11 +94,21 @@ class InPlace:
             vars(self.module).pop(key, None)
 
 
-def _change_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    first = type(module).__bases__[0]
-    if first.__name__ == "FSDPModule":  # the layer is a piece of its own, which its class says
-        kind = type(f"FSDP{kind.__name__}", (first, kind), {})
-    module.__class__ = kind
+def _change_class(module: nn.Module, kind: Any) -> None:
+    old: Any = type(module)
+    # Where the layer is a piece of its own, its class says so.
+    is_piece = old.__bases__[0].__name__ == "FSDPModule"
+    module.__class__ = _piece_class(old, kind) if is_piece else kind
+
+
+@cache  # what was compiled for a class, or asks for it, finds the same one again
+def _piece_class(old: Any, kind: Any) -> Any:
+    """Return the class of pieces of a kind: that of ``fully_shard``, if it has made one."""
+    bases = old.__bases__[0], kind
+    known = next((c for c in bases[0].__subclasses__() if c.__bases__ == bases), None)
+    # It refuses copies, since shards are bound to the object.
+    kept = {name: value for name, value in vars(old).items() if name == "__deepcopy__"}
+    return known or type(f"FSDP{kind.__name__}", bases, kept)
 
 
 def _reduced_as_plain(plain: nn.Module, new: nn.Module, protocol: Any) -> Any:
