@@ -101,6 +101,18 @@ def test_too_little_memory_ends_the_watch():
     assert decision.detail == "float8 is not compared with bf16: OutOfMemoryError: out of memory"
 
 
+def test_too_little_memory_for_the_norm_ends_it_too(monkeypatch):
+    def fails(gradients):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("torchfast.precision.float8_ranks.get_total_norm", fails)
+    model = gpt()
+    watch = Float8Watch(model, applied(model, WATCHED))
+    watch.look(1, lambda: bf16_loss(model, batches(1)[0]))
+    (decision,) = watch.decisions()
+    assert decision.detail == "float8 is not compared with bf16: OutOfMemoryError: out of memory"
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_what_is_lost_is_what_the_format_makes_zero(dtype, by_row):

@@ -165,6 +165,11 @@ class Float8Watch:
         except _StoppedError as stopped:  # too little memory, above all
             self._obstacle = str(stopped)
             return
+        except RuntimeError as error:  # outside of forward and backward
+            if self._ranks.are_many:  # the others wait for this one
+                raise
+            self._obstacle = first_line(error)
+            return
         if self._ranks.are_many:
             values = self._joined(values)
         self._pending.append((step, Reading(values, self._float8.device)))
