@@ -223,6 +223,9 @@ class _Weight:
         if out is not None:  # its values have been written
             out._scale = scale
             return None
+        if self.scale is None and scale.is_cuda:
+            # Made on the stream that copies shards in, and read on this one.
+            scale.record_stream(torch.cuda.current_stream(scale.device))
         values = values.view(self._dtype)
         role = self._tensors.GemmInputRole.WEIGHT
         whole: Tensor = self._tensors.Float8TrainingTensor(
