@@ -209,7 +209,7 @@ def double_update(monkeypatch):
     original = Update.__call__
 
     def update(self):
-        self._optimizer.step()
+        self._compiled._optimizer.step()
         return original(self)
 
     monkeypatch.setattr(Update, "__call__", update)

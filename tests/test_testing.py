@@ -83,7 +83,7 @@ def test_optimizer_state_is_compared(monkeypatch):
 
     def update(self):
         result = original(self)
-        for state in self._optimizer.state.values():
+        for state in self._compiled._optimizer.state.values():
             state["step"] += 1
         return result
 
