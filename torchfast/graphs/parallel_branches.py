@@ -59,7 +59,7 @@ from torchfast._core.arguments import (
     explain_keywords,
 )
 from torchfast._core.reachable import held_by
-from torchfast._core.stream_context import on_stream
+from torchfast._core.stream_context import DeviceStreams
 
 _MOST_STREAMS = 32
 
@@ -87,27 +87,12 @@ class SideStreams(Protocol):
 
 
 @final
-class CUDASideStreams:
+class CUDASideStreams(DeviceStreams):
     """Streams of a CUDA device.
 
     Args:
         device: With its index.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def new(self) -> torch.cuda.Stream:
-        """Return the next of torch's streams."""
-        return torch.cuda.Stream(self._device)
-
-    def current(self) -> torch.cuda.Stream:
-        """Return this thread's stream on the device."""
-        return torch.cuda.current_stream(self._device)
-
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """Make a stream, and its device, the current one."""
-        return on_stream(stream)
 
     def fork(self, current: torch.cuda.Stream, streams: Sequence[torch.cuda.Stream]) -> None:
         """Let streams wait for the current one; in a capture this takes them into it."""

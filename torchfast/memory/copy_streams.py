@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchfast._core.device import is_capturing
-from torchfast._core.stream_context import on_stream
+from torchfast._core.stream_context import DeviceStreams
 
 
 class CopyStreams(Protocol):
@@ -45,27 +45,12 @@ class CopyStreams(Protocol):
 
 
 @final
-class CUDACopyStreams:
+class CUDACopyStreams(DeviceStreams):
     """Streams of a CUDA device.
 
     Args:
         device: With its index.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def new(self) -> torch.cuda.Stream:
-        """Return the next of torch's streams."""
-        return torch.cuda.Stream(self._device)
-
-    def current(self) -> torch.cuda.Stream:
-        """Return this thread's stream on the device."""
-        return torch.cuda.current_stream(self._device)
-
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """Make a stream, and its device, the current one."""
-        return on_stream(stream)
 
     def holds(self, tensor: Tensor) -> bool:
         """Ask the tensor."""
