@@ -25,6 +25,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, Literal, TypeAlias, final
 
@@ -45,6 +46,7 @@ from torchfast.compiler.conversion import (
 )
 from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
+from torchfast.compiler.refusal import refused_by_conversions, stance_forbids
 from torchfast.compiler.steady_watch import SteadyWatch
 
 logger = logging.getLogger(__name__)
@@ -167,7 +169,8 @@ class RegionKind:
         if self._sizes is not None and self._sizes.dimensions:
             self._sizes.mark({"args": args, "kwargs": kwargs})
         try:
-            result = self._compiled(target, *args, **kwargs)
+            with refused_by_conversions() if self._is_around and stance_forbids() else nullcontext():
+                result = self._compiled(target, *args, **kwargs)
         except GaveUpError:
             return self._run_after_giving_up(target, args, kwargs)
         except RuntimeError as error:
