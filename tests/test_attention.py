@@ -63,13 +63,23 @@ def test_the_report_in_words_and_as_data():
 
 
 def test_what_torch_warns_of_is_the_reason():
-    def can_use(parameters, debug):
-        assert debug
-        warnings.warn("Head dim too wide. (Triggered internally at sdp.cpp:1.)", stacklevel=1)
-        warnings.warn("Head dim too wide. (Triggered internally at sdp.cpp:2.)", stacklevel=1)
-        return False
+    def choose():
+        for said in (
+            "Memory efficient kernel not used because:",
+            "Memory Efficient attention has been runtime disabled.",
+            "Flash attention kernel not used because:",
+            "Head dim too wide.",
+            "Head dim too wide.",
+            "CuDNN attention kernel not used because:",
+            "cuDNN attention has been runtime disabled.",
+        ):
+            warnings.warn(f"{said} (Triggered internally at sdp.cpp:1.)", stacklevel=1)
+        raise RuntimeError("No viable backend for scaled_dot_product_attention was found.")
 
-    assert attention._ask(can_use, None) == (False, ("Head dim too wide.",))
+    assert attention._why_not("flash", choose) == ("Head dim too wide.",)
+    with attention_backends("math"):
+        (said,) = attention._why_not("flash", choose)
+    assert "switched off" in said
 
 
 def test_arguments():

@@ -391,3 +391,56 @@ def test_handles_that_overlap_free_what_they_compiled(last_words):
     for _ in range(2):  # what the first sets free may lie in cycles
         gc.collect()
     assert not [graph for graph in graphs if graph() is not None]
+
+
+@pytest.mark.parametrize("loss_fn", [loss_outside, loss_inside])
+def test_where_compiling_is_forbidden_what_is_left_alone_still_runs(loss_fn):
+    """As in a capture: the loop over the blocks has no compiled code, and needs none."""
+    torch.manual_seed(0)
+    model, plain = Deep(), Deep()
+    plain.load_state_dict(model.state_dict())
+    plan = Plan(compile=CompileOptions(regions="blocks"))
+    losses = {}
+    for name, net, of in (("compiled", model, plan), ("plain", plain, Plan())):
+        torch.manual_seed(1)
+        optimizer = optim.SGD(net.parameters(), lr=0.1)
+        with Trainer(net.eval(), optimizer, loss_fn, of, device="cpu") as trainer:
+            for module in net.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+            losses[name] = [trainer.step(batch) for batch in BATCHES[:3]]
+            before = trainer.report().counters.get("compile_graphs")
+            with torch.compiler.set_stance("fail_on_recompile"):
+                losses[name] += [trainer.step(batch) for batch in BATCHES[3:6]]
+            assert trainer.report().counters.get("compile_graphs") == before
+    torch.testing.assert_close(losses["compiled"], losses["plain"], rtol=1e-4, atol=1e-5)
+
+
+def test_where_compiling_is_forbidden_nothing_is_compiled():
+    trainer = Trainer(
+        Deep(),
+        partial(optim.SGD, lr=0.1),
+        loss_outside,
+        Plan(compile=CompileOptions(regions="blocks")),
+        device="cpu",
+    )
+    with trainer:
+        with (
+            torch.compiler.set_stance("fail_on_recompile"),
+            pytest.raises(RuntimeError, match="fail_on_recompile"),
+        ):
+            trainer.step(BATCHES[0])
+        for batch in BATCHES[:3]:
+            trainer.step(batch)
+        before = trainer.report().counters["compile_graphs"]
+        other = tuple(part.double() for part in BATCHES[3])
+        trainer.model.double()
+        with (
+            torch.compiler.set_stance("fail_on_recompile"),
+            pytest.raises(RuntimeError, match=r"fail_on_recompile|[Rr]ecompil"),
+        ):
+            trainer.step(other)
+        assert trainer.report().counters["compile_graphs"] == before
+        assert torch.compiler.is_compiling() is False
+        trainer.step(other)
+        assert trainer.report().counters["compile_graphs"] > before

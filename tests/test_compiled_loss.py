@@ -212,7 +212,7 @@ def test_what_lies_in_graphs_of_torchs_own_is_copied_out(monkeypatch):
         value, metrics = loss(None, None)
         assert (value is static, metrics["seen"] is static) == (not copies, not copies)
         assert value.requires_grad
-        loss.after_step()
+        loss.begin()
         assert len(begun) == copies
         loss.close()
 

@@ -141,10 +141,17 @@ class CompiledLoss(Closing):
         self._decisions.append(compile_decision("applied", why))
         logger.info("%s", receipt)
 
-    def after_step(self) -> None:
-        """Note that a step is done: see `CompiledModule.after_step`."""
+    def begin(self) -> None:
+        """Note that a step or an evaluation of a batch begins.
+
+        All micro-batches of a step belong together in torch's own graphs: the gradients of the
+        first lie in their memory until the last has added its own.
+        """
         if self._has_own_graphs:
             torch.compiler.cudagraph_mark_step_begin()
+
+    def after_step(self) -> None:
+        """Note that a step is done: see `CompiledModule.after_step`."""
         if self._compiled is not None:
             self._compiled.after_step()
 

@@ -71,6 +71,7 @@ class Gradients:
 
     def __call__(self, group: Sequence[Any]) -> tuple[Tensor, dict[str, Number]]:
         """Return the mean loss over the group, detached, and its metrics; fill ``.grad``."""
+        self._compiled.begin()
         with self._precision.step(), self._syncs:
             self._optimizer.zero_grad(set_to_none=True)
             self._guard.begin()
@@ -95,6 +96,7 @@ class Gradients:
     def compute_loss(self, batch: Any, model: nn.Module) -> LossParts:
         """Run ``loss_fn`` as it was given, without a backward."""
         moved = self._moved(batch)
+        self._compiled.begin()
         with self._precision.step(), phase(FORWARD), self._precision.forward():
             run = self._sharding.whole
             return unpack_loss(run(lambda: self._loss_fn(model, moved), model))

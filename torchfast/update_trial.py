@@ -84,8 +84,12 @@ def try_update(
         finally:
             put_back()
 
+    # Those of a graph are watched for changes, and the update does not change them.
+    rates = tuple(g["lr"] for g in optimizer.param_groups if isinstance(g["lr"], Tensor))
+
     def put_back() -> None:
-        start.put_back()
+        with torch.autograd._unsafe_preserve_version_counter(rates):
+            start.put_back()
         vars(optimizer).clear()
         vars(optimizer).update(facts)
 

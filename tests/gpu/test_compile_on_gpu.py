@@ -131,7 +131,8 @@ def test_by_blocks_the_loss_is_compiled_too():
         batches = on_gpu(text(4))
         for batch in batches:
             trainer.step(batch)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             trainer.step(batches[0])
             torch.cuda.synchronize()
         told[regions] = {event.key for event in profile.key_averages()}

@@ -221,7 +221,9 @@ def test_a_dropped_graph_frees_its_memory_behind_its_copies():
     assert all(map(torch.equal, expected, trained(other, again, steps=1)))
     with offload:
         pass
-    assert torch.cuda.memory_allocated() < before + 2 * DEPTH * 4 * ROWS * WIDTH
+    del expected, other, again
+    gc.collect()
+    assert torch.cuda.memory_allocated() < before + 4 * ROWS * WIDTH
 
 
 def test_a_written_tensor_is_an_error():
@@ -327,6 +329,7 @@ def test_beside_long_work_all_but_the_last_hides():
 def updated(make, steps=4, **options):
     """Return parameters after some steps of a model, its optimizer and its peak memory."""
     model = built()
+    torch.manual_seed(5)
     torch.cuda.reset_peak_memory_stats()
     optimizer = make(model.parameters(), **options)
     for seed in range(steps):
@@ -355,7 +358,6 @@ def test_an_offloaded_update_is_that_of_the_optimizer_on_the_cpu(options):
             for copied, parameter in zip(copies, model.parameters(), strict=True):
                 parameter.copy_(copied)
         model.zero_grad(set_to_none=True)
-    torch.manual_seed(5)
     found, optimizer = updated(lambda p, **o: OffloadedOptimizer(p, ADAMW, **o), **options)
     assert all(map(torch.equal, found, (p.detach() for p in copies)))
     state = optimizer.state_dict()["state"][0]
@@ -364,9 +366,7 @@ def test_an_offloaded_update_is_that_of_the_optimizer_on_the_cpu(options):
 
 
 def test_an_offloaded_update_is_close_to_that_on_the_device():
-    torch.manual_seed(5)
     expected, _ = updated(ADAMW)
-    torch.manual_seed(5)
     found, optimizer = updated(lambda p: OffloadedOptimizer(p, ADAMW))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)

@@ -221,7 +221,7 @@ def test_a_profiled_capture_computes_the_same(tmp_path):
     plain, seen = make_trainer(), make_trainer()
     loader = batches(device="cuda")
     expected = [plain.step(x) for x in loader]
-    with profile(activities=[ProfilerActivity.CPU]):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         found = [seen.step(x) for x in loader]
     assert not differences(expected, found)
     assert seen.report().counters["captures"] == 1

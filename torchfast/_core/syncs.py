@@ -17,8 +17,9 @@ be switched off, and then every allocation, free and event of the process calls 
 an eager step has thousands of.
 
 What neither sees: waits in C++ that torch does not check (collectives, ``torch.Event`` and
-``torch.Stream`` of `torch.accelerator`, which are immutable types, libraries of others), and a
-``cudaFree`` by the allocator.
+``torch.Stream`` of `torch.accelerator`, which are immutable types, libraries of others), a
+``cudaFree`` by the allocator, and waits within a compiled graph that runs without autograd, as in
+an evaluation: torch then prints its warning past Python.
 
 Whose wait it is: that of the thread in which a listener was entered, and of the backward pass that
 it runs, wherever autograd runs it. Other threads, which may wait for their own copies, are not
@@ -34,7 +35,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -291,6 +292,7 @@ class _SyncFilter:
 
     def __init__(self, watch: SyncWatch) -> None:
         self._watch = watch
+        _leave_to_python(_SyncFilter.match.__code__)  # torch warns also from within compiled code
         self._entry = ("ignore", self, UserWarning, None, 0)
 
     def match(self, text: str) -> bool:
@@ -377,11 +379,15 @@ def _is_called_by(frame: FrameType | None, module: str) -> bool:
 def _keep_out_of_graphs(listening: Any, original: Any) -> None:
     """Let torch.compile see the original where it follows the code, and run ours as it is."""
     listening._torchdynamo_inline = original
+    _leave_to_python(listening.__code__)  # which all closures share
+
+
+def _leave_to_python(code: CodeType) -> None:
+    """Let torch.compile run a function as it is, with all that it calls."""
     try:
         frames: Any = torch._C._dynamo.eval_frame
         skip = frames._FrameAction.SKIP
-        # All closures share one code, and what they call is skipped with them.
-        frames.set_code_exec_strategy(listening.__code__, frames._FrameExecStrategy(skip, skip))
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
     except (AttributeError, TypeError):  # another torch: it then compiles around the call
         pass
 

@@ -169,7 +169,9 @@ class RegionKind:
         if self._sizes is not None and self._sizes.dimensions:
             self._sizes.mark({"args": args, "kwargs": kwargs})
         try:
-            with refused_by_conversions() if self._is_around and stance_forbids() else nullcontext():
+            with (
+                refused_by_conversions() if self._is_around and stance_forbids() else nullcontext()
+            ):
                 result = self._compiled(target, *args, **kwargs)
         except GaveUpError:
             return self._run_after_giving_up(target, args, kwargs)

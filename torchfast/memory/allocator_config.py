@@ -241,7 +241,9 @@ class AllocatorConfig:
         if kind == "cpu":
             return nothing_to_change(self.settings)
         before = self.parse(settings_in_force(), "what is in force")
-        return change(self.settings, before.settings, before.merged(self).remarks)
+        in_time = {k: v for k, v in self.settings.items() if KEYS[k].read != "import"}
+        remarks = before.merged(AllocatorConfig(**in_time)).remarks
+        return change(self.settings, before.settings, remarks)
 
     def _check_sizes(self) -> None:
         segment = self.large_segment_size_mb or LARGE_SEGMENT_MB

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -108,7 +109,8 @@ def attention_report(
             "query, key and value must be (batch, heads, length, width), got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    choice = torch._fused_sdp_choice(
+    choose = partial(
+        torch._fused_sdp_choice,
         query,
         key,
         value,
@@ -117,6 +119,7 @@ def attention_report(
         is_causal=is_causal,
         enable_gqa=enable_gqa,
     )
+    choice = choose()
     reasons: dict[str, tuple[str, ...]] = {}
     usable: list[str] = []
     asked = query.is_cuda
@@ -125,11 +128,10 @@ def attention_report(
             query, key, value, attn_mask, dropout_p, is_causal, enable_gqa
         )
         for name, can_use in _QUESTIONS.items():
-            can, said = _ask(can_use, parameters)
-            if can:
+            if can_use(parameters):
                 usable.append(name)
             else:
-                reasons[name] = said or ("torch gives no reason",)
+                reasons[name] = _why_not(name, choose) or ("torch gives no reason",)
     backend = _name_of(int(choice))
     if not asked:
         usable = [backend] if backend in _QUESTIONS else []
@@ -179,15 +181,35 @@ _QUESTIONS: Final[dict[str, Callable[..., bool]]] = {
     "cudnn": cuda_backends.can_use_cudnn_attention,
     "efficient": cuda_backends.can_use_efficient_attention,
 }
+# What torch's account of one begins with, and whether it may be used at all.
+_SAID_OF: Final[dict[str, tuple[str, Callable[[], bool]]]] = {
+    "flash": ("flash", cuda_backends.flash_sdp_enabled),
+    "cudnn": ("cudnn", cuda_backends.cudnn_sdp_enabled),
+    "efficient": ("mem", cuda_backends.mem_efficient_sdp_enabled),
+}
 
 
-def _ask(can_use: Callable[..., bool], parameters: Any) -> tuple[bool, tuple[str, ...]]:
-    """Ask torch whether a back-end can run; what it warns of is the reason why not."""
-    with warnings.catch_warnings(record=True) as caught:
+def _why_not(name: str, choose: Callable[[], Any]) -> tuple[str, ...]:
+    """Return what torch warns of where a back-end that cannot run is the only one.
+
+    The questions themselves, asked with ``debug=True``, print past Python's warnings.
+    """
+    header, is_on = _SAID_OF[name]
+    if not is_on():
+        return ("it is switched off, by torch.backends.cuda or torch.nn.attention.sdpa_kernel",)
+    with warnings.catch_warnings(record=True) as caught, attention_backends(name):
         warnings.simplefilter("always")
-        can = bool(can_use(parameters, debug=True))
-    said = [str(w.message).partition(" (Triggered internally")[0].strip() for w in caught]
-    return can, tuple(dict.fromkeys(said))
+        with suppress(RuntimeError):  # that no kernel is left
+            choose()
+    said: list[str] = []
+    is_ours = False
+    for warning in caught:
+        text = str(warning.message).partition(" (Triggered internally")[0].strip()
+        if text.endswith("not used because:"):
+            is_ours = text.lower().startswith(header)
+        elif is_ours:
+            said.append(text)
+    return tuple(dict.fromkeys(said))
 
 
 def _name_of(choice: int) -> str:
