@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from torchfast._core.building import optimized
@@ -88,7 +89,7 @@ def try_update(
     rates = tuple(g["lr"] for g in optimizer.param_groups if isinstance(g["lr"], Tensor))
 
     def put_back() -> None:
-        with torch.autograd._unsafe_preserve_version_counter(rates):
+        with _unsafe_preserve_version_counter(rates):
             start.put_back()
         vars(optimizer).clear()
         vars(optimizer).update(facts)
