@@ -48,6 +48,20 @@ def places(guard):
     return [(s.line, s.kind, s.count) for s in guard.report().syncs]
 
 
+def has_waited(compiled):
+    """Whether torch itself sees a call wait."""
+    said = ""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        compiled(batch().requires_grad_())
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert "synchronizing CUDA operation" in said or not said
+    return bool(said)
+
+
 @pytest.mark.parametrize("function", ON_CUDA, ids=lambda f: f.__name__)
 def test_each_kind_is_found_at_its_line(function):
     without = function(batch())
@@ -77,15 +91,18 @@ def test_each_kind_is_found_in_a_compiled_function(function, fresh_dynamo):
         stats.clear()
         compiled = torch.compile(function, backend="aot_eager")
         result = compiled(batch().requires_grad_(trains)).detach()
-        return result, stats["stats"]["unique_graphs"], len(stats["graph_break"])
+        return result, stats["stats"]["unique_graphs"], len(stats["graph_break"]), compiled
 
     without = graphs()
+    waits = without[2] > 0 or has_waited(without[3])
+    assert waits or trains
     with SyncGuard() as guard:
         under = graphs()
     assert torch.equal(under[0], without[0])
-    assert under[1:] == without[1:]
+    assert under[1:3] == without[1:3]
     found = guard.report().syncs
-    assert {s.function for s in found} == {function.__name__}
+    # The compiler leaves out a check or a copy whose result nobody needs.
+    assert {s.function for s in found} == ({function.__name__} if waits else set())
     if without[2]:  # the line runs in Python, behind a graph break
         assert marked(function)[0] in {s.line for s in found}
 

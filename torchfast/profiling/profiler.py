@@ -76,7 +76,7 @@ def profile(
         ValueError: A count that is too small.
 
     Numerics: Bitwise equal to the loop alone.
-    Synchronizes: When torch.profiler begins and ends; not in between.
+    Synchronizes: When torch.profiler begins and ends, and before the first step that is measured.
 
     Example:
         >>> import tempfile, torch
@@ -178,6 +178,9 @@ class Profile:
             )
         self.num_steps += 1
         if self._running is not None:
+            if self.num_steps == self._first_noted and torch.cuda.is_initialized():
+                # What was launched before would run among what is measured, and be nobody's.
+                torch.cuda.synchronize()
             self._running.step()
             if self.num_steps >= self._end_of_stretch:
                 self._end_stretch()
