@@ -120,7 +120,9 @@ def test_every_kernel_has_its_launch(tmp_path):
         p: sum(
             1
             for e in report.figures.launched
-            if e.phase == p and any(s.name in ("aten::mm", "aten::addmm") for s in e.stack)
+            if e.phase == p
+            and e.work.kind == "kernel"  # some products fill a workspace first
+            and any(s.name in ("aten::mm", "aten::addmm") for s in e.stack)
         )
         for p in ("forward", "backward")
     }
