@@ -174,7 +174,7 @@ def test_a_resume_that_forgets_the_moments_is_seen(run, monkeypatch):
 
 
 def test_a_save_that_copies_nothing_before_the_next_step_is_seen(run, monkeypatch):
-    monkeypatch.setattr(Stager, "stage", lambda _, given: Staged(dict(given), lambda: None))
+    monkeypatch.setattr(Stager, "stage", lambda _, given: Staged(lambda: dict(given)))
     monkeypatch.setattr(Saver, "write", slowed(Saver.write, PLANTED_S))
     check_large_is_other(run("--sections", "resume", "--limit-s", "0"))
 

@@ -223,9 +223,9 @@ class CheckpointManager:
             return
 
         def write() -> None:
-            staged.arrived()
-            wanted = staged.tensors.pop(flag, None)
-            self._write(tree, staged.tensors, step, values, wanted)
+            copies = staged.arrived()
+            wanted = copies.pop(flag, None)
+            self._write(tree, copies, step, values, wanted)
 
         self._background.start(write)
 

@@ -1,15 +1,16 @@
 """Copies of tensors that training may change while they are written.
 
 A save may return once everything has been copied; writing goes on beside the training. The copies
-lie one behind the other in one block of host memory per device, allocated at the first save, which
-takes longer for it, and reused by the next ones. It is as large as the state.
+lie one behind the other in one block of host memory per device, allocated at the first save and
+reused by the next ones. It is as large as the state.
 
 For a CUDA device the block is pinned, and the copies are queued on the current stream, so they come
 after the step that was queued before and before the one that is queued next. They take one of two
 ways. Where the device has room to spare they go to a block on the device first, which takes a
 fiftieth of the time that the bus takes; from there they go on to the host on a stream of their own,
-while the training does, and the writer waits for them. Otherwise they cross the bus at once, and
-the host waits for that.
+while the training does. The writer sends them and waits for them, and the block on the host, which
+takes a second for some ten GB, is its business too. Otherwise they cross the bus at once, and the
+host waits for that, the first time also for the block.
 
 The pinned block is registered with the driver rather than taken from torch's pinned allocator,
 which rounds each allocation up to a power of two. Tensors on the CPU are copied too: an optimizer
@@ -24,6 +25,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -31,7 +33,7 @@ from torch import Tensor
 
 from torchfast._core.local import local
 from torchfast._core.pinning import pin_in_place
-from torchfast.checkpoint.sharded import with_part
+from torchfast.checkpoint.sharded import is_sharded, with_part
 from torchfast.checkpoint.sharing import plain
 
 logger = logging.getLogger(__name__)
@@ -41,16 +43,19 @@ _ALIGNMENT: Final = 64
 _PART_OF_FREE: Final = 0.5
 
 
+# Returns a device's copies on the host when they are there.
+_Arrived = Callable[[], dict[str, Tensor]]
+
+
 class Staged(NamedTuple):
-    """Copies on the host.
+    """Copies of tensors, on the host or on their way there.
 
     Attributes:
-        tensors: By key, valid until the next are made.
-        arrived: Returns when they are there; to be called before they are read, in any thread.
+        arrived: Waits for them and returns them by key, valid until the next are made. To be called
+            once, in any thread.
     """
 
-    tensors: dict[str, Tensor]
-    arrived: Callable[[], None]
+    arrived: _Arrived
 
 
 @final
@@ -72,24 +77,22 @@ class Stager:
         parts = {key: local(tensor) for key, tensor in tensors.items()}
         for key, tensor in parts.items():
             by_device.setdefault(tensor.device, []).append(key)
-        staged: dict[str, Tensor] = {}
-        under_way: list[Callable[[], None]] = []
         # A block that was made under inference_mode() could not be written to again outside of it.
         with torch.inference_mode(mode=False), torch.no_grad():
-            for device, keys in by_device.items():
-                copies, arrived = self._stage_device(device, {k: parts[k] for k in keys})
-                staged |= copies
-                if arrived is None:
-                    _wait(device)
-                else:
-                    under_way.append(arrived)
+            under_way = [
+                self._stage_device(device, {k: parts[k] for k in keys})
+                for device, keys in by_device.items()
+            ]
+        # Held until then; the others are not, and may be freed before their copies arrive.
+        sharded = {key: tensor for key, tensor in tensors.items() if is_sharded(tensor)}
 
-        def all_arrived() -> None:
+        def arrived() -> dict[str, Tensor]:
+            staged: dict[str, Tensor] = {}
             while under_way:  # and what each holds on a device is let go
-                under_way.pop()()
+                staged |= under_way.pop()()
+            return staged | {key: with_part(of, staged[key]) for key, of in sharded.items()}
 
-        made = {key: with_part(tensor, staged[key]) for key, tensor in tensors.items()}
-        return Staged(made, all_arrived)
+        return Staged(arrived)
 
     def release(self) -> None:
         """Give the memory back; copies that were returned must not be used any more."""
@@ -97,44 +100,54 @@ class Stager:
             block.release()
         self._blocks = {}
 
-    def _stage_device(
-        self, device: torch.device, tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
-        """Return the copies, and what waits for them if they are still on their way."""
+    def _stage_device(self, device: torch.device, tensors: Mapping[str, Tensor]) -> _Arrived:
+        """Copy what one device has, and return what waits for the copies."""
         starts: dict[str, int] = {}
         end = 0
         for key, tensor in tensors.items():
             starts[key] = end
             num_bytes = tensor.numel() * tensor.element_size()
             end += num_bytes + -num_bytes % _ALIGNMENT
-        memory = self._memory(device, end)[:end]
-        staged = {key: _placed(memory, starts[key], tensor) for key, tensor in tensors.items()}
+        places = {
+            key: partial(_placed, start=starts[key], dtype=tensor.dtype, shape=tensor.shape)
+            for key, tensor in tensors.items()
+        }
         first = _memory_to_spare(device, end, self._spared.get(device, 0))
-        if first is None:
-            for key, tensor in tensors.items():
-                plain(staged[key]).copy_(plain(tensor), non_blocking=True)
-            return staged, None
+        block = self._memory(device, end) if first is None else first
         for key, tensor in tensors.items():
-            plain(_placed(first, starts[key], tensor)).copy_(plain(tensor))
+            plain(places[key](block)).copy_(plain(tensor), non_blocking=True)
+        if first is None:
+            _wait(device)
+            return lambda: {key: place(block) for key, place in places.items()}
         self._spared[device] = end
-        return staged, self._sent(device, first, memory)
+        send = self._sender(device, first, end)
 
-    def _sent(self, device: torch.device, first: Tensor, memory: Tensor) -> Callable[[], None]:
-        """Send a block on the device to the host beside what is queued next; return what waits."""
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            memory.copy_(first, non_blocking=True)
-        # Blocking: the thread that waits sleeps.
-        done = torch.cuda.Event(blocking=True)
-        done.record(stream)
-        held = [first]
-
-        def arrived() -> None:
-            done.synchronize()
-            held.clear()  # not before: it goes back to the stream that it was allocated on
+        def arrived() -> dict[str, Tensor]:
+            memory = send()
+            return {key: place(memory) for key, place in places.items()}
 
         return arrived
+
+    def _sender(self, device: torch.device, first: Tensor, num_bytes: int) -> Callable[[], Tensor]:
+        """Return what sends a block on the device to the host, beside what is queued next."""
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(device))
+        held = [first]
+
+        def send() -> Tensor:
+            memory = self._memory(device, num_bytes)[:num_bytes]
+            stream.wait_event(copied)
+            with torch.cuda.stream(stream):
+                memory.copy_(held[0], non_blocking=True)
+            # Blocking: the thread that waits sleeps.
+            done = torch.cuda.Event(blocking=True)
+            done.record(stream)
+            done.synchronize()
+            held.clear()  # not before: it goes back to the stream that it was allocated on
+            return memory
+
+        return send
 
     def _memory(self, device: torch.device, num_bytes: int) -> Tensor:
         block = self._blocks.get(device)
@@ -176,10 +189,10 @@ class _Block:
             self._unpin()
 
 
-def _placed(memory: Tensor, start: int, tensor: Tensor) -> Tensor:
+def _placed(memory: Tensor, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Return the place of a tensor's copy in a block of bytes."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    return memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
+    num_bytes = shape.numel() * dtype.itemsize
+    return memory[start : start + num_bytes].view(dtype).view(shape)
 
 
 def _memory_to_spare(device: torch.device, num_bytes: int, spared: int) -> Tensor | None:
