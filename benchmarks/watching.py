@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python benchmarks/watching.py [--size smoke] [--device cpu] [--out FILE]
 
-The small GPT of the yardstick, eager and as one graph. "as it is" is `fit` with everything on;
+The small GPT of the yardstick in bf16, eager, where the host is the limit and each microsecond of it
+shows, and as one graph. "as it is" is `fit` with everything on;
 "no times" is the same with the step timer switched off; "guard" adds ``sync_guard="record"``. All
 take turns of some steps through `fit`; a cost is the median of the quotients to what it is held
 against, turn by turn, with its quartiles. "again" is a second trainer that is as it is: what it
@@ -40,7 +41,8 @@ class Watched(Arm):
         torch.manual_seed(0)
         self.name = name
         guard = "record" if name == "guard" else "off"
-        plan = Plan(sync_guard=guard, cuda_graph=mode == "graph")
+        precision = "bf16" if device == "cuda" else "as_given"
+        plan = Plan(sync_guard=guard, precision=precision, cuda_graph=mode == "graph")
         adamw = partial(torch.optim.AdamW, lr=work.lr, fused=True)
         self.trainer = Trainer(work.build(), adamw, work.loss_fn, plan, device=device)
         self.batches = [tuple(t.to(device) for t in batch) for batch in work.batches()]

@@ -16,6 +16,8 @@ import warm_python
 from benchmarks.slow_scripts import check, expected
 from benchmarks.slow_scripts.check import Answer, Finding, NoVerdictError, judge, read_answer
 from benchmarks.slow_scripts.expected import EXPECTED, lines_of, path_of
+from torchfast.profiling.findings import Finding as ProfilerFinding
+from torchfast.profiling.verdict import Verdict
 
 ROOT = Path(__file__).parent.parent
 OF_TORCH = [name for name, answer in EXPECTED.items() if answer.needs is None]
@@ -154,23 +156,22 @@ def test_where_nothing_is_wrong_any_finding_is_wrong():
     assert not judge(name, Answer(verdict="fine", findings=(finding,))).right
 
 
-PLACE = {"file": "/somewhere/language_model.py", "line": 50}
-
-
-@pytest.mark.parametrize("verdict", ["sync-bound", {"class": "sync-bound", "because": "..."}])
 @pytest.mark.parametrize(
-    ("finding", "line"),
+    ("written", "line"),
     [
-        (PLACE, 50),
-        ({"place": PLACE}, 50),
-        ({"place": {**PLACE, "file": "/torch/nn/module.py"}}, None),
-        ({"place": None}, None),
-        ({}, None),
+        ("language_model.py:50", 50),
+        ("/somewhere/language_model.py:50", 50),
+        ("/torch/nn/module.py:50", None),
+        (None, None),
     ],
 )
-def test_an_answer_is_read_from_json(verdict, finding, line):
-    written = {"verdict": verdict, "findings": [{"kind": "host-sync", **finding}]}
-    answer = read_answer(written, "language_model")
+def test_an_answer_is_read_from_a_report(written, line):
+    """As the profiler itself writes it."""
+    finding = ProfilerFinding("host-sync", written, 1.0, 0.5, "text", "lever")
+    verdict = Verdict("sync-bound", written, {}, "text", "lever")
+    answer = read_answer(
+        {"verdict": verdict.to_dict(), "findings": [finding.to_dict()]}, "language_model"
+    )
     assert answer == Answer(verdict="sync-bound", findings=(Finding(kind="host-sync", line=line),))
 
 
@@ -199,8 +200,11 @@ def answering(tmp_path, monkeypatch, text, status=0):
 
 
 def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
-    place = {"file": str(path_of("language_model")), "line": lines_of("language_model")[0]}
-    written = {"verdict": "sync-bound", "findings": [{"kind": "host-sync", "place": place}]}
+    line = f"{path_of('language_model')}:{lines_of('language_model')[0]}"
+    written = {
+        "verdict": {"class": "sync-bound"},
+        "findings": [{"kind": "host-sync", "line": line}],
+    }
     answering(tmp_path, monkeypatch, json.dumps(written))
     out = tmp_path / "table.json"
     names = ["language_model", "recurrent_model"]

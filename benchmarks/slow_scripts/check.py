@@ -76,28 +76,25 @@ class Judgement:
 def read_answer(written: Mapping[str, Any], script: str) -> Answer:
     """Take an answer out of what ``profile --json`` wrote.
 
-    ``verdict`` is a class, or holds it as ``class``; ``findings`` hold ``kind``, and ``file`` and
-    ``line``, themselves or in ``place``.
+    ``verdict`` holds a class as ``class``; ``findings`` hold ``kind`` and ``line``, which is
+    ``file:line`` or None.
 
     Raises:
         NoVerdictError: It is something else.
     """
     try:
-        verdict = written["verdict"]
-        if isinstance(verdict, Mapping):
-            verdict = verdict["class"]
+        verdict = written["verdict"]["class"]
         findings = tuple(_finding(finding, script) for finding in written["findings"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise NoVerdictError(f"unreadable: {type(error).__name__}: {error}") from error
     return Answer(verdict=verdict, findings=findings)
 
 
 def _finding(written: Mapping[str, Any], script: str) -> Finding:
-    place = written.get("place") or written
-    line = place.get("line")
+    file, _, line = (written["line"] or "").rpartition(":")
     # A line of another file is no line of the script, whatever its number.
-    is_here = Path(place.get("file") or "").name == path_of(script).name
-    return Finding(kind=written["kind"], line=line if is_here else None)
+    is_here = Path(file).name == path_of(script).name
+    return Finding(kind=written["kind"], line=int(line) if is_here else None)
 
 
 def judge(script: str, answer: Answer) -> Judgement:
@@ -145,16 +142,18 @@ def run(command: Sequence[str], limit_s: float) -> str:
     return output
 
 
-def profiled(script: str, limit_s: float) -> Answer:
-    """Ask the profiler about a script.
+def profiled(script: str, limit_s: float, keep: Path | None = None) -> Answer:
+    """Ask the profiler about a script, and keep the traces and the report if a folder is given.
 
     Raises:
         NoVerdictError: There is no answer.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "profile.json"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) if keep is None else keep / script
+        folder.mkdir(parents=True, exist_ok=True)
+        out = folder / "profile.json"
         profile = [sys.executable, "-m", "torchfast", "profile", "--json", str(out)]
-        run([*profile, str(path_of(script))], limit_s)
+        run([*profile, "--out", str(folder), str(path_of(script))], limit_s)
         try:
             written = json.loads(out.read_text())
         except (OSError, ValueError) as error:
@@ -170,7 +169,7 @@ def lacking(script: str) -> str | None:
     return f"{needs} is not installed"
 
 
-def check(script: str, limit_s: float) -> dict[str, Any]:
+def check(script: str, limit_s: float, keep: Path | None = None) -> dict[str, Any]:
     """Return a row of the table: what was expected, answered, and right."""
     expected = EXPECTED[script]
     row: dict[str, Any] = {"expected": {**asdict(expected), "lines": lines_of(script)}}
@@ -178,7 +177,7 @@ def check(script: str, limit_s: float) -> dict[str, Any]:
     if (reason := lacking(script)) is not None:
         return row | {"status": "skipped", "reason": reason}
     try:
-        answer = profiled(script, limit_s)
+        answer = profiled(script, limit_s, keep)
     except NoVerdictError as error:
         return row | {"status": "failed", "reason": str(error)}
     judgement = judge(script, answer)
@@ -230,13 +229,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where the table goes, as JSON")
     parser.add_argument("--only", nargs="+", choices=list(EXPECTED), default=list(EXPECTED))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for a script")
+    parser.add_argument("--keep", type=Path, help="a folder for the traces and reports")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=3, help="of each script, on the CPU")
     args = parser.parse_args(arguments)
     rows = {}
     for script in args.only:
         if args.device == "cuda":
-            rows[script] = check(script, args.limit)
+            rows[script] = check(script, args.limit, args.keep)
             print(show(script, rows[script]), flush=True)
             if args.out is not None:  # after each: whoever interrupts keeps what there is
                 results.write(args.out, {"summary": summary(rows), "rows": rows})

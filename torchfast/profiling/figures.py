@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, final
 
 from torchfast.profiling import kernels
+from torchfast.profiling.drained import idle_by_waits
 from torchfast.profiling.gaps import Gap, busy_of, find_gaps
 from torchfast.profiling.intervals import Interval, intersection, length, union
 from torchfast.profiling.projection import Launched, PhaseTime, phase_of, phase_times, project
 from torchfast.profiling.trace import HostSpan, Trace
+from torchfast.profiling.waits import waits_of
 
 _CASTS: Final = ("aten::_to_copy",)
 
@@ -59,6 +61,8 @@ class Figures:
         busy_us: When any kernel, copy or fill ran.
         idle_us: The rest of the window.
         idle_by_cause: The idle time by the causes of torchfast/profiling/gaps.py.
+        drained_us: What of the idle time by launches is there only since waits of the host had
+            emptied the queue; if negative, what of that by waits would be there without them.
         gaps: Every gap.
         phases: The time of each phase on the device.
         host_phases: The time of each phase on the main thread of the host.
@@ -78,6 +82,7 @@ class Figures:
         fp32_product_us: What of it was float32 without tensor cores.
         communication_us: When a collective ran.
         exposed_communication_us: When a collective ran and nothing else.
+        exposed_h2d_us: When batches were copied to the device and nothing else ran.
         num_compiles: How often torch.compile compiled in the steps.
     """
 
@@ -89,6 +94,7 @@ class Figures:
     busy_us: float = 0.0
     idle_us: float = 0.0
     idle_by_cause: dict[str, float] = field(default_factory=dict)
+    drained_us: float = 0.0
     gaps: list[Gap] = field(default_factory=list)
     busy: list[Interval] = field(default_factory=list)
     launched: list[Launched] = field(default_factory=list)
@@ -110,6 +116,7 @@ class Figures:
     fp32_product_us: float = 0.0
     communication_us: float = 0.0
     exposed_communication_us: float = 0.0
+    exposed_h2d_us: float = 0.0
     num_compiles: int = 0
 
     def share(self, us: float) -> float:
@@ -169,14 +176,8 @@ def _device_figures(
             by_cores[kernels.tensor_cores(name)] += time
             fp32 += time if kernels.is_fp32_product(name) else 0.0
         casts += time if is_cast(each) else 0.0
-    talk = union(
-        (e.work.start, e.work.end) for e in run if kernels.category(e.work.name) == "communication"
-    )
-    rest = union(
-        (e.work.start, e.work.end)
-        for e in launched
-        if kernels.category(e.work.name) != "communication"
-    )
+    talk = [e for e in run if kernels.category(e.work.name) == "communication"]
+    batches = [e for e in launched if e.phase == "h2d"]
     return Figures(
         device=device,
         num_devices=num_devices,
@@ -186,6 +187,7 @@ def _device_figures(
         busy_us=busy_us,
         idle_us=window - busy_us,
         idle_by_cause=dict(idle),
+        drained_us=min(idle["launch"], idle_by_waits(launched, waits_of(trace)) - idle["sync"]),
         gaps=gaps,
         busy=busy,
         launched=launched,
@@ -205,10 +207,18 @@ def _device_figures(
         tensor_core_us=by_cores["yes"],
         no_tensor_core_us=by_cores["no"],
         fp32_product_us=fp32,
-        communication_us=length(talk),
-        exposed_communication_us=length(talk) - length(intersection(talk, rest)),
+        communication_us=length(busy_of(talk)),
+        exposed_communication_us=_exposed(talk, launched),
+        exposed_h2d_us=_exposed(batches, launched),
         num_compiles=host.num_compiles,
     )
+
+
+def _exposed(some: Sequence[Launched], launched: Sequence[Launched]) -> float:
+    """Return how long some work ran and nothing else did."""
+    own = {id(each) for each in some}
+    times, rest = busy_of(some), busy_of([e for e in launched if id(e) not in own])
+    return length(times) - length(intersection(times, rest))
 
 
 def _step_us(trace: Trace, launched: Sequence[Launched], window: float) -> float:

@@ -8,6 +8,7 @@ casts, small kernels and copies that are not worth a change.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from torchfast._core.shell import size
@@ -40,6 +41,8 @@ _TINY_A_STEP: Final = 100
 _UPDATE_SHARE: Final = 0.05
 _UPDATE_LAUNCHES: Final = 20
 _PYTHON_SHARE: Final = 0.05
+# What goes to the host for a log is a few numbers; from here on it is the tensors themselves.
+_LOG_BYTES_A_STEP: Final = 1_000_000
 
 
 class Finding(NamedTuple):
@@ -75,14 +78,15 @@ def find_faults(trace: Trace, figures: Figures, lined: Trace | None = None) -> l
         lined: A trace of the same loop with the lines of the user's calls; may be `trace`.
     """
     seen = _Seen(trace, figures, lined)
+    unfused = seen.unfused()
     found = [
         *seen.slow_data(),
         *seen.waits(),
         *seen.busy_python(),
         *seen.recompiles(),
         *seen.pageable(),
-        *seen.tiny(),
-        *seen.unfused(),
+        *unfused,
+        *seen.tiny(with_update=not unfused),
         *seen.casts(),
         *seen.fp32(),
         *seen.layout(),
@@ -126,7 +130,9 @@ class _Seen:
     def waits(self) -> list[Finding]:
         f = self.figures
         found: list[Finding] = []
-        for site in wait_sites(self.trace, f.gaps, self.lined):
+        cost_us = f.idle_by_cause.get("sync", 0.0) + f.drained_us
+        sites = wait_sites(self.trace, f.gaps, f.launched, self.lined, cost_us=cost_us)
+        for site in sites:
             a_step = site.num / f.num_steps
             share = f.share(site.idle_us)
             if share < _WAIT_SHARE and a_step < _WAITS_A_STEP:
@@ -191,19 +197,26 @@ class _Seen:
             )
         ]
 
-    def tiny(self) -> list[Finding]:
+    def tiny(self, *, with_update: bool) -> list[Finding]:
+        """Tell of small kernels; those of the update only where no finding of its own tells."""
         f = self.figures
-        a_step = f.num_tiny / f.num_steps
-        if a_step < _TINY_A_STEP or f.num_tiny < _TINY_SHARE * f.num_kernels:
+        run = [e for e in f.launched if e.work.kind == "kernel"]
+        if not with_update:
+            run = [e for e in run if e.phase != "update"]
+        small = [e for e in run if _is_tiny(e)]
+        if len(small) < _TINY_A_STEP * f.num_steps or len(small) < _TINY_SHARE * len(run):
             return []
-        launch_us = f.idle_by_cause.get("launch", 0.0)
+        late = [g for g in f.gaps if g.cause == "launch"]
+        late = [g for g in late if with_update or g.end not in self.update_starts]
+        # What a wait of the host has made late is that one's.
+        launch_us = max(0.0, sum(g.length for g in late) - f.drained_us)
         return [
             Finding(
                 "tiny-kernels",
-                None,
-                f.num_tiny / f.num_kernels,
-                f.share(f.tiny_us + launch_us),
-                f"{f.num_tiny / f.num_kernels:.0%} of {f.num_kernels / f.num_steps:.0f} kernels a "
+                self._line_of_work(_is_tiny),
+                len(small) / len(run),
+                f.share(sum(e.work.end - e.work.start for e in small) + launch_us),
+                f"{len(small) / len(run):.0%} of {len(run) / f.num_steps:.0f} kernels a "
                 f"step take less than {TINY_US:.0f} us, less than their launch",
                 "launch the step as one CUDA graph (plan='exact'), or fuse them by torch.compile "
                 "(plan='fast')",
@@ -244,7 +257,7 @@ class _Seen:
         return [
             Finding(
                 "dtype-casts",
-                self._cast_line(),
+                self._line_of_work(is_cast),
                 share,
                 f.share(f.cast_us),
                 f"{share:.0%} of the kernel time only changes the type of numbers",
@@ -261,7 +274,7 @@ class _Seen:
         return [
             Finding(
                 "fp32-matmul",
-                None,
+                self._line_of_work(_is_fp32_product),
                 share,
                 f.share(f.fp32_product_us),
                 f"{share:.0%} of the kernel time multiplies in float32 without tensor cores",
@@ -278,7 +291,7 @@ class _Seen:
         return [
             Finding(
                 "channels-first-convolution",
-                None,
+                self._line_of_work(_is_layout),
                 f.of_kernels(us),
                 f.share(us),
                 f"{f.of_kernels(us):.0%} of the kernel time turns NCHW into NHWC and back around "
@@ -314,13 +327,17 @@ class _Seen:
                     weights[place] += gap.length
         return max(weights, key=lambda place: weights[place]) if weights else None
 
-    def _cast_line(self) -> str | None:
+    def _line_of_work(self, wanted: Callable[[Launched], bool]) -> str | None:
+        """Return the line that launches most of the kernels that are wanted.
+
+        Of the forward, if some are: what a backward launches has the line of the backward.
+        """
         if not self.places:
             return None
+        run = [e for e in self.lined_work if e.work.kind == "kernel" and wanted(e)]
+        own = [e for e in run if e.phase not in ("backward", "update")]
         return most_common(
-            self.places.at(e.call.thread, e.call.start)
-            for e in self.lined_work
-            if e.call is not None and is_cast(e)
+            self.places.at(e.call.thread, e.call.start) for e in own or run if e.call is not None
         )
 
 
@@ -335,8 +352,26 @@ def _wait(site: WaitSite, a_step: float, share: float, figures: Figures) -> Find
             "keep the size fixed: torch.where, a multiplication by the mask, a loss's ignore_index"
         )
         return Finding("boolean-mask", site.line, a_step, share, text, lever)
+    if site.num_bytes >= _LOG_BYTES_A_STEP * figures.num_steps:
+        sent = size(int(site.num_bytes / figures.num_steps))
+        text = f"{text}, and {sent} a step are copied to the host"
+        lever = "compute what is logged on the device, and read that every so many steps"
+        return Finding("big-log-sync", site.line, a_step, share, text, lever)
     lever = "keep it on the device and read it every so many steps, or after the loop"
     return Finding("host-sync", site.line, a_step, share, text, lever)
+
+
+def _is_tiny(each: Launched) -> bool:
+    return each.work.end - each.work.start < TINY_US
+
+
+def _is_fp32_product(each: Launched) -> bool:
+    name = each.work.name
+    return kernels.category(name) in kernels.ARITHMETIC and kernels.is_fp32_product(name)
+
+
+def _is_layout(each: Launched) -> bool:
+    return kernels.category(each.work.name) == "layout"
 
 
 def _in_optimizer_step(each: Launched) -> bool:

@@ -3,10 +3,11 @@
 The device is either idle or busy. If it is idle for a good part of the time, the largest cause of
 that is the limit: batches (input-bound), waits of the host for the device (sync-bound), or a host
 that does not launch fast enough (launch-bound). If it is busy, but with collectives that nothing
-hides, communication is. Otherwise its own work is: arithmetic (compute-bound) or moving data
-(bandwidth-bound). A step that is busy with arithmetic, on which no fault was found, is fine: there
-the machine is the limit. A device that is idle is never called fine. If most of that idle time has
-no cause in the host, the verdict goes by what the kernels are, and says that the cause is unknown.
+hides, communication is; with copies of batches beside which nothing runs, the input. Otherwise its
+own work is: arithmetic (compute-bound) or moving data (bandwidth-bound). A step that is busy with
+arithmetic, on which no fault was found, is fine: there the machine is the limit. A device that is
+idle is never called fine. If most of that idle time has no cause in the host, the verdict goes by
+what the kernels are, and says that the cause is unknown.
 
 A profiler makes each launch slower (by 1 to 2 us), so a step that is launch-bound in the trace may
 be a little less so without.
@@ -46,8 +47,8 @@ _IDLE_CLASSES: Final[dict[Class, tuple[str, ...]]] = {
     "launch-bound": ("launch", "python", "compile", "allocation"),
 }
 _KINDS: Final[dict[str, tuple[str, ...]]] = {
-    "input-bound": ("slow-data",),
-    "sync-bound": ("host-sync", "boolean-mask"),
+    "input-bound": ("slow-data", "pageable-copies"),
+    "sync-bound": ("host-sync", "boolean-mask", "big-log-sync"),
     "launch-bound": ("recompiles", "slow-python", "unfused-optimizer", "tiny-kernels"),
     "bandwidth-bound": ("dtype-casts", "channels-first-convolution", "unfused-optimizer"),
     "compute-bound": ("fp32-matmul", "channels-first-convolution"),
@@ -106,6 +107,9 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
         name: sum(f.idle_by_cause.get(cause, 0.0) for cause in causes)
         for name, causes in _IDLE_CLASSES.items()
     }
+    # What is late only since a wait had emptied the queue is that wait's.
+    classes["launch-bound"] -= f.drained_us
+    classes["sync-bound"] += f.drained_us
     worst = max(classes, key=lambda name: classes[name])
     exposed = f.exposed_communication_us
     evidence = {
@@ -113,7 +117,9 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
         "busy_share": f.share(f.busy_us),
         "idle_share": f.share(f.idle_us),
         **{f"idle_{cause}_share": f.share(us) for cause, us in sorted(f.idle_by_cause.items())},
+        "drained_share": f.share(f.drained_us),
         "exposed_communication_share": f.share(exposed),
+        "exposed_h2d_share": f.share(f.exposed_h2d_us),
         "arithmetic_share": f.of_kernels(f.arithmetic_us),
         "tensor_core_share": f.tensor_core_us / f.arithmetic_us if f.arithmetic_us else 0.0,
         "launches_a_step": f.num_launches / f.num_steps,
@@ -124,6 +130,13 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
     unexplained = f.idle_us - sum(classes.values())
     if exposed >= enough and exposed > classes[worst]:
         name: Class = "communication-bound"
+    elif f.exposed_h2d_us >= enough and f.exposed_h2d_us > classes[worst]:
+        name = "input-bound"
+        text = (
+            f"for {f.share(f.exposed_h2d_us):.0%} of the time batches are copied to the device "
+            f"and nothing else runs ({f.per_step_ms(f.exposed_h2d_us):.2f} ms a step)"
+        )
+        return _verdict(name, evidence, text, findings)
     elif f.idle_us >= enough and classes[worst] > 0 and classes[worst] >= unexplained:
         name = worst
     else:

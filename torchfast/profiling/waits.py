@@ -8,12 +8,12 @@ step and in the steps that were taken with lines.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from torchfast.profiling.gaps import Gap, is_sync
-from torchfast.profiling.kernels import is_pageable_copy
+from torchfast.profiling.kernels import copy_direction, is_pageable_copy
 from torchfast.profiling.places import Places, most_common
 from torchfast.profiling.projection import Launched, host_stacks
 from torchfast.profiling.trace import HostCall, HostSpan, Trace
@@ -42,6 +42,7 @@ class WaitSite(NamedTuple):
         host_us: How long the host stood in them.
         idle_us: How long the device was idle after them.
         sized_by_numbers: They are there to learn the size of a result.
+        num_bytes: What the same operator copied to the host.
     """
 
     operator: str
@@ -51,6 +52,7 @@ class WaitSite(NamedTuple):
     host_us: float
     idle_us: float
     sized_by_numbers: bool
+    num_bytes: int
 
 
 class Site(NamedTuple):
@@ -71,9 +73,27 @@ class CopySite(NamedTuple):
     device_us: float
 
 
-def wait_sites(trace: Trace, gaps: Sequence[Gap], lined: Trace | None = None) -> list[WaitSite]:
-    """Return the places where the host waits, those that cost the device most first."""
+def wait_sites(
+    trace: Trace,
+    gaps: Sequence[Gap],
+    launched: Sequence[Launched] = (),
+    lined: Trace | None = None,
+    *,
+    cost_us: float | None = None,
+) -> list[WaitSite]:
+    """Return the places where the host waits, those that cost the device most first.
+
+    Args:
+        trace: The trace.
+        gaps: When a device was idle.
+        launched: The device's work.
+        lined: A trace of the same steps with lines.
+        cost_us: What idle time all of them cost together; None for the gaps that follow them at
+            once. What they cost beyond those is divided by how long the host stood there.
+    """
     waits = _waits(trace)
+    copied = _bytes_to_host(launched)
+    waited_us = sum(call.end - call.start for call, _ in waits)
     lines: dict[Site, list[str | None]] = defaultdict(list)
     if lined is not None and (places := Places(lined)):
         for call, site in _waits(lined):
@@ -83,6 +103,10 @@ def wait_sites(trace: Trace, gaps: Sequence[Gap], lined: Trace | None = None) ->
     for gap in gaps:
         if gap.cause == "sync" and (at := by_start.get((gap.thread, gap.moment))):
             idle[at] += gap.length
+    at_once = sum(idle.values())
+    cost = at_once if cost_us is None else cost_us
+    beyond = max(0.0, cost - at_once) / waited_us if waited_us else 0.0
+    part = min(1.0, cost / at_once) if at_once else 0.0
     grouped: dict[Site, list[HostCall]] = defaultdict(list)
     for call, site in waits:
         grouped[site].append(call)
@@ -92,17 +116,38 @@ def wait_sites(trace: Trace, gaps: Sequence[Gap], lined: Trace | None = None) ->
             call=site.call,
             line=most_common(lines.get(site, [])),
             num=len(calls),
-            host_us=sum(c.end - c.start for c in calls),
-            idle_us=idle[site],
+            host_us=_length(calls),
+            idle_us=idle[site] * part + _length(calls) * beyond,
             sized_by_numbers=site.sized_by_numbers,
+            num_bytes=copied[site.operator],
         )
         for site, calls in grouped.items()
     ]
     return sorted(found, key=lambda s: (-s.idle_us, -s.host_us))
 
 
+def _length(calls: Sequence[HostCall]) -> float:
+    return sum(call.end - call.start for call in calls)
+
+
+def _bytes_to_host(launched: Sequence[Launched]) -> Counter[str]:
+    """Return what was copied to the host, by the outermost operator of the copy."""
+    copied: Counter[str] = Counter()
+    for each in launched:
+        if each.call is not None and copy_direction(each.work.name) == "DtoH":
+            copied[_site(each.call, each.stack).operator] += each.work.num_bytes
+    return copied
+
+
 def _waits(trace: Trace) -> list[tuple[HostCall, Site]]:
     """Return the waits inside of the steps, each with its site."""
+    calls = waits_of(trace)
+    stacks = host_stacks(trace, calls)
+    return [(call, _site(call, stacks.get(call, ()))) for call in calls]
+
+
+def waits_of(trace: Trace) -> list[HostCall]:
+    """Return the calls inside of the steps in which a thread that launches waits."""
     steps = trace.steps
     # torch.profiler itself waits when it begins and ends.
     begin = steps[0].start if steps else float("-inf")
@@ -112,10 +157,7 @@ def _waits(trace: Trace) -> list[tuple[HostCall, Site]]:
     done = {work.correlation for work in trace.work}
     working = {c.thread for c in inside if c.correlation in done} | {trace.main_thread()}
     calls = [c for c in inside if is_sync(c) and c.thread in working]
-    if not steps:
-        calls = [c for c in calls if c.name != "cudaDeviceSynchronize"]
-    stacks = host_stacks(trace, calls)
-    return [(call, _site(call, stacks.get(call, ()))) for call in calls]
+    return calls if steps else [c for c in calls if c.name != "cudaDeviceSynchronize"]
 
 
 def _site(call: HostCall, stack: Sequence[HostSpan]) -> Site:
