@@ -14,6 +14,7 @@ import argparse
 import gc
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -168,26 +169,24 @@ def bus_bytes_per_s(device: str) -> float | None:
     return here.numel() / min(times)
 
 
-def measured(shape: Shape, mode: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each arm."""
+def measured(shape: Shape, mode: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each arm."""
     probe = Way("offload", shape, "eager", args.device, None)
     half = probe.sent_bytes // 2
     probe.close()
     del probe
     # Two at a time: all at once would not fit where offloading is worth it.
-    rows = []
     for name in ARMS:
         pair = [Way(n, shape, mode, args.device, half) for n in dict.fromkeys(("plain", name))]
         try:
             steps = steps_of_a_turn(pair[0], args.block_s, fewest=3, most=50)
             take_turns(pair, args.rounds, 2 if args.size == "smoke" else steps)
-            rows.append(row(pair[-1], pair[0], shape, mode, args.bus))
+            yield row(pair[-1], pair[0], shape, mode, args.bus)
         finally:
             for arm in pair:
                 arm.close()
             del pair
             gc.collect()
-    return rows
 
 
 def row(arm: Way, plain: Way, shape: Shape, mode: str, bus: float | None) -> dict[str, Any]:
@@ -233,9 +232,10 @@ def main() -> None:
                     f"{'same' if found['same_bits'] else 'OTHER'}",
                     flush=True,
                 )
-    if args.out is not None:
-        settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
-        results.write(args.out, {"settings": settings, "bus_bytes_per_s": args.bus, "rows": rows})
+                if args.out is not None:  # after each: whoever interrupts keeps what there is
+                    settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
+                    figures = {"bus_bytes_per_s": args.bus, "rows": rows}
+                    results.write(args.out, {"settings": settings, **figures})
 
 
 if __name__ == "__main__":

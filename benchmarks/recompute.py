@@ -244,9 +244,9 @@ def main() -> None:
                     f"{'same' if found['same_bits'] else 'OTHER'}",
                     flush=True,
                 )
-    if args.out is not None:
-        settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
-        results.write(args.out, {"settings": settings, "rows": rows})
+                if args.out is not None:  # after each: whoever interrupts keeps what there is
+                    settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
+                    results.write(args.out, {"settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

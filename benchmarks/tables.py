@@ -22,7 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import baseline_tables, loader_tables, loader_timeline_plot, plots
+from benchmarks import (
+    baseline_tables,
+    loader_tables,
+    loader_timeline_plot,
+    memory_tables,
+    plots,
+)
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,6 +97,24 @@ def main_job(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {fmt} | {row['mean']:.4f} | {row['mean_difference_from_fp32']:+.4f} | "
             f"{'yes' if row['within_noise'] else 'no'} |"
+        )
+    return lines
+
+
+def watching(result: dict[str, Any]) -> list[str]:
+    """Return the table of what being watched costs."""
+    lines = [
+        "| step | fit | ms | against | longer by (quartiles) |",
+        "|---|---|---:|---|---:|",
+    ]
+    for row in result["rows"]:
+        cost = ""
+        if "cost" in row:
+            low, high = row["cost_quartiles"]
+            cost = f"{row['cost']:+.2%} ({low:+.2%} to {high:+.2%})"
+        lines.append(
+            f"| {row['mode']} | {row['arm']} | {baseline_tables.figure(row['ms'])} "
+            f"| {row.get('against', '')} | {cost} |"
         )
     return lines
 
@@ -197,6 +221,9 @@ TABLES: dict[str, tuple[str, Table]] = {
     "loader peers": (LOADER, loader_tables.peers),
     "loader timeline": (LOADER, loader_tables.timeline),
     "checkpoint cost": ("checkpoint_cost_h200.json", checkpoint_cost),
+    "recompute": ("recompute_h200.json", memory_tables.recompute),
+    "offload": ("offload_h200.json", memory_tables.offload),
+    "watching": ("watching_h200.json", watching),
     "sweep": ("sweep_h200.json", sweep),
     "main job": ("main_job_curves_h200.json", main_job),
 }

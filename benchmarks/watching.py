@@ -2,12 +2,11 @@
 
     PYTHONPATH=. python benchmarks/watching.py [--size smoke] [--device cpu] [--out FILE]
 
-The small GPT of the yardstick in bf16, eager, where the host is the limit and each microsecond of it
-shows, and as one graph. "as it is" is `fit` with everything on;
-"no times" is the same with the step timer switched off; "guard" adds ``sync_guard="record"``. All
-take turns of some steps through `fit`; a cost is the median of the quotients to what it is held
-against, turn by turn, with its quartiles. "again" is a second trainer that is as it is: what it
-differs by is noise.
+The small GPT of the yardstick in bf16, eager, where the host is the limit and each microsecond of
+it shows, and as one graph. "as it is" is `fit` with everything on; "no times" is the same with the
+step timer switched off; "guard" adds ``sync_guard="record"``. All take turns of some steps through
+`fit`; a cost is the median of the quotients to what it is held against, turn by turn, with its
+quartiles. "again" is a second trainer that is as it is: what it differs by is noise.
 """
 
 from __future__ import annotations

@@ -210,6 +210,45 @@ def branches():
     }
 
 
+def recompute():
+    """Return what recompute saves and costs."""
+    row = {"name": "GPT", "ms": 25.0, "cost": 1.25, "cost_quartiles": [1.2, 1.3]}
+    row |= {"peak_bytes": None, "planned_bytes": 300 << 20, "planned_cost": 1.275}
+    ways = [(False, True), ("blocks", True), ("selective", False)]
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/recompute.py",
+        "machine": dict(MACHINE),
+        "rows": [{**row, "mode": "graph", "recompute": w, "same_bits": same} for w, same in ways],
+    }
+
+
+def offload():
+    """Return what offloading saves and costs."""
+    row = {"blocks": 8, "width": 4096, "batch": 4, "length": 2048, "mode": "eager", "ms": 125.0}
+    row |= {"time_ratio": 1.05, "peak_bytes": 6_250_000_000, "sent_bytes": 4_000_000_000}
+    arms = [("plain", None), ("offload", 0.85)]
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/offload.py",
+        "machine": dict(MACHINE),
+        "bus_bytes_per_s": 55e9,
+        "rows": [{**row, "arm": a, "bus_share": share, "same_bits": True} for a, share in arms],
+    }
+
+
+def watching():
+    """Return what being watched costs."""
+    more = {"against": "no times", "cost": 0.0025, "cost_quartiles": [0.001, 0.004]}
+    rows = [{"mode": "eager", "arm": "no times", "ms": 5.0}]
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/watching.py",
+        "machine": dict(MACHINE),
+        "rows": [*rows, {"mode": "eager", "arm": "as it is", "ms": 5.02, **more}],
+    }
+
+
 def checkpoint_cost():
     """Return what checkpoints cost a training."""
     save = {"saves": 3, "call_s": 0.2, "written_s": 12.5, "bytes": 13_700_000_000}

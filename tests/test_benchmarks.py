@@ -19,7 +19,10 @@ FILES = {
     "branches_h200.json": benchmark_results.branches,
     "checkpoint_cost_h200.json": benchmark_results.checkpoint_cost,
     "loader_h200.json": benchmark_results.loader,
+    "offload_h200.json": benchmark_results.offload,
+    "recompute_h200.json": benchmark_results.recompute,
     "sweep_h200.json": benchmark_results.sweep,
+    "watching_h200.json": benchmark_results.watching,
     "main_job_curves_h200.json": benchmark_results.main_job,
 }
 
@@ -82,7 +85,13 @@ def test_a_changed_figure_changes_the_page(made_up):
         ("loader memory", "| 121.6 +0.0 |  | 64 +2 | 5 +0 | 899.0 +0.5 | as it should be |"),
         ("loader peers", "| 0.800 (0.790 to 0.810) of timm |"),
         ("loader timeline", "](../_static/loader_timeline.svg)"),
+        (
+            "offload",
+            "| 8 of width 4,096, 4 x 2,048 | eager | offload | 125 | 1.050 | 6.25 | 4.00 |",
+        ),
+        ("recompute", "| GPT | graph | none | 25.0 | 1.250 (1.200 to 1.300) | 1.275 | 300 |"),
         ("sweep", "| timm resnet18 |"),
+        ("watching", "| eager | as it is | 5.02 | no times | +0.25% (+0.10% to +0.40%) |"),
         ("main job", "| bf16 | 1.5500 |"),
     ],
 )

@@ -1,0 +1,56 @@
+"""The benchmarks of one lever each run without a GPU, and write what they print."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import offload, recompute, watching
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    def run(benchmark, *more):
+        out = tmp_path / "figures.json"
+        options = ["--device", "cpu", "--size", "smoke", "--rounds", "2", "--out", str(out)]
+        monkeypatch.setattr("sys.argv", ["benchmark.py", *options, *more])
+        try:
+            benchmark.main()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return json.loads(out.read_text())["rows"], capsys.readouterr().out
+
+    return run
+
+
+def test_recompute(run):
+    rows, printed = run(recompute)
+    assert {row["recompute"] for row in rows} == {False, "selective", "blocks"}
+    assert all(row["same_bits"] and row["ms"] > 0 for row in rows)
+    assert "OTHER" not in printed
+
+
+def test_offload(run):
+    rows, printed = run(offload)
+    assert [row["arm"] for row in rows] == list(offload.ARMS)
+    assert all(row["same_bits"] and row["ms"] > 0 for row in rows)
+    assert "OTHER" not in printed
+
+
+def test_watching(run, monkeypatch):
+    steps = []
+    end_step = watching.StepTimer.end_step
+
+    def counting(timer):
+        steps.append(timer)
+        end_step(timer)
+
+    monkeypatch.setattr(watching.StepTimer, "end_step", counting)
+    rows, printed = run(watching, "--block-s", "0.01")
+    assert [row["arm"] for row in rows] == list(watching.ARMS)
+    assert "cost" not in rows[0]
+    assert all(row["against"] in watching.ARMS for row in rows[1:])
+    assert len(set(map(id, steps))) == len(watching.ARMS) - 1  # one of them is not timed
+    assert "as it is" in printed
