@@ -239,8 +239,8 @@ class Trainer(Closing):
 
         Raises:
             TypeError: An argument of the wrong kind; an iterator as loader with epochs > 1.
-            ValueError: An argument out of range, or neither steps nor epochs; a
-                PrefetchingLoader for another device or another ``accumulate``.
+            ValueError: An argument out of range, or neither steps nor epochs; different data on the
+                ranks; a PrefetchingLoader for another device or another ``accumulate``.
             EmptyEpochError: An epoch that yields no batch.
             CheckpointWriteError: A checkpoint could not be written; the one before it is whole.
             CheckpointCorruptError: The step asked for is damaged, or all checkpoints are.

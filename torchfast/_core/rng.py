@@ -77,3 +77,10 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators of the host only: `seed_everything` seeds those of all devices too."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)

@@ -10,10 +10,15 @@ one batch ahead, beside the step: a rank that already holds the batch after this
 and the answer is there when it is needed. Only where one of them does not know yet, because its
 loader has not come so far, they ask again when all do; then the slowest loader is what they wait
 for anyway. Every rank sees the same answers, so all of them ask equally often.
+
+At the first batch of an epoch they also compare what they deal out, as far as a digest tells it:
+of ranks that were given different data each would drop what no other one has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 from typing_extensions import override
@@ -22,12 +27,16 @@ from torchfast._core.errors import RankError
 from torchfast._core.rank_group import Least, RankGroup
 from torchfast.data.feed import Feed
 from torchfast.data.position import Position
+from torchfast.data.sharded import told_of
 
 # What a rank says of its next batch; the least of what they say is what all go by. A rank that
 # failed says its own number, below all of these.
 _HERE: Final = 2
 _UNKNOWN: Final = 1
 _ENDED: Final = 0
+
+_DIGITS: Final = 15  # of a digest, as many as a signed number of 64 bits holds
+_SHOWN: Final = 8
 
 
 @final
@@ -39,14 +48,18 @@ class EvenFeed(Feed):
     Args:
         feed: This rank's.
         ranks: Who agree.
+        loader: Where it comes from.
 
     Raises:
         RankError: The loader of another rank raised, or a rank cannot be reached.
+        ValueError: The ranks were given different data, of which each takes its part.
     """
 
-    def __init__(self, feed: Feed, ranks: RankGroup) -> None:
+    def __init__(self, feed: Feed, ranks: RankGroup, loader: Iterable[Any]) -> None:
         self._feed = feed
         self._ranks = ranks
+        self._loader = loader
+        self._is_compared = False
         self._asked: Least | None = None
         self.finished = False
 
@@ -88,10 +101,10 @@ class EvenFeed(Feed):
     def _agreed(self) -> tuple[Any, Position, int] | None:
         """Take a batch, and return it if all ranks have one."""
         try:
-            taken = self._feed.take()
+            with heard(self._ranks):
+                taken = self._feed.take()
         except BaseException:
             self.finished = True
-            self._ranks.least(-1 - self._ranks.rank)
             raise
         least = self._ranks.least(_ENDED if taken is None else _HERE).wait()
         if least < 0:
@@ -103,9 +116,40 @@ class EvenFeed(Feed):
         if least == _ENDED:
             self.finished = True
             return None
+        if not self._is_compared:  # now that all of them have begun
+            self._is_compared = True
+            self._compare()
         return taken
 
+    def _compare(self) -> None:
+        """Raise on all ranks unless they deal out the same."""
+        told = told_of(self._loader)
+        number = int(told[:_DIGITS] or "0", 16)
+        least, most = self._ranks.least(number), self._ranks.least(-number)
+        if least.wait() == -most.wait():
+            return
+        self.finished = True
+        own = f"{type(self._loader).__name__} {told[:_SHOWN] or 'as it is'}"
+        of_ranks = self._ranks.gather(own)
+        raise ValueError(
+            f"the ranks were given different data to train on (by rank: {', '.join(of_ranks)}), of "
+            "which each takes its part, so that samples are left out and others come twice; give "
+            "all ranks the same, in the same order, or say is_sharded = True on what holds a "
+            "rank's own"
+        )
 
-def even(feed: Feed, ranks: RankGroup) -> Feed:
+
+@contextmanager
+def heard(ranks: RankGroup) -> Iterator[None]:
+    """Tell the other ranks, which ask for their next batch, if the body fails: else they wait."""
+    try:
+        yield
+    except BaseException:
+        if ranks.size > 1:
+            ranks.least(-1 - ranks.rank)
+        raise
+
+
+def even(feed: Feed, ranks: RankGroup, loader: Iterable[Any]) -> Feed:
     """Return a feed that ends with those of the other ranks; where there are none, the same one."""
-    return feed if ranks.size == 1 else EvenFeed(feed, ranks)
+    return feed if ranks.size == 1 else EvenFeed(feed, ranks, loader)

@@ -329,7 +329,8 @@ class RingFeed(Feed):
             self.finished = True
             return None
         if before is not None:
-            fetching.note_fetch(draws=not same_rng_state(before, get_rng_state(CPU)))
+            moved = not same_rng_state(before, get_rng_state(CPU))
+            fetching.note_fetch(draws=moved or pair[1].draws_apart)
         slot = stager.free_slot()  # a loop ahead of the device waits here: no time of the loader's
         assert slot is not None
         staged = stage(self._ring, slot, *pair)

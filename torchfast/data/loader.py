@@ -43,7 +43,7 @@ from torchfast._core.errors import ClosedError, IterationError
 from torchfast._core.rank_group import RankGroup
 from torchfast.data.arrival import DirectMove, Finish
 from torchfast.data.epoch_ahead import EpochAhead
-from torchfast.data.even_ends import even
+from torchfast.data.even_ends import even, heard
 from torchfast.data.feed import DirectFeed, Feed, RingFeed
 from torchfast.data.loader_report import direct_decision, loader_report
 from torchfast.data.monitored import memory_of, pinned_by, unpin
@@ -221,8 +221,7 @@ class PrefetchingLoader(Closing):
         feed = self._begin(None if max_steps is None else max_steps * self.accumulate)
         is_grouped = self.accumulate > 1
         looks_ahead = self.across_epochs and not last
-        num_steps = 0
-        self.epoch_ended = False
+        num_steps, self.epoch_ended = 0, False
         try:
             self._counters.begin(time.perf_counter())
             while max_steps is None or num_steps < max_steps:
@@ -292,14 +291,15 @@ class PrefetchingLoader(Closing):
     def _open(self, limit: int | None) -> Feed:
         if self._ring is None or self._ring.is_broken:
             self._ring = self._make_ring(t) if (t := transport_for(self.device)) else None
-        with pinned_by(self.loader, self._ring and self._ring.pin):  # it holds what copies read
+        # The ring holds what copies read.
+        with heard(self.ranks), pinned_by(self.loader, self._ring and self._ring.pin):
             batches = self._upstream.begin()
         if self._check is not None:
             batches = self._check.checked(batches)
         feed: Feed = DirectFeed(batches, self._direct_move, self._counters)
         if self._ring is not None:
             feed = RingFeed(batches, self._ring, self._fetching, self._counters, limit=limit)
-        return even(feed, self.ranks)
+        return even(feed, self.ranks, self.loader)
 
     def _make_ring(self, transport: Transport) -> Ring:
         return Ring(

@@ -26,6 +26,7 @@ from torchfast._core.errors import StateMismatchError
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
 from torchfast.data.resharding import resharded
 from torchfast.data.sharded import dealt_by_sample
+from torchfast.data.sharded_batches import carries_state
 
 CPU = torch.device("cpu")
 # What must be as it was for a count of batches to mean the same batches.
@@ -46,6 +47,7 @@ GENERATORS = (
     "sampler.generator",
     "batch_sampler.generator",
     "batch_sampler.sampler.generator",
+    "order_generator",
 )
 
 
@@ -57,12 +59,14 @@ class Position(NamedTuple):
         epoch_start: The generators as the epoch found them, shared by the epoch's positions.
         loader_state: The state of a loader that carries one.
         generators: The loader's own generators as this batch left them; not saved.
+        draws_apart: Whether the loader draws from global generators that it hides; not saved.
     """
 
     num_batches: int
     epoch_start: dict[str, Any]
     loader_state: Any = None
     generators: tuple[torch.Tensor, ...] = ()
+    draws_apart: bool = False
 
 
 SAVED = ("num_batches", "epoch_start", "loader_state")
@@ -126,9 +130,7 @@ class PositionedLoader:
     @property
     def carries_state(self) -> bool:
         """Whether the loader knows its position by itself."""
-        return callable(getattr(self.loader, "state_dict", None)) and callable(
-            getattr(self.loader, "load_state_dict", None)
-        )
+        return carries_state(self.loader)
 
     def begin(self) -> Iterator[tuple[Any, Position]]:
         """Begin an epoch now, or go on in the one that was loaded.
@@ -170,7 +172,8 @@ class PositionedLoader:
         for number, batch in enumerate(iterator, start=at.num_batches + 1):
             own = self._own_generators() if own is None else own
             generators = tuple([g.get_state() for g in own])
-            yield batch, Position(number, at.epoch_start, self._loader_state(), generators)
+            apart = getattr(self.loader, "draws_apart", False) is True
+            yield batch, Position(number, at.epoch_start, self._loader_state(), generators, apart)
 
     def _resumed(self, at: Position) -> Iterator[Any]:
         self._has_begun = True
@@ -315,6 +318,7 @@ class PositionedLoader:
             getattr(loader, "generator", None) is None
             and getattr(loader, "sampler", None) is None
             and getattr(loader, "batch_sampler", None) is None
+            and getattr(loader, "order_generator", None) is None
         ):
             return []  # with each batch, so what has none of these is not asked for more
         found = {id(g): g for g in map(self._look_up, GENERATORS) if g is not None}

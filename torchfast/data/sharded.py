@@ -13,9 +13,11 @@ that is seeded here. It goes on from epoch to epoch, so that a new order comes w
 ``set_epoch()`` too, and is part of the position that a checkpoint has.
 
 What cannot be dealt out by sample is dealt out by batch: an iterable is read whole by every rank,
-which keeps its own batches and drops the others. That is right and costs the time of loading all of
-them; a data set that divides itself costs less, and says ``is_sharded = True``. A loader that is
-sharded already, by torch's DistributedSampler or anything alike, is left as it is.
+which keeps its own batches and drops the others (``sharded_batches.py``). So is a DataLoader of a
+class with an ``__iter__`` of its own, which need not ask its sampler. That is right and costs the
+time of loading all of them; a data set that divides itself costs less, and says
+``is_sharded = True``. A loader that is sharded already, by torch's DistributedSampler or anything
+alike, is left as it is.
 """
 
 from __future__ import annotations
@@ -37,7 +39,16 @@ from torch.utils.data import (
 )
 
 from torchfast._core.arguments import check_int, check_iterable, explain_keywords
-from torchfast._core.rng import preserved_rng, seed_everything
+from torchfast._core.rng import preserved_rng, seed_host
+from torchfast.data.digest import digest, digest_of_samples
+from torchfast.data.sharded_batches import (
+    ShardedIterable,
+    ShardedIterator,
+    carries_state,
+    dealt,
+    has_own_loop,
+    seed_of_epoch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +73,8 @@ def shard_loader(
         loader: A DataLoader, or any other iterable of batches.
         rank: The number of this process.
         world_size: How many there are; with 1 the loader itself is returned.
-        seed: Of the order, where the loader has no generator of its own. The same on all ranks.
+        seed: Of the order, where the loader has no generator of its own, and of what a stream draws
+            from global generators. The same on all ranks.
 
     Returns:
         A DataLoader of the same class with all its other options the same, or an iterable; the
@@ -89,18 +101,22 @@ def shard_loader(
         raise ValueError(f"rank must be below world_size={world_size}, got {rank}")
     if world_size == 1 or is_sharded(loader, world_size):
         return loader
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or has_own_loop(loader)
+    ):
         if rank == 0:
             logger.warning(
                 "every rank loads all batches of the %s and keeps one in %d of them; let the data "
                 "set divide itself between the ranks and say is_sharded = True, or give a "
-                "map-style one",
+                "map-style one in a DataLoader whose class has no __iter__ of its own",
                 type(loader).__name__,
                 world_size,
             )
         if hasattr(type(loader), "__next__"):
-            return _dealt(iter(loader), rank, world_size)
-        return ShardedIterable(loader, rank, world_size)
+            return ShardedIterator(loader, rank, world_size, seed)
+        return ShardedIterable(loader, rank, world_size, seed)
     return dealt_by_sample(loader, rank, world_size, seed=seed)
 
 
@@ -108,20 +124,21 @@ def dealt_by_sample(
     loader: DataLoader[Any], rank: int, world_size: int, *, seed: int = 0
 ) -> DataLoader[Any]:
     """Return a copy of a loader over a map-style data set that takes its part of the samples."""
-    dealt = copy.copy(loader)
+    dealing = copy.copy(loader)
     # A DataLoader refuses another sampler; a new one that has not been iterated can have it.
-    parts = vars(dealt)
+    parts = vars(dealing)
     parts["_iterator"] = None
     own = loader.batch_sampler
     if own is None:
-        parts["sampler"] = ShardedSampler(loader.sampler, rank, world_size, seed=seed)
+        parts["sampler"] = sampler = ShardedSampler(loader.sampler, rank, world_size, seed=seed)
     elif type(own) is BatchSampler:
         sampler = ShardedSampler(own.sampler, rank, world_size, seed=seed, drop_last=own.drop_last)
         parts["sampler"] = sampler
         parts["batch_sampler"] = BatchSampler(sampler, own.batch_size, own.drop_last)
     else:
-        parts["batch_sampler"] = ShardedSampler(own, rank, world_size, seed=seed)
-    return dealt
+        parts["batch_sampler"] = sampler = ShardedSampler(own, rank, world_size, seed=seed)
+    sampler.is_saved = not carries_state(loader)
+    return dealing
 
 
 @final
@@ -138,6 +155,9 @@ class ShardedSampler(Sampler[Any]):
     Attributes:
         generator: Draws the order; None where nothing is drawn, or by what knows the epoch.
         dealt_to: As ``num_replicas``, by which a saved position knows its way of dealing.
+        first: What the first ones of the last epoch, one of each rank, are known by.
+        is_saved: Whether the generator is part of a saved position: not of a loader that carries
+            its own state, so there the order follows from the epoch, as soon as one is told.
     """
 
     def __init__(
@@ -152,10 +172,14 @@ class ShardedSampler(Sampler[Any]):
         self.rank = rank
         self.num_replicas = self.dealt_to = num_replicas
         self.drop_last = drop_last
+        self.first = ""
+        self.is_saved = True
+        self._seed = seed
         self.generator: torch.Generator | None = getattr(sampler, "generator", None)
-        self._draws_globally = False
+        self._draws_globally = self._is_own = False
         if self.generator is None and type(sampler) is not SequentialSampler:
             self.generator = torch.Generator().manual_seed(seed)
+            self._is_own = True
             if hasattr(sampler, "generator"):
                 sampler = copy.copy(sampler)
                 sampler.generator = self.generator
@@ -165,7 +189,10 @@ class ShardedSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
-        return _dealt(self._all(), self.rank, self.num_replicas, pads=not self.drop_last)
+        self.first = ""
+        return dealt(
+            self._all(), self.rank, self.num_replicas, pads=not self.drop_last, note=self._note
+        )
 
     def __len__(self) -> int:
         """Return how many this rank gets, the same on all; TypeError where nobody knows."""
@@ -174,6 +201,8 @@ class ShardedSampler(Sampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler, if it asks."""
+        if self.generator is not None and self._is_own and not self.is_saved:
+            self.generator.manual_seed(seed_of_epoch(self._seed, epoch))
         if callable(getattr(self._sampler, "set_epoch", None)):
             self._sampler.set_epoch(epoch)
 
@@ -182,13 +211,16 @@ class ShardedSampler(Sampler[Any]):
         """That of a batch sampler."""
         return getattr(self._sampler, "batch_size", None)
 
+    def _note(self, deal: list[Any]) -> None:
+        self.first = digest(deal)
+
     def _all(self) -> Iterator[Any]:
         if not self._draws_globally:
             return iter(self._sampler)
         # It may draw from any global generator, which differ between ranks: these do not.
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
         with preserved_rng(_CPU):
-            seed_everything(seed)
+            seed_host(seed)
             return iter(draw_at_once(self._sampler))
 
 
@@ -214,45 +246,18 @@ def draw_at_once(sampler: Any) -> list[Any]:
     return drawn
 
 
-@final
-class ShardedIterable:
-    """Every n-th batch of a loader, of which this rank reads all.
+def told_of(loader: Any) -> str:
+    """Return what the data of all ranks are known by, once an epoch has begun.
 
-    Its other attributes are the loader's own.
+    It is the same on ranks that were given the same, and empty of what was divided elsewhere.
     """
-
-    def __init__(self, loader: Iterable[Any], rank: int, num_replicas: int) -> None:
-        self._loader = loader
-        self.rank = rank
-        self.num_replicas = num_replicas
-
-    def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch."""
-        return _dealt(iter(self._loader), self.rank, self.num_replicas)
-
-    def __len__(self) -> int:
-        """Return how many batches each rank gets; TypeError where the loader has no length."""
-        return len(self._loader) // self.num_replicas  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the loader's."""
-        if name == "_loader":  # of a copy that is being made
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-
-def _dealt(items: Iterator[Any], rank: int, size: int, *, pads: bool = False) -> Iterator[Any]:
-    """Yield one of each ``size`` items, once all of these are there, so all ranks yield as many."""
-    first: list[Any] = []
-    while len(deal := list(islice(items, size))) == size:
-        if pads and not first:
-            first = deal
-        yield deal[rank]
-        del deal  # of an iterable it may be as large as all ranks' batches
-    if pads and deal:
-        # Fewer than there are ranks altogether: some come more than once.
-        again = (first or deal) * size
-        yield (deal + again)[rank]
+    if isinstance(loader, ShardedIterable | ShardedIterator):
+        return str(loader.first)
+    if isinstance(loader, DataLoader):
+        for sampler in (loader.batch_sampler, loader.sampler):
+            if isinstance(sampler, ShardedSampler):
+                return digest_of_samples(loader.dataset, sampler.first)
+    return ""
 
 
 def is_sharded(loader: Any, world_size: int) -> bool:

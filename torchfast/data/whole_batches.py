@@ -15,14 +15,9 @@ noted, and compared at the end.
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
-from numbers import Real
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, final
 
-import torch
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -31,12 +26,12 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from torchfast.data.digest import digest, digest_of_samples
 from torchfast.data.sharded import draw_at_once, is_sharded
+from torchfast.data.sharded_batches import has_own_loop, in_order
 
 # These draw once from a global generator, when they begin, and from one of their own thereafter.
 _DRAW_AT_ONCE: Final = (SequentialSampler, RandomSampler)
-_FEW: Final = 8  # of a tensor's rows, by which two batches are told apart
-_SOME: Final = 64  # of a list's items
 
 
 @final
@@ -67,9 +62,9 @@ class DealtBatches:
         if (
             not isinstance(batches, DataLoader)
             or isinstance(batches.dataset, IterableDataset)
-            or _has_own_loop(batches)
+            or has_own_loop(batches)
         ):
-            self.loader = self._deal = _Deal(_in_order(batches), rank, world_size)
+            self.loader = self._deal = _Deal(in_order(batches), rank, world_size)
             return
         self._dataset = batches.dataset
         own: Any = batches.batch_sampler
@@ -99,11 +94,7 @@ class DealtBatches:
         """
         if not self.is_dealt:
             return 0, ""
-        dataset = self._dataset
-        length = len(dataset) if hasattr(type(dataset), "__len__") else None
-        # What a data set that somebody divided by hand consists of.
-        parts = [getattr(dataset, name, None) for name in ("indices", "tensors")]
-        return self._deal.count, _digest([length, *parts, self._deal.first])
+        return self._deal.count, digest_of_samples(self._dataset, self._deal.first)
 
 
 @final
@@ -131,7 +122,7 @@ class _Deal:
         mine = None
         for item in items:
             if self.count == 0:
-                self.first = _digest(item)
+                self.first = digest(item)
             place = self.count % self._size
             self.count += 1
             if place == 0 or place == self._rank:
@@ -147,48 +138,3 @@ class _Deal:
     def __len__(self) -> int:
         """Return how many each rank gets, a stand-in included; TypeError where nobody knows."""
         return -(-len(self._items) // self._size)  # type: ignore[arg-type]
-
-
-def _has_own_loop(loader: DataLoader[Any]) -> bool:
-    """Whether it is of a class that need not ask its sampler which samples are in a batch."""
-    return type(loader).__iter__ is not DataLoader.__iter__
-
-
-def _in_order(batches: Any) -> Any:
-    """Return what yields the same order on each rank: not the one in which workers are ready."""
-    if not isinstance(batches, DataLoader) or _has_own_loop(batches) or batches.in_order:
-        return batches
-    loader = copy.copy(batches)
-    vars(loader).update(_iterator=None, in_order=True)
-    return loader
-
-
-def _digest(value: object) -> str:
-    told = hashlib.sha256()
-    for each in _told(value):
-        told.update(each)
-    return told.hexdigest()
-
-
-def _told(value: object) -> Iterator[bytes]:
-    """Tell a little of what is in plain containers; of what is unknown, nothing."""
-    if isinstance(value, Tensor):
-        yield from _told_of_tensor(value.detach())
-    elif isinstance(value, Real | str | bytes | None):
-        yield repr(value).encode("utf-8", "backslashreplace")
-    elif isinstance(value, Mapping):
-        for each in islice(value.values(), _SOME):
-            yield from _told(each)
-    elif isinstance(value, list | tuple | range):
-        for each in islice(value, _SOME):
-            yield from _told(each)
-
-
-def _told_of_tensor(tensor: Tensor) -> Iterator[bytes]:
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
-        return
-    yield f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    if type(tensor) is not Tensor or tensor.is_complex():
-        return
-    few = (tensor[:_FEW] if tensor.dim() else tensor).cpu()
-    yield few.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

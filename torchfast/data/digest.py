@@ -1,0 +1,63 @@
+"""A little of what data consist of, by which ranks see whether they were given the same.
+
+To compare all of it would take as long as loading it. So of a tensor a few rows are told, of a list
+some items, and of what is unknown nothing: what tells the same is most likely the same, and what
+does not is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from numbers import Real
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+_FEW: Final = 8  # of a tensor's rows
+_SOME: Final = 64  # of a list's items
+
+
+def digest(value: object) -> str:
+    """Return what a batch, or anything in plain containers, is known by."""
+    told = hashlib.sha256()
+    for each in _told(value):
+        told.update(each)
+    return told.hexdigest()
+
+
+def digest_of_samples(dataset: Any, first: str) -> str:
+    """Return what a map-style data set is known by, with the digest of the first of its order."""
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):  # a sampler may know it instead
+        length = None
+    # What a data set that somebody divided by hand consists of.
+    parts = [getattr(dataset, name, None) for name in ("indices", "tensors")]
+    return digest([length, *parts, first])
+
+
+def _told(value: object) -> Iterator[bytes]:
+    """Tell a little of what is in plain containers; of what is unknown, nothing."""
+    if isinstance(value, Tensor):
+        yield from _told_of_tensor(value.detach())
+    elif isinstance(value, Real | str | bytes | None):
+        yield repr(value).encode("utf-8", "backslashreplace")
+    elif isinstance(value, Mapping):
+        for each in islice(value.values(), _SOME):
+            yield from _told(each)
+    elif isinstance(value, list | tuple | range):
+        for each in islice(value, _SOME):
+            yield from _told(each)
+
+
+def _told_of_tensor(tensor: Tensor) -> Iterator[bytes]:
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        return
+    yield f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    if type(tensor) is not Tensor or tensor.is_complex():
+        return
+    few = (tensor[:_FEW] if tensor.dim() else tensor).cpu()
+    yield few.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
