@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 import ranks
 from torchfast import Plan, RankError, Trainer, shard_loader
+from torchfast.data import even_ends, sharded_batches
 
 SAMPLES = torch.arange(12.0).unsqueeze(1)
 
@@ -153,6 +154,32 @@ def test_ranks_that_were_given_different_data_hear_of_it():
         return training.fit(DataLoader(SAMPLES, 2), steps=1, progress=False).num_steps
 
     assert run(work) == [1, 1]
+
+
+def test_streams_that_begin_to_differ_are_noticed(monkeypatch):
+    """One that is shuffled again and again in one epoch, each rank by itself."""
+    monkeypatch.setattr(sharded_batches, "EVERY", 8)
+    monkeypatch.setattr(even_ends, "EVERY", 8)
+
+    class Again(IterableDataset):
+        def __iter__(self):
+            while True:
+                yield from random.sample(list(SAMPLES), len(SAMPLES))
+
+    class Alike(Again):
+        def __iter__(self):
+            draws = random.Random(5)
+            while True:
+                yield from draws.sample(list(SAMPLES), len(SAMPLES))
+
+    def work(rank, training):
+        alike = training.fit(DataLoader(Alike()), steps=20, progress=False).num_steps
+        batches = training.prefetch(DataLoader(Again()))
+        with pytest.raises(ValueError, match="given different data to train on"):
+            (seen := []).extend(itertools.islice(batches, 20))
+        return alike, len(seen)
+
+    assert run(work) == [(20, 8), (20, 8)]
 
 
 def test_a_loader_that_fails_is_told_before_data_are_compared():

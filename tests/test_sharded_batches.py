@@ -100,7 +100,7 @@ def of_rank(make, rank, epochs, size=2, **options):
     found, told = [], []
     for _ in range(epochs):
         found.append([batch.tolist() for batch in loader])
-        told.append(told_of(loader.loader))
+        told.append(told_of(loader.loader, 0))
     assert same_rng_state(before, get_rng_state(CPU))  # which the loader does not move
     return found, told
 

@@ -11,8 +11,8 @@ and the answer is there when it is needed. Only where one of them does not know 
 loader has not come so far, they ask again when all do; then the slowest loader is what they wait
 for anyway. Every rank sees the same answers, so all of them ask equally often.
 
-At the first batch of an epoch they also compare what they deal out, as far as a digest tells it:
-of ranks that were given different data each would drop what no other one has.
+At the first batch of an epoch, and at some later ones, they also compare what they deal out, as far
+as a digest tells it: of ranks that were given different data each drops what no other one has.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchfast._core.rank_group import Least, RankGroup
 from torchfast.data.feed import Feed
 from torchfast.data.position import Position
 from torchfast.data.sharded import told_of
+from torchfast.data.sharded_batches import EVERY
 
 # What a rank says of its next batch; the least of what they say is what all go by. A rank that
 # failed says its own number, below all of these.
@@ -59,7 +60,7 @@ class EvenFeed(Feed):
         self._feed = feed
         self._ranks = ranks
         self._loader = loader
-        self._is_compared = False
+        self._num_taken = 0
         self._asked: Least | None = None
         self.finished = False
 
@@ -71,6 +72,9 @@ class EvenFeed(Feed):
         is_here = asked is not None and asked.wait() == _HERE
         taken = self._feed.take() if is_here else self._agreed()
         if taken is not None:
+            if self._num_taken % EVERY == 0:  # of each rank the same one
+                self._compare(taken[1].num_batches - 1)
+            self._num_taken += 1
             # None where upstream is at its end: it is found out when the batch is asked for.
             self._asked = self._ranks.least(_HERE if self._feed.has_next else _UNKNOWN)
         return taken
@@ -116,14 +120,11 @@ class EvenFeed(Feed):
         if least == _ENDED:
             self.finished = True
             return None
-        if not self._is_compared:  # now that all of them have begun
-            self._is_compared = True
-            self._compare()
         return taken
 
-    def _compare(self) -> None:
+    def _compare(self, number: int) -> None:
         """Raise on all ranks unless they deal out the same."""
-        told = told_of(self._loader)
+        told = told_of(self._loader, number)
         number = int(told[:_DIGITS] or "0", 16)
         least, most = self._ranks.least(number), self._ranks.least(-number)
         if least.wait() == -most.wait():

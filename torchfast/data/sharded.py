@@ -211,8 +211,9 @@ class ShardedSampler(Sampler[Any]):
         """That of a batch sampler."""
         return getattr(self._sampler, "batch_size", None)
 
-    def _note(self, deal: list[Any]) -> None:
-        self.first = digest(deal)
+    def _note(self, number: int, deal: list[Any]) -> None:
+        if number == 0:
+            self.first = digest(deal)
 
     def _all(self) -> Iterator[Any]:
         if not self._draws_globally:
@@ -246,13 +247,13 @@ def draw_at_once(sampler: Any) -> list[Any]:
     return drawn
 
 
-def told_of(loader: Any) -> str:
-    """Return what the data of all ranks are known by, once an epoch has begun.
+def told_of(loader: Any, number: int) -> str:
+    """Return what the data of all ranks are known by, once batch ``number`` of an epoch has come.
 
     It is the same on ranks that were given the same, and empty of what was divided elsewhere.
     """
     if isinstance(loader, ShardedIterable | ShardedIterator):
-        return str(loader.first)
+        return str(loader.told(number))
     if isinstance(loader, DataLoader):
         for sampler in (loader.batch_sampler, loader.sampler):
             if isinstance(sampler, ShardedSampler):

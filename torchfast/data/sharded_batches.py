@@ -32,6 +32,11 @@ from torchfast._core.rng import (
 )
 from torchfast.data.digest import digest
 
+# Of how many batches that a rank has one is compared with the other ranks': a stream without an end
+# may begin to differ at any time.
+EVERY: Final = 256
+_KEPT: Final = 8  # of the digests: batches are fetched ahead
+
 _CPU: Final = torch.device("cpu")
 _END: Final = object()
 # Whose loaders ask the sampler in each iteration, whatever else theirs does.
@@ -72,7 +77,7 @@ def dealt(
     size: int,
     *,
     pads: bool = False,
-    note: Callable[[list[Any]], None],
+    note: Callable[[int, list[Any]], None],
 ) -> Iterator[Any]:
     """Yield one of each ``size`` items, once all of these are there, so all ranks yield as many.
 
@@ -81,15 +86,15 @@ def dealt(
         rank: Whose are yielded.
         size: How many ranks there are.
         pads: Let the first ones come again where the last are too few for all ranks.
-        note: Called with the first of them, as many as there are ranks.
+        note: Called with each number and what all ranks have of it.
     """
     first: list[Any] = []
-    is_first = True
+    number = 0
     while deal := list(islice(items, size)):
-        if is_first:
-            is_first = False
-            note(deal)
-            first = deal if pads else []
+        note(number, deal)
+        if pads and number == 0:
+            first = deal
+        number += 1
         if len(deal) < size:
             if pads:
                 # Fewer than there are ranks altogether: some come more than once.
@@ -115,7 +120,6 @@ class ShardedIterable:
         order_generator: Draws the seed of each epoch, and is part of a saved position.
         draws_apart: Whether the loader draws with each batch, while the global generators are
             its own: then it must be asked in the thread that trains.
-        first: What the first batches of this epoch, one of each rank, are known by.
     """
 
     def __init__(self, loader: Iterable[Any], rank: int, num_replicas: int, seed: int) -> None:
@@ -124,7 +128,7 @@ class ShardedIterable:
         self.num_replicas = num_replicas
         self.order_generator = torch.Generator().manual_seed(seed)
         self.draws_apart = False
-        self.first = ""
+        self._digests: dict[int, str] = {}
         self._seed = seed
         self._epoch: int | None = None
         self._is_known = False  # whether it draws with each batch
@@ -134,7 +138,7 @@ class ShardedIterable:
         draws = _SharedDraws(self._next_seed())
         with draws.taken():
             items = iter(self._loader)
-        self.first = ""
+        self._digests.clear()
         return self._parts(dealt(items, self.rank, self.num_replicas, note=self._note), draws)
 
     def __len__(self) -> int:
@@ -146,6 +150,10 @@ class ShardedIterable:
         self._epoch = epoch
         if callable(getattr(self._loader, "set_epoch", None)):
             self._loader.set_epoch(epoch)
+
+    def told(self, number: int) -> str:
+        """Return what this epoch's batches of all ranks are known by, at ``number`` or before."""
+        return self._digests.get(number - number % EVERY, "")
 
     def __getattr__(self, name: str) -> Any:
         """Return the loader's."""
@@ -175,8 +183,10 @@ class ShardedIterable:
             return seed_of_epoch(self._seed, self._epoch)
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.order_generator))
 
-    def _note(self, deal: list[Any]) -> None:
-        self.first = digest(deal)
+    def _note(self, number: int, deal: list[Any]) -> None:
+        if number % EVERY == 0:
+            self._digests[number] = digest(deal)
+            self._digests.pop(number - _KEPT * EVERY, None)
 
 
 @final
