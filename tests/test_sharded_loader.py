@@ -191,6 +191,9 @@ def test_what_is_sharded_already_is_not_touched(caplog):
     caplog.clear()
     with pytest.raises(ValueError, match="divides the data by 3, and there are 2 ranks"):
         shard_loader(DataLoader(data, sampler=DistributedSampler(data, 3, 1)), rank=0, world_size=2)
+    mine = DataLoader(data, 2, sampler=sampler)
+    with pytest.raises(ValueError, match="has the samples of rank 1, and this is rank 0"):
+        shard_loader(mine, rank=0, world_size=2)
     assert not caplog.records
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from torchfast import shard_loader
+from torchfast import build_dataloader, shard_loader
 from torchfast.data.whole_batches import DealtBatches
 
 
@@ -144,6 +144,22 @@ def test_a_stream_has_the_order_of_its_workers_not_of_their_haste():
     assert not given.in_order
     given = DataLoader(Stream(), 2, num_workers=2)
     assert DealtBatches(given, 0, 2).loader._items is given  # whose worker processes may stay
+
+
+def test_a_loader_of_our_own_loads_only_its_batches():
+    loaded = []
+
+    class Counted(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            loaded.append(index)
+            return index
+
+    given = build_dataloader(Counted(), 2, num_workers=0, device="cpu")
+    assert plain(DealtBatches(given, 1, 2).loader) == [[2, 3], [6, 7]]
+    assert loaded == [2, 3, 6, 7]
 
 
 def test_what_is_divided_already_is_taken_as_it_is():

@@ -82,7 +82,7 @@ def shard_loader(
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: No such rank; or the loader is sharded for another number of ranks.
+        ValueError: No such rank; or the loader is sharded for another rank, or number of them.
 
     Numerics: The batches of all ranks together are those of one process with a batch size
         ``world_size`` times as large.
@@ -99,7 +99,7 @@ def shard_loader(
     check_int("seed", seed, minimum=0)
     if rank >= world_size:
         raise ValueError(f"rank must be below world_size={world_size}, got {rank}")
-    if world_size == 1 or is_sharded(loader, world_size):
+    if world_size == 1 or is_sharded(loader, rank, world_size):
         return loader
     if (
         not isinstance(loader, DataLoader)
@@ -261,11 +261,11 @@ def told_of(loader: Any, number: int) -> str:
     return ""
 
 
-def is_sharded(loader: Any, world_size: int) -> bool:
+def is_sharded(loader: Any, rank: int, world_size: int) -> bool:
     """Whether the loader yields a part already.
 
     Raises:
-        ValueError: That of another number of ranks.
+        ValueError: That of another number of ranks, or of another rank.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = {
@@ -290,6 +290,11 @@ def is_sharded(loader: Any, world_size: int) -> bool:
             raise ValueError(
                 f"the loader's {name} ({type(holder).__name__}) divides the data by {found}, and "
                 f"there are {world_size} ranks; give it num_replicas={world_size}, or no sampler"
+            )
+        if isinstance(holder, DistributedSampler) and holder.rank != rank:
+            raise ValueError(
+                f"the loader's {name} ({type(holder).__name__}) has the samples of rank "
+                f"{holder.rank}, and this is rank {rank}; give it rank={rank}, or no sampler"
             )
         return True
     return False

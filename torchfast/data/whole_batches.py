@@ -50,12 +50,12 @@ class DealtBatches:
         is_dealt: Whether it was not.
 
     Raises:
-        ValueError: It is divided for another number of ranks.
+        ValueError: It is divided for another rank, or another number of them.
     """
 
     def __init__(self, batches: Iterable[Any], rank: int, world_size: int) -> None:
         self.loader = batches
-        self.is_dealt = not is_sharded(batches, world_size)
+        self.is_dealt = not is_sharded(batches, rank, world_size)
         if not self.is_dealt:
             return
         self._dataset: Any = None
