@@ -257,7 +257,7 @@ def told_of(loader: Any, number: int) -> str:
     if isinstance(loader, DataLoader):
         for sampler in (loader.batch_sampler, loader.sampler):
             if isinstance(sampler, ShardedSampler):
-                return digest_of_samples(loader.dataset, sampler.first)
+                return digest_of_samples(loader.dataset, sampler.first, reads_device=False)
     return ""
 
 

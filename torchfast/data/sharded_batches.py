@@ -185,7 +185,7 @@ class ShardedIterable:
 
     def _note(self, number: int, deal: list[Any]) -> None:
         if number % EVERY == 0:
-            self._digests[number] = digest(deal)
+            self._digests[number] = digest(deal, reads_device=False)
             self._digests.pop(number - _KEPT * EVERY, None)
 
 
