@@ -28,7 +28,7 @@ from torchfast._core.rank_group import Least, RankGroup
 from torchfast.data.feed import Feed
 from torchfast.data.position import Position
 from torchfast.data.sharded import told_of
-from torchfast.data.sharded_batches import EVERY
+from torchfast.data.sharded_batches import EVERY, ShardedIterable, ShardedIterator
 
 # What a rank says of its next batch; the least of what they say is what all go by. A rank that
 # failed says its own number, below all of these.
@@ -60,6 +60,9 @@ class EvenFeed(Feed):
         self._feed = feed
         self._ranks = ranks
         self._loader = loader
+        # A sampler has one order for all of the epoch. The first comparison also shows that this is
+        # the same on all ranks, so all of them make the later ones.
+        self._is_stream = isinstance(loader, ShardedIterable | ShardedIterator)
         self._num_taken = 0
         self._asked: Least | None = None
         self.finished = False
@@ -72,7 +75,7 @@ class EvenFeed(Feed):
         is_here = asked is not None and asked.wait() == _HERE
         taken = self._feed.take() if is_here else self._agreed()
         if taken is not None:
-            if self._num_taken % EVERY == 0:  # of each rank the same one
+            if self._num_taken == 0 or (self._is_stream and self._num_taken % EVERY == 0):
                 self._compare(taken[1].num_batches - 1)
             self._num_taken += 1
             # None where upstream is at its end: it is found out when the batch is asked for.
@@ -125,7 +128,7 @@ class EvenFeed(Feed):
     def _compare(self, number: int) -> None:
         """Raise on all ranks unless they deal out the same."""
         told = told_of(self._loader, number)
-        number = int(told[:_DIGITS] or "0", 16)
+        number = int(told[:_DIGITS], 16) if told else int(self._is_stream)
         least, most = self._ranks.least(number), self._ranks.least(-number)
         if least.wait() == -most.wait():
             return
