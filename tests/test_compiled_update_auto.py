@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn, optim
 from models import DropoutNet, make_batches
 from stepping import make_trainer
 from tape import Twins, counts
-from torchfast import CompileError, CompileOptions, Plan, update_trial
+from torchfast import CompileError, CompileOptions, Plan, compiled_update, update_trial
 from torchfast._core.compare import differences
 from torchfast._core.measure import Measurement
 from torchfast.compiler import OneGraph
@@ -114,7 +115,7 @@ def test_a_measurement_leaves_every_bit(monkeypatch, is_real):
         device=CPU,
         budget_s=0.3,
     )
-    assert found is not None
+    assert found.is_better is not None
     assert not differences(before, state())
     assert all(a is b for a, b in zip(held, optimizer.state.values(), strict=True))
 
@@ -180,11 +181,74 @@ def test_gradients_that_are_not_finite_put_it_off(monkeypatch):
     batches = make_batches(5)
     trainer.step(batches[0])
     trainer.step((batches[1][0] * torch.nan, batches[1][1]))
-    assert told(trainer).detail.endswith("measured at the second update")
+    assert "measured at the next update, as before the gradients, or what" in told(trainer).detail
     for batch in batches[2:]:
         trainer.step(batch)
     assert "it takes 0.500" in told(trainer).detail
     assert trainer.num_skipped == 1
+
+
+def test_what_is_never_finite_is_given_up(monkeypatch):
+    """An expected value is not finite where a parameter that no gradient reaches is not."""
+    monkeypatch.setattr(compiled_update, "_MOST_TRIALS", 2)
+    trials = []
+    monkeypatch.setattr(
+        compiled_update, "try_update", lambda *a, **k: (trials.append(1), try_update(*a, **k))[1]
+    )
+    twins = Twins(DropoutNet, ADAMW, plan=AUTO)
+    twins.both(lambda model, _: model.register_parameter("idle", nn.Parameter(torch.ones(2))))
+    twins.both(lambda model, o: o.add_param_group({"params": [model.idle]}))
+    with torch.no_grad():
+        twins.both(lambda model, _: model.idle.fill_(torch.inf))
+    twins.run(make_batches(5))  # bit for bit
+    assert len(trials) == 2
+    assert told(twins.captured).outcome == "left alone"
+    assert "given up after 2 trials, as the gradients, or what" in told(twins.captured).detail
+
+
+class Failing:
+    """An update that runs out of memory at one of its calls, half way through."""
+
+    def __init__(self, update, model, at):
+        self.update, self.model, self.at, self.calls = update, model, at, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == self.at:
+            buffer = torch.zeros(8)
+            self.buffer = weakref.ref(buffer)
+            with torch.no_grad():
+                next(self.model.parameters()).add_(1)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.update() is None
+
+
+@pytest.mark.parametrize(("which", "at"), [("eager", 1), ("compiled", 1), ("eager", 3)])
+def test_where_memory_runs_out_all_is_put_back_and_nothing_held(monkeypatch, which, at):
+    measured_as(monkeypatch, 0.5)
+    model = DropoutNet()
+    optimizer = ADAMW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    ways = {n: Failing(optimizer.step, model, at * (n == which)) for n in ("eager", "compiled")}
+    found = try_update(optimizer, **ways, why_failed=lambda: None, device=CPU, budget_s=0.3)
+    assert found.is_better is False
+    assert "memory ran out" in found.why
+    assert not differences(before, [model.state_dict(), optimizer.state_dict()])
+    assert ways[which].buffer() is None
+
+
+def test_a_step_in_which_measuring_runs_out_of_memory_is_a_step(monkeypatch):
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(update_trial, "_objection", no_memory)
+    twins = Twins(DropoutNet, ADAMW, plan=Plan(compile=OPTIONS(on_failure="raise")))
+    twins.run(make_batches(4))  # bit for bit
+    assert told(twins.captured).outcome == "left alone"
+    assert "memory ran out" in told(twins.captured).detail
 
 
 @pytest.mark.parametrize("begins", [1, 2])

@@ -40,9 +40,14 @@ from torchfast._core.reachable import weak_method
 from torchfast.compiler import CompileOptions, OneGraph, compile_decision
 from torchfast.graphs import LearningRates
 from torchfast.precision import as_low_bit
+from torchfast.update_receipt import receipt_key, remember, remembered
 from torchfast.update_trial import UpdateTrial, try_update
 
 logger = logging.getLogger(__name__)
+
+# Updates that may tell nothing before it is given up to measure. A loss scale that begins too high
+# takes some to come down.
+_MOST_TRIALS = 8
 
 
 @final
@@ -75,6 +80,7 @@ class CompiledUpdate(Closing):
         self._num_graphs_before = 0  # of state that was replaced
         self.is_undecided = self._options.update == "auto"
         self._found: UpdateTrial | None = None
+        self._num_trials = 0
         self._outcome: Outcome = "applied"
         self._why_eager: str | None = None
         if self._options.update is False:
@@ -118,23 +124,37 @@ class CompiledUpdate(Closing):
         graph = self._graph
         if graph.off_because is not None:  # as in a capture, where nothing can be measured either
             return
-        found = try_update(
-            self._optimizer,
-            eager=self._run_as_it_is,
-            compiled=self._run_compiled,
-            why_failed=lambda: graph.failure,
-            device=next(iter(optimized(self._optimizer))).device,
-            budget_s=self._options.budget_s,
-        )
-        if found is None:  # nothing can be told by these gradients
+        self._found = found = self._found_out(graph)
+        self._num_trials += 1
+        if found.is_better is None and self._num_trials < _MOST_TRIALS:
             return
         self.is_undecided = False
-        self._found = found
         if graph.failure is not None:
             self._give_up(graph.failure, graph.error)
         elif not found.is_better:
             self._outcome, self._why_eager = "left alone", found.why
+            if found.is_better is None:
+                self._why_eager = f"given up after {_MOST_TRIALS} trials, as {found.why}"
             graph.close()
+
+    def _found_out(self, graph: OneGraph) -> UpdateTrial:
+        """Return what an earlier run has measured, or what this one does."""
+        optimizer, options = self._optimizer, self._options
+        device = next(iter(optimized(optimizer))).device
+        key = None if options.cache is None else receipt_key(optimizer, options, device)
+        if key is not None and (known := remembered(options, key)) is not None:
+            return known
+        found = try_update(
+            optimizer,
+            eager=self._run_as_it_is,
+            compiled=self._run_compiled,
+            why_failed=lambda: graph.failure,
+            device=device,
+            budget_s=options.budget_s,
+        )
+        if key is not None:
+            remember(options, key, optimizer, found)
+        return found
 
     def decisions(self) -> list[Decision]:
         """Return whether the update is compiled, and why; nothing where nobody asked."""
@@ -149,7 +169,9 @@ class CompiledUpdate(Closing):
             detail = f"{what} runs as it is: {off}; it is tried again at each update"
             return [compile_decision("stepped aside", detail)]
         if self.is_undecided:
-            detail = f"{what}: measured at the second update"
+            when = "at the second update" if self._found is None else "at the next update"
+            detail = f"{what}: measured {when}"
+            detail += "" if self._found is None else f", as before {self._found.why}"
         elif not self._graph.graphs:
             detail = f"{what}: not compiled yet, which the second update does"
         else:

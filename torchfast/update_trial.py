@@ -10,6 +10,7 @@ it will be there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from torchfast._core.building import optimized
-from torchfast._core.measure import measure
+from torchfast._core.measure import Measurement, measure
 from torchfast.graphs import NamedState, SavedNamedState
 
 # Of the largest change in a tensor, how much a compiled update may be off; and so many roundings of
@@ -27,6 +28,7 @@ UPDATE_TOLERANCE: Final = 1e-3
 ROUNDINGS: Final = 4.0
 # The most that timing is worth.
 _MOST_TIMING_S: Final = 30.0
+WAYS: Final = ("eager", "compiled")
 # Values that nothing changes in place.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -35,12 +37,15 @@ class UpdateTrial(NamedTuple):
     """What was found out.
 
     Attributes:
-        is_better: Whether the compiled update is right, and faster beyond the noise.
+        is_better: Whether the compiled update is right, and faster beyond the noise; None where
+            that cannot be told now, but perhaps at a later update.
         why: In words.
+        measured: The times of the two ways, where it came to that.
     """
 
-    is_better: bool
+    is_better: bool | None
     why: str
+    measured: Measurement | None = None
 
 
 def try_update(
@@ -51,8 +56,11 @@ def try_update(
     why_failed: Callable[[], str | None],
     device: torch.device,
     budget_s: float,
-) -> UpdateTrial | None:
+) -> UpdateTrial:
     """Compare two ways to run an update, and leave everything as it was.
+
+    An update that makes state, which the next one finds, tells nothing, nor do values that are not
+    finite. Where memory runs out, the update stays as it is.
 
     Args:
         optimizer: With state and gradients.
@@ -62,10 +70,6 @@ def try_update(
         device: Where.
         budget_s: The longest that timing may take.
 
-    Returns:
-        None where it cannot be told now: by gradients that are not finite, or by an update that
-        makes state, which the next one finds.
-
     Synchronizes: Often.
     """
     if (name := _lost(optimizer)) is not None:
@@ -73,6 +77,27 @@ def try_update(
             False,
             f"not measured, as {name!r} of the optimizer could not be put back; True compiles it",
         )
+    with suppress(torch.OutOfMemoryError):
+        return _compare(
+            optimizer, eager, compiled, why_failed, device, min(budget_s, _MOST_TIMING_S)
+        )
+    # Out here, where nothing holds the frames of what has failed.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return UpdateTrial(
+        False, "not measured, as memory ran out beside two copies of the state; True compiles it"
+    )
+
+
+def _compare(
+    optimizer: Optimizer,
+    eager: Callable[[], object],
+    compiled: Callable[[], bool],
+    why_failed: Callable[[], str | None],
+    device: torch.device,
+    budget_s: float,
+) -> UpdateTrial:
+    """Run both, and put everything back, also where one raises."""
     gradients = [p.grad for p in optimized(optimizer) if p.grad is not None]
     facts = dict(vars(optimizer))  # a count of updates, say
     state = NamedState([optimizer])
@@ -97,9 +122,11 @@ def try_update(
     try:
         expected = after(eager)
         if len(expected) + len(gradients) != len(start.tensors()):
-            return None
+            return UpdateTrial(None, "an update made state of the optimizer's")
         if not all(bool(t.isfinite().all()) for t in expected):
-            return None
+            return UpdateTrial(
+                None, "the gradients, or what an update makes of them, are not finite"
+            )
         has_run: list[bool] = []
         found = after(lambda: has_run.append(compiled()))
         if not has_run[0]:
@@ -107,10 +134,10 @@ def try_update(
         if (objection := _objection(start.tensors(), expected, found)) is not None:
             return UpdateTrial(False, f"compiled it computes something else: {objection}")
         measured = measure(
-            {"eager": eager, "compiled": compiled},
-            reference="eager",
+            dict(zip(WAYS, (eager, compiled), strict=True)),
+            reference=WAYS[0],
             device=device,
-            budget_s=min(budget_s, _MOST_TIMING_S),
+            budget_s=budget_s,
         )
     finally:
         put_back()
@@ -119,8 +146,8 @@ def try_update(
     ratio = measured.ratio("compiled")
     figures = f"{ratio.ratio:.3f} of the time as it is ({ratio.low:.3f} to {ratio.high:.3f})"
     if ratio.verdict == "faster":
-        return UpdateTrial(True, f"it takes {figures}")
-    return UpdateTrial(False, f"compiled it was not faster beyond the noise: {figures}")
+        return UpdateTrial(True, f"it takes {figures}", measured)
+    return UpdateTrial(False, f"compiled it was not faster beyond the noise: {figures}", measured)
 
 
 def _lost(optimizer: Optimizer) -> str | None:

@@ -137,3 +137,14 @@ def test_sgd_takes_its_fused_form_in_the_graph_and_stays_so():
     trainer = trained(partial(optim.SGD, lr=0.05, momentum=0.9), steps=6)
     assert told(trainer.report()).outcome == "left alone"
     assert "it is fused" in told(trainer.report()).detail
+
+
+def test_where_measuring_runs_out_of_memory_the_update_runs_as_it_is(monkeypatch):
+    def no_room(*_):
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+    monkeypatch.setattr("torchfast.update_trial._objection", no_room)
+    options = CompileOptions(regions=("norm",), update="auto", budget_s=5.0)
+    trainer = trained(OPTIMIZERS["NAdam"], PLAN.replace(compile=options), steps=3)
+    assert told(trainer.report()).outcome == "left alone"
+    assert "memory ran out" in told(trainer.report()).detail

@@ -23,13 +23,14 @@ import enum
 import functools
 import hashlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 _DEPTH = 4
 _LONGEST = 256  # of longer containers only the kind and the length are told
@@ -53,12 +54,19 @@ def model_fingerprint(module: nn.Module, *, code: bool = True) -> str:
         >>> model_fingerprint(nn.Linear(2, 3)) == model_fingerprint(nn.Linear(2, 4))
         False
     """
-    digest = hashlib.sha256()
-    for line in _lines(module, code):
-        # The length in front: no text can pass for the end of one line and the start of another.
-        data = line.encode("utf-8", "backslashreplace")
-        digest.update(b"%d:" % len(data) + data)
-    return digest.hexdigest()
+    return _digest(_lines(module, code))
+
+
+def optimizer_fingerprint(optimizer: Optimizer) -> str:
+    """Return the SHA-256, in hex, of what an optimizer's update looks like to a compiler.
+
+    It covers its class with the code of its methods, the options of its groups, and what their
+    parameters look like and which of them have a gradient. Of learning rates, which schedules
+    change, only the type is told.
+
+    Synchronizes: Never.
+    """
+    return _digest(_lines_of_optimizer(optimizer))
 
 
 def batch_signature(batch: object) -> str:
@@ -72,6 +80,30 @@ def batch_signature(batch: object) -> str:
         "{'x': float32[2, 3] cpu, 'y': [int64[2] cpu, int]}"
     """
     return _signature(batch, _DEPTH * 4)
+
+
+def _digest(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        # The length in front: no text can pass for the end of one line and the start of another.
+        data = line.encode("utf-8", "backslashreplace")
+        digest.update(b"%d:" % len(data) + data)
+    return digest.hexdigest()
+
+
+def _lines_of_optimizer(optimizer: Optimizer) -> Iterator[str]:
+    yield f"optimizer {_name(type(optimizer))}"
+    for base in type(optimizer).__mro__:
+        yield from _code_of_class(base)
+    for group in optimizer.param_groups:
+        yield f"group {len(group['params'])}"
+        for name, value in sorted(group.items()):
+            if name in ("lr", "initial_lr"):
+                yield f"rate {name} {_name(type(value))}"
+            elif name not in ("params", "param_names"):
+                yield f"option {name} {_described(value, _DEPTH)}"
+        for parameter in group["params"]:
+            yield f"parameter {_tensor(parameter)} with gradient {_tensor(parameter.grad)}"
 
 
 # -- Models ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Receipts: what a search over ways of compiling has measured, kept for the next run.
+"""Receipts: what was measured of ways to compile, kept for the next run.
 
 A search takes as long as its compiles do, and its answer is the same the next time: for this model,
 batches like these, these options, on this machine, under this torch. So the answer is written down
@@ -318,8 +318,8 @@ def save_receipt(folder: str | os.PathLike[str], receipt: Receipt) -> Path | Non
             write_all(fd, receipt.to_json().encode())
     except OSError as error:
         logger.warning(
-            "the receipt of the search over compile modes could not be written (%s); the next run "
-            "will search again: make %s writable, or give another folder",
+            "the receipt of what was measured could not be written (%s); the next run "
+            "will measure again: make %s writable, or give another folder",
             error,
             path.parent,
         )

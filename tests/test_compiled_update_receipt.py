@@ -1,0 +1,94 @@
+"""`CompileOptions(update="auto", cache=...)`: a second run begins with what the first measured."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import optim
+
+from models import DropoutNet, make_batches
+from tape import Twins
+from test_compiled_update_auto import ADAMW, OPTIONS, measured_as, told
+from torchfast import Plan
+from torchfast._core.fingerprint import optimizer_fingerprint
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def trained(folder, make=ADAMW, **options):
+    twins = Twins(DropoutNet, make, plan=Plan(compile=OPTIONS(cache=folder, **options)))
+    for batch in make_batches(3):
+        twins.step(batch)
+        assert [d for d in twins.differences() if not d.distance < 1e-5] == []
+    return told(twins.captured)
+
+
+@pytest.mark.parametrize(("compiled_ms", "outcome"), [(0.5, "applied"), (2.0, "left alone")])
+def test_a_second_run_measures_nothing(monkeypatch, tmp_path, compiled_ms, outcome):
+    seen = []
+    measured_as(monkeypatch, compiled_ms, seen)
+    first, second = trained(tmp_path), trained(tmp_path)
+    assert len(seen) == 1
+    assert first.outcome == second.outcome == outcome
+    assert "from its receipt" not in first.detail
+    assert "from its receipt" in second.detail
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"make": partial(optim.AdamW, lr=0.01, weight_decay=0.5)},
+        {"make": partial(optim.NAdam, lr=0.01)},
+        {"backend": "aot_eager"},
+        {"budget_s": 2.0},
+    ],
+)
+def test_another_update_is_measured(monkeypatch, tmp_path, other):
+    seen = []
+    measured_as(monkeypatch, 2.0, seen)
+    trained(tmp_path)
+    trained(tmp_path, **other)
+    assert len(seen) == 2
+
+
+def test_a_damaged_receipt_is_measured_again(monkeypatch, tmp_path):
+    seen = []
+    measured_as(monkeypatch, 2.0, seen)
+    trained(tmp_path)
+    (path,) = tmp_path.glob("receipt-*.json")
+    path.write_text(path.read_text().replace("compiled it was", "compiled it was not"))
+    trained(tmp_path)
+    assert len(seen) == 2
+
+
+def test_what_was_not_measured_is_not_remembered(monkeypatch, tmp_path):
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("torchfast.update_trial._objection", no_memory)
+        assert "memory ran out" in trained(tmp_path).detail
+    measured_as(monkeypatch, 0.5)
+    assert "it takes 0.500" in trained(tmp_path).detail
+
+
+def test_a_fingerprint_tells_updates_apart():
+    def of(change=lambda _: None, make=ADAMW, size=3):
+        optimizer = make([torch.ones(size, requires_grad=True)])
+        change(optimizer.param_groups[0])
+        return optimizer_fingerprint(optimizer)
+
+    def with_gradient(group):
+        group["params"][0].grad = torch.ones(3)
+
+    assert of() == of() == of(lambda group: group.update(lr=0.5))
+    others = [
+        of(size=4),
+        of(with_gradient),
+        of(lambda group: group.update(lr=torch.tensor(0.01))),
+        of(lambda group: group.update(betas=(0.5, 0.9))),
+        of(make=partial(optim.Adam, lr=0.01)),
+    ]
+    assert len({of(), *others}) == 6
