@@ -25,7 +25,6 @@ import logging
 import re
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, Literal, TypeAlias, final
 
@@ -46,7 +45,7 @@ from torchfast.compiler.conversion import (
 )
 from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
-from torchfast.compiler.refusal import refused_by_conversions, stance_forbids
+from torchfast.compiler.refusal import run_refusing, stance_forbids
 from torchfast.compiler.steady_watch import SteadyWatch
 
 logger = logging.getLogger(__name__)
@@ -140,9 +139,9 @@ class RegionKind:
         self._eager: Callable[..., Any] = template
         self._is_watched = False
         self._compiled: Callable[..., Any] = template
-        function = FunctionType(code, template.__globals__, self.code_name)
+        self._function = FunctionType(code, template.__globals__, self.code_name)
         try:
-            self._compiled = _compiled(function, options)
+            self._compiled = _compiled(self._function, options)
         except Exception as error:
             self._fail(error)
         else:
@@ -169,10 +168,10 @@ class RegionKind:
         if self._sizes is not None and self._sizes.dimensions:
             self._sizes.mark({"args": args, "kwargs": kwargs})
         try:
-            with (
-                refused_by_conversions() if self._is_around and stance_forbids() else nullcontext()
-            ):
-                result = self._compiled(target, *args, **kwargs)
+            if self._is_around and self._is_watched and stance_forbids():
+                # Nothing is converted, so that there is nothing to take account of.
+                return run_refusing(conversion, self._function, target, *args, **kwargs)
+            result = self._compiled(target, *args, **kwargs)
         except GaveUpError:
             return self._run_after_giving_up(target, args, kwargs)
         except RuntimeError as error:

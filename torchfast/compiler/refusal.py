@@ -2,46 +2,45 @@
 
 ``torch.compiler.set_stance("fail_on_recompile")`` puts torch's own converter in the place of ours,
 and that one fails at each frame without compiled code: also at one that `FrameConversion` has
-answered is to run as it is, such as the function with the loop over the blocks. So where code
-around blocks is called under this stance, the stance is lifted and each conversion refuses by
-itself.
+answered is to run as it is, such as the function with the loop over the blocks. So code around
+blocks that is called under this stance goes past torch's wrapper, to the conversion, and that
+refuses by itself. The stance stays in force for what is called in it: the blocks, and functions
+that the user compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
-
-_IS_REFUSED: ContextVar[bool] = ContextVar("is_refused", default=False)
 
 
 def stance_forbids() -> bool:
     """Whether a stance is in force under which torch's converter compiles nothing, but fails."""
     from torch._dynamo import eval_frame
 
-    return getattr(eval_frame, "_stance", None) == eval_frame.DynamoStance("fail_on_recompile")
+    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
+    return bool(stance == "fail_on_recompile")
 
 
-@contextmanager
-def refused_by_conversions() -> Iterator[None]:
-    """Lift the stance; frame conversions refuse instead, and torch refuses to compile again."""
-    from torch._dynamo import config
+def run_refusing(
+    conversion: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function with its compiled code; a frame without goes to the conversion."""
+    from torch._C._dynamo.eval_frame import set_eval_frame
 
-    token = _IS_REFUSED.set(True)
+    before = set_eval_frame(None)
+    # Torch's wrapper does so too: compiled code has no ``finally`` of its own for what it pushes.
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     try:
-        with torch.compiler.set_stance("default"), config.patch(error_on_recompile=True):
-            yield
+        set_eval_frame(conversion)
+        return function(*args, **kwargs)
     finally:
-        _IS_REFUSED.reset(token)
-
-
-def is_refused() -> bool:
-    """Whether no frame is to be converted."""
-    return _IS_REFUSED.get()
+        set_eval_frame(None)
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        set_eval_frame(before)
 
 
 def refuse(frame: FrameType) -> None:
