@@ -28,6 +28,7 @@ from torchfast import (
 )
 from torchfast.__main__ import main
 from torchfast.checkpoint.loading import verify_folder
+from torchfast.checkpoint.staging import Staged, Stager
 from torchfast.checkpoint.storage import ShardWriter
 
 # One has a dimension that no number of ranks divides, one is smaller than their number.
@@ -159,6 +160,18 @@ def fail_on_two(rank, folder):
             with pytest.raises(CheckpointWriteError, match=r"No space left on device.*bytes"):
                 save_and_wait(checkpoints, made(mesh), 4, blocking=blocking)
             ShardWriter.finish = finish
+        # One whose thread cannot get hold of the copies.
+        stage = Stager.stage
+
+        def no_memory():
+            raise RuntimeError("no memory for 7 bytes")
+
+        Stager.stage = (lambda *_: Staged(no_memory)) if rank == 0 else stage
+        with pytest.raises(
+            RuntimeError if rank == 0 else CheckpointWriteError, match="no memory for 7 bytes"
+        ):
+            save_and_wait(checkpoints, made(mesh), 4)
+        Stager.stage = stage
         # A state that one rank cannot store; the others are told, not left waiting.
         bad = {"model": object() if rank == 0 else 1}
         with pytest.raises(TypeError if rank == 0 else CheckpointWriteError, match="is a object"):

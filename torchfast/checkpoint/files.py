@@ -162,17 +162,22 @@ def remove_tree(path: Path) -> None:
     """Delete a folder and what is in it, several files at once: of large ones each takes its time.
 
     Raises:
-        OSError: Something could not be deleted; the rest may be there or not.
+        OSError: It is a link, behind which nothing is touched, or something could not be deleted;
+            the rest may be there or not.
     """
-    with os.scandir(path) as entries:
-        files = [entry.path for entry in entries if not entry.is_dir(follow_symlinks=False)]
-    run_in_threads(_unlink, files, num_threads())
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def unlink(name: str) -> None:
+        with suppress(FileNotFoundError):  # somebody else was faster
+            os.unlink(name, dir_fd=folder)
+
+    try:
+        with os.scandir(folder) as entries:
+            files = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
+        run_in_threads(unlink, files, num_threads())
+    finally:
+        os.close(folder)
     shutil.rmtree(path)
-
-
-def _unlink(path: str) -> None:
-    with suppress(FileNotFoundError):  # somebody else was faster
-        os.unlink(path)
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:

@@ -223,7 +223,11 @@ class CheckpointManager:
             return
 
         def write() -> None:
-            copies = staged.arrived()
+            try:
+                copies = staged.arrived()
+            except BaseException as error:
+                self._saver.excuse(step, error)
+                raise
             wanted = copies.pop(flag, None)
             self._write(tree, copies, step, values, wanted)
 

@@ -90,7 +90,10 @@ class Stager:
             staged: dict[str, Tensor] = {}
             while under_way:  # and what each holds on a device is let go
                 staged |= under_way.pop()()
-            return staged | {key: with_part(of, staged[key]) for key, of in sharded.items()}
+            while sharded:
+                key, of = sharded.popitem()
+                staged[key] = with_part(of, staged[key])
+            return staged
 
         return Staged(arrived)
 
@@ -138,7 +141,8 @@ class Stager:
         def send() -> Tensor:
             memory = self._memory(device, num_bytes)[:num_bytes]
             stream.wait_event(copied)
-            with torch.cuda.stream(stream):
+            # The device too: on leaving the stream a thread on another would make CUDA begin there.
+            with torch.cuda.device(device), torch.cuda.stream(stream):
                 memory.copy_(held[0], non_blocking=True)
             # Blocking: the thread that waits sleeps.
             done = torch.cuda.Event(blocking=True)
