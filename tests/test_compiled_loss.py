@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 from compiled_training import BATCHES, Deep, compiled_in, counter
 from models import MODELS, BatchNormNet, DropoutNet, make_batches, mean_loss
@@ -215,6 +215,27 @@ def test_what_lies_in_graphs_of_torchs_own_is_copied_out(monkeypatch):
         loss.begin()
         assert len(begun) == copies
         loss.close()
+
+
+def test_graphs_of_torchs_own_in_an_evaluation(monkeypatch):
+    """Of two evaluations both results can be read; and one within a step keeps its gradients."""
+    begun = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    static = torch.ones(())
+    plan = Plan(compile=CompileOptions(mode="reduce-overhead", regions=(nn.Linear,)))
+    loss = CompiledLoss(DropoutNet(), lambda *_: (static, {"seen": static}), plan, CUDA)
+    value, metrics = loss.as_given(None, None)
+    assert value is not static
+    assert metrics["seen"] is not static
+    assert len(begun) == 1
+    loss.begin()
+    assert len(begun) == 2
+    loss.as_given(None, None)  # between forward_backward and update
+    assert len(begun) == 2
+    loss.after_step()
+    loss.as_given(None, None)
+    assert len(begun) == 3
+    loss.close()
 
 
 def test_a_plan_in_json():

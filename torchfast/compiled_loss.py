@@ -75,6 +75,7 @@ class CompiledLoss(Closing):
         self._in_graph = plan.graph_options is not None and device.type == "cuda"
         self._compiled: Compiled | None = None
         self._has_own_graphs = False  # torch's, by the mode
+        self._is_in_step = False
         self._decisions: list[Decision] = []
         self._undecided: CompileOptions | None = None
         recompute = plan.recompute_options
@@ -96,11 +97,12 @@ class CompiledLoss(Closing):
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         """Return what the loss function returns."""
         with self._budget():
-            result = self._function(model, batch)
-        if self._has_own_graphs:
-            # What lies in their memory is overwritten by the next call.
-            return tree_map_only(Tensor, Tensor.clone, result)
-        return result
+            return self._copied_out(self._function(model, batch))
+
+    def as_given(self, model: nn.Module, batch: Any) -> Any:
+        """Return what the loss function returns, called as it was given, by an evaluation."""
+        self.begin(is_step=False)
+        return self._copied_out(self._loss_fn(model, batch))
 
     @property
     def is_undecided(self) -> bool:
@@ -141,17 +143,20 @@ class CompiledLoss(Closing):
         self._decisions.append(compile_decision("applied", why))
         logger.info("%s", receipt)
 
-    def begin(self) -> None:
+    def begin(self, *, is_step: bool = True) -> None:
         """Note that a step or an evaluation of a batch begins.
 
         All micro-batches of a step belong together in torch's own graphs: the gradients of the
-        first lie in their memory until the last has added its own.
+        first lie in their memory until the last has added its own. So does an evaluation between
+        the two halves of a step.
         """
-        if self._has_own_graphs:
+        if self._has_own_graphs and (is_step or not self._is_in_step):
             torch.compiler.cudagraph_mark_step_begin()
+        self._is_in_step |= is_step
 
     def after_step(self) -> None:
         """Note that a step is done: see `CompiledModule.after_step`."""
+        self._is_in_step = False
         if self._compiled is not None:
             self._compiled.after_step()
 
@@ -182,6 +187,10 @@ class CompiledLoss(Closing):
         """Give the eager model back, and keep what was compiled."""
         if self._compiled is not None:
             self._compiled.close()
+
+    def _copied_out(self, result: Any) -> Any:
+        # What lies in the memory of torch's own graphs is overwritten by the next call.
+        return tree_map_only(Tensor, Tensor.clone, result) if self._has_own_graphs else result
 
     def _make(self, options: CompileOptions) -> Compiled:
         """Compile as options say."""

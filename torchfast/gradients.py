@@ -25,8 +25,6 @@ from torchfast.parallel import Sharding
 from torchfast.precision import ChannelsLast, PrecisionPolicy, UpdateGuard
 from torchfast.step_guards import StepSyncs
 
-LossFn = Callable[[Any, Any], Any]
-
 
 @final
 class Gradients:
@@ -35,8 +33,7 @@ class Gradients:
     Args:
         model: What is trained.
         optimizer: Whose gradients are zeroed, and divided by weights.
-        loss_fn: As the user gave it, for `forward` outside of a step.
-        compiled: The same as the plan compiles it.
+        compiled: The loss function, as the plan compiles it and as the user gave it.
         precision: Autocast and matmul precision.
         layout: Whether 4-d batch tensors become NHWC.
         guard: What scales the loss, and what judges it.
@@ -51,7 +48,6 @@ class Gradients:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        loss_fn: LossFn,
         *,
         compiled: CompiledLoss,
         precision: PrecisionPolicy,
@@ -63,7 +59,7 @@ class Gradients:
         sharding: Sharding,
         forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._model, self._optimizer = model, optimizer
         self._compiled, self._precision, self._layout = compiled, precision, layout
         self._guard, self._syncs = guard, syncs
         self._device, self._max_grad_norm = device, max_grad_norm
@@ -94,12 +90,11 @@ class Gradients:
             return loss, metrics
 
     def compute_loss(self, batch: Any, model: nn.Module) -> LossParts:
-        """Run ``loss_fn`` as it was given, without a backward."""
+        """Run the loss function as it was given, without a backward."""
         moved = self._moved(batch)
-        self._compiled.begin()
         with self._precision.step(), phase(FORWARD), self._precision.forward():
             run = self._sharding.whole
-            return unpack_loss(run(lambda: self._loss_fn(model, moved), model))
+            return unpack_loss(run(lambda: self._compiled.as_given(model, moved), model))
 
     def _moved(self, batch: Any) -> Any:
         return to_device(batch, self._device, channels_last=self._layout.active)

@@ -41,9 +41,9 @@ from torchfast._core.loss import LossParts, Number, StepOutput, with_norm
 from torchfast._core.phases import UPDATE, phase
 from torchfast._core.reachable import weak_method
 from torchfast._core.untouched import untouched
-from torchfast.compiled_loss import CompiledLoss
+from torchfast.compiled_loss import CompiledLoss, LossFn
 from torchfast.ema import EMAOptions
-from torchfast.gradients import Gradients, LossFn
+from torchfast.gradients import Gradients
 from torchfast.levers import apply_levers
 from torchfast.memory import StepOffload
 from torchfast.memory.splitting import parts_of
@@ -336,7 +336,6 @@ class TrainStep:
         self._gradients = Gradients(
             model,
             self.optimizer,
-            loss_fn,
             compiled=self._compiled,
             precision=self._precision,
             layout=self._layout,

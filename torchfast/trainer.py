@@ -21,12 +21,12 @@ from torchfast._core.arguments import explain_keywords
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Report
 from torchfast._core.loss import Number
+from torchfast.compiled_loss import LossFn
 from torchfast.data import PrefetchingLoader, shard_loader
 from torchfast.ema import EMAOptions
 from torchfast.evaluation import evaluate
 from torchfast.fit_checkpoints import CheckpointOptions, Resume, Target
 from torchfast.fit_options import Callback, Evaluate, FitOptions, FitResult, ProgressMode
-from torchfast.gradients import LossFn
 from torchfast.loop import FitLoop
 from torchfast.plan import Plan
 from torchfast.preparation import OptimizerSource, SchedulerSource
