@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -108,3 +110,21 @@ def test_no_save_during_a_capture(tmp_path):
     graph.replay()
     checkpoints.save({"weight": weight}, 1)
     checkpoints.close()
+
+
+_ON_THE_SECOND = """
+import sys, torch
+from torchfast import CheckpointManager
+torch.cuda.set_device(1)
+with CheckpointManager(sys.argv[1]) as checkpoints:
+    checkpoints.save({"a": torch.ones(1000, device="cuda")}, 1)
+    checkpoints.wait()
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+
+
+@pytest.mark.requires(gpus=2)
+def test_a_save_from_the_second_device_leaves_the_first_alone(tmp_path):
+    """Of several ranks each would take memory there, for nothing."""
+    subprocess.run([sys.executable, "-c", _ON_THE_SECOND, str(tmp_path)], check=True)

@@ -45,6 +45,42 @@ def test_reduce_overhead_without_a_graph_keeps_the_losses():
     assert "replays" not in trainer.report().counters
 
 
+class Judged(nn.Module):
+    """Whose output is the loss, as models from elsewhere have it."""
+
+    def forward(self, x, targets):
+        return F.cross_entropy(x, targets)
+
+
+class Judging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.judge = nn.Linear(64, 10), Judged()
+
+    def forward(self, x, targets):
+        return self.judge(self.linear(x), targets)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own first one
+def test_what_evaluations_return_can_be_read_after_others_and_gradients_stay():
+    options = CompileOptions(mode="reduce-overhead", regions=("linear", "judge"))
+    plans = (FAST.replace(compile=c, cuda_graph=False) for c in (options, False))
+    made = partial(trained_on_gpu, make=Judging, loss_fn=lambda model, batch: model(*batch))
+    trainer, plain = map(made, plans)
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, 32, 64, generator=generator)
+    batches = on_gpu([(draw(), torch.arange(32) % 10) for _ in range(STEPS)])
+    read = []
+    for each in (trainer, plain):
+        for batch in batches:
+            each.forward_backward(batch)
+            with torch.no_grad():
+                kept = [each.compute_loss(other).loss for other in batches]
+            each.update()
+        read.append(torch.stack(kept))
+    torch.testing.assert_close(*read, rtol=0.02, atol=0)
+
+
 class Routed(nn.Module):
     """Asks the device in its middle, so that no graph can hold it whole."""
 
