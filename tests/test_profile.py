@@ -401,3 +401,19 @@ def test_as_a_module_in_a_process_of_its_own(script, tmp_path):
 
     assert run.returncode == 0, run.stderr
     assert "over 2 steps" in run.stdout
+
+
+def test_every_device_in_use_is_idle_when_the_measured_steps_begin(monkeypatch, tmp_path):
+    waited = []
+    with profile(tmp_path, steps=2, warmup=1, lines=False) as profiling:
+        for name, fake in {
+            "is_initialized": lambda: True,
+            "device_count": lambda: 4,
+            "memory_reserved": lambda device: device % 2,
+            "synchronize": waited.append,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        for _ in profiling.iterate(range(10)):
+            torch.ones(2).sum()
+        monkeypatch.undo()
+    assert waited == [1, 3]

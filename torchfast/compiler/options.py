@@ -56,7 +56,7 @@ class CompileOptions:
             ``"raise"`` raises `CompileError`.
         timeout_s: Longest time that one call may spend on compiling one kind of region, which
             then runs eagerly; ``math.inf`` for no limit.
-        cache: Folder in which what was compiled is kept for later runs.
+        cache: Folder in which what was compiled, and what was measured, is kept for later runs.
         mark_dynamic: After a recompilation because of a size, compile for any size of that
             dimension.
         budget_s: Longest time that ``mode="auto"`` may take.

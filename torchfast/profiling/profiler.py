@@ -179,8 +179,7 @@ class Profile:
         self.num_steps += 1
         if self._running is not None:
             if self.num_steps == self._first_noted and torch.cuda.is_initialized():
-                # What was launched before would run among what is measured, and be nobody's.
-                torch.cuda.synchronize()
+                _drain_devices()
             self._running.step()
             if self.num_steps >= self._end_of_stretch:
                 self._end_stretch()
@@ -315,3 +314,13 @@ class Profile:
 
 
 _END: Final = object()
+
+
+def _drain_devices() -> None:
+    """Wait for every device that torch has memory on.
+
+    What was launched before would run among what is measured, and be nobody's.
+    """
+    for device in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(device):  # to ask the others would have CUDA begin there
+            torch.cuda.synchronize(device)
