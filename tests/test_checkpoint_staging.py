@@ -57,6 +57,26 @@ def test_the_thread_that_sends_works_on_the_device_of_the_copies(monkeypatch):
     assert left == ["cuda:1", "cuda:0"]  # behind the stream, and behind the device
 
 
+def test_a_block_on_the_device_is_not_held_by_an_error(monkeypatch):
+    """It is as large as the state, and the error waits for the next save."""
+
+    def no_memory(*_):
+        raise RuntimeError("no host memory")
+
+    event, stream = SimpleNamespace(record=lambda _: None), SimpleNamespace()
+    for name, fake in {"Event": event, "Stream": stream, "current_stream": stream}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, fake=fake: fake)
+    monkeypatch.setattr(staging, "_Block", no_memory)
+    first = torch.ones(8, dtype=torch.uint8)
+    held = weakref.ref(first)
+    send = Stager()._sender(torch.device("cuda", 0), first, 8)
+    del first
+    with pytest.raises(RuntimeError, match="no host memory") as caught:
+        send()
+    assert held() is None
+    assert caught.value.__traceback__ is not None
+
+
 def test_a_link_is_not_deleted_and_nothing_behind_it(tmp_path):
     """As an old checkpoint that was moved to another disk."""
     kept = tmp_path / "elsewhere"

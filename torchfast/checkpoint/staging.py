@@ -88,12 +88,13 @@ class Stager:
 
         def arrived() -> dict[str, Tensor]:
             staged: dict[str, Tensor] = {}
-            while under_way:  # and what each holds on a device is let go
-                staged |= under_way.pop()()
-            while sharded:
-                key, of = sharded.popitem()
-                staged[key] = with_part(of, staged[key])
-            return staged
+            try:
+                while under_way:  # and what each holds on a device is let go
+                    staged |= under_way.pop()()
+                return staged | {key: with_part(of, staged[key]) for key, of in sharded.items()}
+            finally:  # before they are written; and an error is kept until somebody asks for it
+                under_way.clear()
+                sharded.clear()
 
         return Staged(arrived)
 
@@ -139,17 +140,19 @@ class Stager:
         held = [first]
 
         def send() -> Tensor:
-            memory = self._memory(device, num_bytes)[:num_bytes]
-            stream.wait_event(copied)
-            # The device too: on leaving the stream a thread on another would make CUDA begin there.
-            with torch.cuda.device(device), torch.cuda.stream(stream):
-                memory.copy_(held[0], non_blocking=True)
-            # Blocking: the thread that waits sleeps.
-            done = torch.cuda.Event(blocking=True)
-            done.record(stream)
-            done.synchronize()
-            held.clear()  # not before: it goes back to the stream that it was allocated on
-            return memory
+            try:
+                memory = self._memory(device, num_bytes)[:num_bytes]
+                stream.wait_event(copied)
+                # The device too: a thread on another would make CUDA begin there on leaving.
+                with torch.cuda.device(device), torch.cuda.stream(stream):
+                    memory.copy_(held[0], non_blocking=True)
+                # Blocking: the thread that waits sleeps.
+                done = torch.cuda.Event(blocking=True)
+                done.record(stream)
+                done.synchronize()
+                return memory
+            finally:
+                held.clear()  # not before: it goes back to the stream that it was allocated on
 
         return send
 
