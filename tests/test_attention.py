@@ -82,6 +82,24 @@ def test_what_torch_warns_of_is_the_reason():
     assert "switched off" in said
 
 
+def test_where_nothing_can_run_the_report_says_so():
+    query = torch.randn(1, 2, 16, 8)
+    with attention_backends("efficient"):
+        report = attention_report(query, query, query)
+        with pytest.raises(RuntimeError, match="No viable backend"):
+            F.scaled_dot_product_attention(query, query, query)
+    assert report.backend == "none"
+    assert report.usable == ()
+    assert set(report.reasons) == {"flash", "cudnn", "efficient"}
+    assert "runs none, as no back-end that is switched on can" in str(report)
+
+    def fails():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        attention._chosen(fails)
+
+
 def test_arguments():
     with pytest.raises(ValueError, match="query, key and value must be"):
         attention_report(*[torch.ones(2, 3, 4)] * 3)

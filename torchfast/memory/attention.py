@@ -35,7 +35,8 @@ class AttentionReport:
     """What torch takes for one call.
 
     Attributes:
-        backend: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``, or torch's name of another.
+        backend: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``, or torch's name of another;
+            ``"none"`` where none of those that may be used can run, and the call raises.
         usable: Those of the first three that could run.
         reasons: Of each of them that could not, what torch says, line by line.
         num_bytes: What the matrix of all pairs takes once, in the dtype of the query. The math
@@ -62,6 +63,8 @@ class AttentionReport:
     def __str__(self) -> str:
         """Return what runs, and a line for each reason."""
         lines = [f"attention on {self.device} runs {self.backend}"]
+        if self.backend == "none":
+            lines[0] += ", as no back-end that is switched on can, and the call raises"
         if self.backend == "math":
             lines[0] += f", which writes a matrix of {self.num_bytes / 1e6:,.1f} MB several times"
         for name, said in self.reasons.items():
@@ -119,7 +122,7 @@ def attention_report(
         is_causal=is_causal,
         enable_gqa=enable_gqa,
     )
-    choice = choose()
+    backend = _chosen(choose)
     reasons: dict[str, tuple[str, ...]] = {}
     usable: list[str] = []
     asked = query.is_cuda
@@ -132,7 +135,6 @@ def attention_report(
                 usable.append(name)
             else:
                 reasons[name] = _why_not(name, choose) or ("torch gives no reason",)
-    backend = _name_of(int(choice))
     if not asked:
         usable = [backend] if backend in _QUESTIONS else []
         others = f"on {query.device.type} torch tells no reasons and has no other kernel"
@@ -210,6 +212,18 @@ def _why_not(name: str, choose: Callable[[], Any]) -> tuple[str, ...]:
         elif is_ours:
             said.append(text)
     return tuple(dict.fromkeys(said))
+
+
+def _chosen(choose: Callable[[], Any]) -> str:
+    """Return what torch takes; "none" where what may be used cannot run, and the call raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the reasons, which are asked for one by one
+            return _name_of(int(choose()))
+    except RuntimeError as error:
+        if "No viable backend" not in str(error):
+            raise
+        return "none"
 
 
 def _name_of(choice: int) -> str:
