@@ -129,3 +129,31 @@ def test_another_thread_steps_under_the_stance(warm):
         thread.start()
         thread.join()
     assert len(losses) == 1
+
+
+def test_another_thread_that_is_compiling_meanwhile_goes_on():
+    """The stance is the process's, and its call began before."""
+    is_inside, may_go_on, losses = threading.Event(), threading.Event(), []
+    plan = Plan(compile=CompileOptions(regions="blocks", backend="eager"))
+    trainer = Trainer(
+        Net(), partial(optim.SGD, lr=0.1), lambda model, x: model(x).square().mean(), plan
+    )
+    calls = []
+
+    @torch.compiler.disable
+    def wait(x):
+        calls.append(1)
+        if len(calls) == 3:  # behind the last block, what is left is code around them
+            is_inside.set()
+            assert may_go_on.wait(60)
+        return x
+
+    trainer.model.between.append(wait)
+    thread = threading.Thread(target=lambda: losses.append(trainer.step(BATCH)))
+    thread.start()
+    assert is_inside.wait(60)
+    with FORBIDDEN():
+        may_go_on.set()
+        thread.join()
+    assert len(losses) == 1
+    trainer.close()

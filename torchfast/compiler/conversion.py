@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from torchfast.compiler.breaks import APART
-from torchfast.compiler.refusal import refuse, stance_forbids
+from torchfast.compiler.refusal import is_refused, refuse
 from torchfast.compiler.timeout import CallTimeoutError, call_within
 
 # While a frame is converted; Python's own default is 700.
@@ -201,7 +201,7 @@ class FrameConversion:
         known = None if is_own else self._left_alone.get(id(frame.f_code))
         if known is not None:
             return _this_once(known)
-        if stance_forbids():
+        if is_refused():
             refuse(frame)
             # By default for the whole process, and without tensors it may not be the next time.
             return _this_once(ConvertFrameReturn().frame_exec_strategy)

@@ -11,10 +11,14 @@ that the user compiled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 import torch
+
+# Not the stance itself, which is the process's: another thread may be in the middle of compiling.
+_IS_REFUSED: ContextVar[bool] = ContextVar("is_refused", default=False)
 
 
 def stance_forbids() -> bool:
@@ -34,13 +38,20 @@ def run_refusing(
     before = set_eval_frame(None)
     # Torch's wrapper does so too: compiled code has no ``finally`` of its own for what it pushes.
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    token = _IS_REFUSED.set(True)
     try:
         set_eval_frame(conversion)
         return function(*args, **kwargs)
     finally:
         set_eval_frame(None)
+        _IS_REFUSED.reset(token)
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         set_eval_frame(before)
+
+
+def is_refused() -> bool:
+    """Whether no frame is to be converted in the call that is running."""
+    return _IS_REFUSED.get()
 
 
 def refuse(frame: FrameType) -> None:
