@@ -119,6 +119,32 @@ def watching(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def slow_scripts(result: dict[str, Any]) -> list[str]:
+    """Return the table of what the profiler says of scripts with a fault each."""
+    counts = result["summary"]
+    lines = [
+        f"Right in all: {counts['right']} of {counts['scripts']}; the class {counts['verdict']}, "
+        f"the first fault {counts['kind']}, its line {counts['line']}.",
+        "",
+        "| script | what is wrong | verdict | first fault | line |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in result["rows"].items():
+        expected, answer = row["expected"], row.get("answer")
+        if answer is None:
+            lines.append(f"| {name} | {expected['why']} | {row['status']} |  |  |")
+            continue
+        right = row["judgement"]
+        kind = answer["findings"][0]["kind"] if answer["findings"] else "none"
+        found = [
+            cell if right[part] else f"{cell}, **not right**"
+            for part, cell in (("verdict", answer["verdict"]), ("kind", kind))
+        ]
+        line = "" if expected["kind"] == "none" else "right" if right["line"] else "**not right**"
+        lines.append(f"| {name} | {expected['why']} | {' | '.join(found)} | {line} |")
+    return lines
+
+
 def branches(result: dict[str, Any]) -> list[str]:
     """Return the table of branches on side streams, a line for each set of experts and mode."""
     rows = result["rows"]
@@ -224,6 +250,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "recompute": ("recompute_h200.json", memory_tables.recompute),
     "offload": ("offload_h200.json", memory_tables.offload),
     "watching": ("watching_h200.json", watching),
+    "slow scripts": ("slow_scripts_h200.json", slow_scripts),
     "sweep": ("sweep_h200.json", sweep),
     "main job": ("main_job_curves_h200.json", main_job),
 }

@@ -249,6 +249,30 @@ def watching():
     }
 
 
+def slow_scripts():
+    """Return what the profiler said of scripts, every status among it."""
+    expected = {"classes": ["sync-bound"], "kind": "host-sync", "why": "it reads a number"}
+    right = {"verdict": True, "kind": True, "line": True, "elsewhere": False}
+    answer = {"verdict": "sync-bound", "findings": [{"kind": "host-sync", "line": 7}]}
+    rows = {
+        "one": {"expected": expected, "status": "right", "answer": answer, "judgement": right},
+        "other": {
+            "expected": expected,
+            "status": "wrong",
+            "answer": {"verdict": "fine", "findings": []},
+            "judgement": dict.fromkeys(right, False),
+        },
+        "last": {"expected": expected, "status": "failed", "reason": "not done in 60 s"},
+    }
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python -m benchmarks.slow_scripts.check",
+        "machine": dict(MACHINE),
+        "summary": {"scripts": 3, "right": 1, "verdict": 1, "kind": 1, "line": 1},
+        "rows": rows,
+    }
+
+
 def checkpoint_cost():
     """Return what checkpoints cost a training."""
     save = {"saves": 3, "call_s": 0.2, "written_s": 12.5, "bytes": 13_700_000_000}
