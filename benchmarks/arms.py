@@ -8,8 +8,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from benchmarks import results
 
 
 class Arm:
@@ -77,6 +80,13 @@ def parser_of(description: str | None, *, rounds: int) -> argparse.ArgumentParse
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path)
     return parser
+
+
+def write_rows(args: argparse.Namespace, rows: list[dict[str, Any]], **others: Any) -> None:
+    """Write what was measured so far, with how, if a file is wanted."""
+    if args.out is not None:
+        settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
+        results.write(args.out, {"settings": settings, **others, "rows": rows})
 
 
 def use_deterministic_algorithms() -> None:

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import results
 from benchmarks.arms import (
     Arm,
     median_and_quartiles,
@@ -27,6 +26,7 @@ from benchmarks.arms import (
     steps_of_a_turn,
     take_turns,
     use_deterministic_algorithms,
+    write_rows,
 )
 from benchmarks.workloads.transformer import FeedForward
 from torchfast import CUDAGraphStep, ParallelBranches
@@ -176,9 +176,7 @@ def main() -> None:
                     f"{'same' if found['same_bits'] else 'OTHER'}{pool}",
                     flush=True,
                 )
-    if args.out is not None:
-        settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
-        results.write(args.out, {"settings": settings, "rows": rows})
+    write_rows(args, rows)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import results
 from benchmarks.arms import (
     Arm,
     parser_of,
     steps_of_a_turn,
     take_turns,
     use_deterministic_algorithms,
+    write_rows,
 )
 from torchfast import ActivationOffload, CUDAGraphStep
 
@@ -232,10 +232,8 @@ def main() -> None:
                     f"{'same' if found['same_bits'] else 'OTHER'}",
                     flush=True,
                 )
-                if args.out is not None:  # after each: whoever interrupts keeps what there is
-                    settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
-                    figures = {"bus_bytes_per_s": args.bus, "rows": rows}
-                    results.write(args.out, {"settings": settings, **figures})
+                # After each: whoever interrupts keeps what there is.
+                write_rows(args, rows, bus_bytes_per_s=args.bus)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import results
 from benchmarks.arms import (
     Arm,
     median_and_quartiles,
@@ -27,6 +26,7 @@ from benchmarks.arms import (
     steps_of_a_turn,
     take_turns,
     use_deterministic_algorithms,
+    write_rows,
 )
 from torchfast import Plan, RecomputePlan, Trainer, plan_recompute
 
@@ -244,9 +244,7 @@ def main() -> None:
                     f"{'same' if found['same_bits'] else 'OTHER'}",
                     flush=True,
                 )
-                if args.out is not None:  # after each: whoever interrupts keeps what there is
-                    settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
-                    results.write(args.out, {"settings": settings, "rows": rows})
+                write_rows(args, rows)  # after each: whoever interrupts keeps what there is
 
 
 if __name__ == "__main__":

@@ -19,8 +19,14 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from benchmarks import results
-from benchmarks.arms import Arm, median_and_quartiles, parser_of, steps_of_a_turn, take_turns
+from benchmarks.arms import (
+    Arm,
+    median_and_quartiles,
+    parser_of,
+    steps_of_a_turn,
+    take_turns,
+    write_rows,
+)
 from benchmarks.workloads import Size, workload
 from torchfast import Plan, Trainer
 from torchfast.profiling import StepTimer
@@ -125,9 +131,7 @@ def main() -> None:
                 f"{found.get('against', '')}",
                 flush=True,
             )
-    if args.out is not None:
-        settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
-        results.write(args.out, {"settings": settings, "rows": rows})
+    write_rows(args, rows)
 
 
 if __name__ == "__main__":

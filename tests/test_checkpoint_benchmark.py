@@ -105,7 +105,7 @@ def test_a_section_that_fails_says_why_and_the_others_run(run, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Saver, "write", fail)
+        patched.setattr(Saver, "save", fail)
         figures = run("--sections", "stall", "throughput")
     assert {section["status"] for section in figures["sections"].values()} == {"failed"}
     assert "No space left" in figures["sections"]["stall"]["reason"]
@@ -142,7 +142,7 @@ def test_a_save_that_holds_training_up_is_seen(run, monkeypatch):
 
 
 def test_a_slow_write_holds_up_the_next_save_only(run, monkeypatch):
-    monkeypatch.setattr(Saver, "write", slowed(Saver.write, 2 * PLANTED_S))
+    monkeypatch.setattr(Saver, "save", slowed(Saver.save, 2 * PLANTED_S))
     figures = run("--sections", "stall", "throughput")
     for row in rows(figures, "stall"):
         assert row["written_s"] >= 2 * PLANTED_S
@@ -175,7 +175,7 @@ def test_a_resume_that_forgets_the_moments_is_seen(run, monkeypatch):
 
 def test_a_save_that_copies_nothing_before_the_next_step_is_seen(run, monkeypatch):
     monkeypatch.setattr(Stager, "stage", lambda _, given: Staged(lambda: dict(given)))
-    monkeypatch.setattr(Saver, "write", slowed(Saver.write, PLANTED_S))
+    monkeypatch.setattr(Saver, "save", slowed(Saver.save, PLANTED_S))
     check_large_is_other(run("--sections", "resume", "--limit-s", "0"))
 
 

@@ -155,7 +155,6 @@ class CheckpointManager:
         self._saver = Saver(self._folder, retention, self._ranks)
         self._stager = Stager()
         self._background = Background(f"the last checkpoint of {self._folder.path}")
-        self._told_of_unwanted = False
         self._closed = False
 
     @property
@@ -219,7 +218,7 @@ class CheckpointManager:
             self._saver.excuse(step, error)
             raise
         if staged is None:
-            self._write(tree, tensors, step, values, only_if)
+            self._saver.save(tree, tensors, step, values, only_if)
             return
 
         def write() -> None:
@@ -229,7 +228,7 @@ class CheckpointManager:
                 self._saver.excuse(step, error)
                 raise
             wanted = copies.pop(flag, None)
-            self._write(tree, copies, step, values, wanted)
+            self._saver.save(tree, copies, step, values, wanted)
 
         self._background.start(write)
 
@@ -240,30 +239,6 @@ class CheckpointManager:
             CheckpointWriteError: It failed. Raised once.
         """
         self._background.wait()
-
-    def _write(
-        self,
-        tree: Any,
-        tensors: Mapping[str, Tensor],
-        step: int,
-        metrics: Mapping[str, float],
-        only_if: Tensor | None,
-    ) -> None:
-        wanted = only_if is None or bool(only_if)
-        if self._saver.agree(step, wanted=wanted):
-            self._saver.write(tree, tensors, step, metrics)
-        else:
-            self._tell_of_unwanted(step)
-
-    def _tell_of_unwanted(self, step: int) -> None:
-        if not self._told_of_unwanted and self._ranks.is_first:
-            self._told_of_unwanted = True
-            logger.warning(
-                "the state of step %d is not worth keeping (only_if is False; for fit: parameters "
-                "are not finite), so nothing is saved while that is so, and the last good "
-                "checkpoint stays; Plan(nonfinite='skip') skips updates that spoil a model",
-                step,
-            )
 
     @property
     def has_failed(self) -> bool:

@@ -56,13 +56,35 @@ class Saver:
         self._folder = folder
         self._retention = retention
         self._ranks = ranks
+        self._told_of_unwanted = False
 
-    def agree(self, step: int, *, wanted: bool) -> bool:
-        """Return whether all ranks want to save; they are about to save the same step.
+    def save(
+        self,
+        tree: Node,
+        tensors: Mapping[str, Tensor],
+        step: int,
+        metrics: Mapping[str, float],
+        only_if: Tensor | None,
+    ) -> None:
+        """Write a checkpoint, if all ranks find it worth keeping; they are about to save it too.
 
         Raises:
-            CheckpointWriteError: One of them could not begin, or they save different steps.
+            CheckpointWriteError: It could not be written, or does not read back; on any rank. Or
+                one could not begin, or they save different steps.
         """
+        if self._agree(step, wanted=only_if is None or bool(only_if)):
+            self._write(tree, tensors, step, metrics)
+        elif not self._told_of_unwanted and self._ranks.is_first:
+            self._told_of_unwanted = True
+            logger.warning(
+                "the state of step %d is not worth keeping (only_if is False; for fit: parameters "
+                "are not finite), so nothing is saved while that is so, and the last good "
+                "checkpoint stays; Plan(nonfinite='skip') skips updates that spoil a model",
+                step,
+            )
+
+    def _agree(self, step: int, *, wanted: bool) -> bool:
+        """Return whether all ranks want to save."""
         if self._ranks.size == 1:
             return wanted
         with _naming_ranks(step):
@@ -82,19 +104,15 @@ class Saver:
         return all(each for _, each, _ in said)
 
     def excuse(self, step: int, error: BaseException) -> None:
-        """Tell the other ranks, which are about to `agree`, that this one cannot take part."""
+        """Tell the other ranks, which are about to `save`, that this one cannot take part."""
         if self._ranks.size > 1:
             with suppress(RankError):
                 self._ranks.gather((step, False, f"{type(error).__name__}: {error}"))
 
-    def write(
+    def _write(
         self, tree: Node, tensors: Mapping[str, Tensor], step: int, metrics: Mapping[str, float]
     ) -> None:
-        """Write a checkpoint whole, then delete what is not to be kept.
-
-        Raises:
-            CheckpointWriteError: It could not be written, or does not read back; on any rank.
-        """
+        """Write a checkpoint whole, then delete what is not to be kept."""
         from torchfast.checkpoint.storage import write
 
         ranks = self._ranks

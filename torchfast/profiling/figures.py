@@ -73,7 +73,6 @@ class Figures:
         num_kernels: How many there were.
         num_launches: The launches of the host; a graph is one.
         num_tiny: The kernels below ``kernels.TINY_US``.
-        tiny_us: What these took.
         by_category: Kernel time by what the kernels do.
         cast_us: Kernel time that changes one type into another.
         arithmetic_us: Kernel time of products, convolutions and attention.
@@ -107,7 +106,6 @@ class Figures:
     num_kernels: int = 0
     num_launches: int = 0
     num_tiny: int = 0
-    tiny_us: float = 0.0
     by_category: dict[str, float] = field(default_factory=dict)
     cast_us: float = 0.0
     arithmetic_us: float = 0.0
@@ -165,7 +163,6 @@ def _device_figures(
         idle[gap.cause] += gap.length
     run = [e for e in launched if e.work.kind == "kernel"]
     times = [e.work.end - e.work.start for e in run]
-    tiny = [t for t in times if t < kernels.TINY_US]
     by_category: dict[str, float] = defaultdict(float)
     by_cores: dict[str, float] = defaultdict(float)
     fp32 = casts = 0.0
@@ -174,7 +171,7 @@ def _device_figures(
         by_category[kernels.category(name)] += time
         if kernels.category(name) in kernels.ARITHMETIC:
             by_cores[kernels.tensor_cores(name)] += time
-            fp32 += time if kernels.is_fp32_product(name) else 0.0
+        fp32 += time if is_fp32_product(each) else 0.0
         casts += time if is_cast(each) else 0.0
     talk = [e for e in run if kernels.category(e.work.name) == "communication"]
     batches = [e for e in launched if e.phase == "h2d"]
@@ -199,8 +196,7 @@ def _device_figures(
         kernel_us=sum(times),
         num_kernels=len(run),
         num_launches=len({e.work.correlation for e in launched}),
-        num_tiny=len(tiny),
-        tiny_us=sum(tiny),
+        num_tiny=sum(map(is_tiny, run)),
         by_category=dict(sorted(by_category.items(), key=lambda item: -item[1])),
         cast_us=casts,
         arithmetic_us=sum(by_cores.values()),
@@ -241,6 +237,17 @@ def is_cast(each: Launched) -> bool:
         return True
     copies = kernels.category(each.work.name) == "copy"
     return copies and any(span.name in _CASTS for span in each.stack)
+
+
+def is_tiny(each: Launched) -> bool:
+    """Return whether a kernel takes less time than its launch."""
+    return each.work.end - each.work.start < kernels.TINY_US
+
+
+def is_fp32_product(each: Launched) -> bool:
+    """Return whether a kernel multiplies in float32 without tensor cores."""
+    name = each.work.name
+    return kernels.category(name) in kernels.ARITHMETIC and kernels.is_fp32_product(name)
 
 
 def _top_kernels(run: Sequence[Launched]) -> list[Row]:

@@ -13,7 +13,13 @@ from typing import Any, Final, NamedTuple
 
 from torchfast._core.shell import size
 from torchfast.profiling import kernels
-from torchfast.profiling.figures import Figures, inside_steps, is_cast
+from torchfast.profiling.figures import (
+    Figures,
+    inside_steps,
+    is_cast,
+    is_fp32_product,
+    is_tiny,
+)
 from torchfast.profiling.gaps import find_gaps
 from torchfast.profiling.kernels import TINY_US
 from torchfast.profiling.places import Places, most_common
@@ -203,7 +209,7 @@ class _Seen:
         run = [e for e in f.launched if e.work.kind == "kernel"]
         if not with_update:
             run = [e for e in run if e.phase != "update"]
-        small = [e for e in run if _is_tiny(e)]
+        small = [e for e in run if is_tiny(e)]
         if len(small) < _TINY_A_STEP * f.num_steps or len(small) < _TINY_SHARE * len(run):
             return []
         late = [g for g in f.gaps if g.cause == "launch"]
@@ -213,7 +219,7 @@ class _Seen:
         return [
             Finding(
                 "tiny-kernels",
-                self._line_of_work(_is_tiny),
+                self._line_of_work(is_tiny),
                 len(small) / len(run),
                 f.share(sum(e.work.end - e.work.start for e in small) + launch_us),
                 f"{len(small) / len(run):.0%} of {len(run) / f.num_steps:.0f} kernels a "
@@ -274,7 +280,7 @@ class _Seen:
         return [
             Finding(
                 "fp32-matmul",
-                self._line_of_work(_is_fp32_product),
+                self._line_of_work(is_fp32_product),
                 share,
                 f.share(f.fp32_product_us),
                 f"{share:.0%} of the kernel time multiplies in float32 without tensor cores",
@@ -359,15 +365,6 @@ def _wait(site: WaitSite, a_step: float, share: float, figures: Figures) -> Find
         return Finding("big-log-sync", site.line, a_step, share, text, lever)
     lever = "keep it on the device and read it every so many steps, or after the loop"
     return Finding("host-sync", site.line, a_step, share, text, lever)
-
-
-def _is_tiny(each: Launched) -> bool:
-    return each.work.end - each.work.start < TINY_US
-
-
-def _is_fp32_product(each: Launched) -> bool:
-    name = each.work.name
-    return kernels.category(name) in kernels.ARITHMETIC and kernels.is_fp32_product(name)
 
 
 def _is_layout(each: Launched) -> bool:
