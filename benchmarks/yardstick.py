@@ -251,7 +251,7 @@ class Measurement:
         """Return the block of a method whose steps take so long."""
         if self.workload.loader is not None:
             return LOADING_BLOCK
-        lead = max(2, round(self.settings.lead_s * 1e3 / step_ms))
+        lead = max(1, round(self.settings.lead_s * 1e3 / step_ms))
         steps = max(2, round(self.settings.block_s * 1e3 / step_ms))
         bursts = min(steps, BURSTS)
         return Block(lead, bursts, round(steps / bursts))

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import offload, recompute, watching
+from benchmarks import graph_events, offload, recompute, watching
 
 
 @pytest.fixture
@@ -54,3 +54,9 @@ def test_watching(run, monkeypatch):
     assert all(row["against"] in watching.ARMS for row in rows[1:])
     assert len(set(map(id, steps))) == len(watching.ARMS) - 1  # one of them is not timed
     assert "as it is" in printed
+
+
+def test_graph_events_says_what_it_needs(run, capsys):
+    with pytest.raises(SystemExit):
+        run(graph_events)
+    assert "--device is cpu, which has no graphs" in capsys.readouterr().err

@@ -35,6 +35,11 @@ IMAGES: dict[Size, ImageSize] = {
     "full": ImageSize(batch=256, pixels=224),
     "smoke": ImageSize(batch=8, pixels=32),
 }
+# Half of the batch, so that a block of steps, each as long as its decoding, ends in good time.
+DECODED: dict[Size, ImageSize] = {
+    "full": ImageSize(batch=128, pixels=224),
+    "smoke": IMAGES["smoke"],
+}
 # Four workers are what many people start with; they decode far less than an H200 trains on.
 NUM_WORKERS: dict[Size, int] = {"full": 4, "smoke": 2}
 
@@ -89,9 +94,10 @@ class ResNet(nn.Module):
 
 def workload(name: str, size: Size) -> Workload:
     """Return "resnet50" or "resnet50-input-bound"."""
-    at, images = SIZES[size], IMAGES[size]
+    at = SIZES[size]
     build = partial(ResNet, at)
     input_bound = name == "resnet50-input-bound"
+    images = (DECODED if input_bound else IMAGES)[size]
     workers = NUM_WORKERS[size]
     source = f", decoded by {workers} workers" if input_bound else ""
     return Workload(
