@@ -65,10 +65,21 @@ class SyntheticTrace:
         """Another kernel of the same launch, as a graph has."""
         self._work("kernel", name, start, end, number, stream, 0)
 
-    def copy(self, start, end, kind="HtoD (Pageable -> Device)", *, num=1000, at=None, stream=7):
+    def copy(
+        self,
+        start,
+        end,
+        kind="HtoD (Pageable -> Device)",
+        *,
+        num=1000,
+        at=None,
+        stream=7,
+        us=2.0,
+    ):
+        """A copy whose call takes so long."""
         number = next(self._numbers)
         at = start - self.ahead if at is None else at
-        self._add("cuda_runtime", "cudaMemcpyAsync", at, at + 2.0, MAIN, correlation=number)
+        self._add("cuda_runtime", "cudaMemcpyAsync", at, at + us, MAIN, correlation=number)
         self._work("gpu_memcpy", f"Memcpy {kind}", start, end, number, stream, 0, bytes=num)
 
     def _work(self, cat, name, start, end, number, stream, device, **more):

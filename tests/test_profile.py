@@ -417,3 +417,19 @@ def test_every_device_in_use_is_idle_when_the_measured_steps_begin(monkeypatch, 
             torch.ones(2).sum()
         monkeypatch.undo()
     assert waited == [1, 3]
+
+
+def test_what_a_step_takes_without_a_profiler_is_known(tmp_path):
+    """From the steps before it begins, the very first left out."""
+
+    def run(folder, warmup):
+        with profile(folder, steps=2, warmup=warmup, lines=False) as profiling:
+            for number in range(warmup + 2):
+                time.sleep(0.3 if number == 0 else 0.02)
+                profiling.step()
+        return profiling.report
+
+    report = run(tmp_path / "long", 4)
+    assert 0.02e6 <= report.figures.untraced_us < 0.1e6
+    assert report.to_dict()["untraced_step_ms"] == report.figures.untraced_us / 1e3
+    assert run(tmp_path / "short", 2).figures.untraced_us is None

@@ -16,7 +16,10 @@ import warm_python
 from benchmarks.slow_scripts import check, expected
 from benchmarks.slow_scripts.check import Answer, Finding, NoVerdictError, judge, read_answer
 from benchmarks.slow_scripts.expected import EXPECTED, lines_of, path_of
+from torchfast.profiling.figures import Figures
 from torchfast.profiling.findings import Finding as ProfilerFinding
+from torchfast.profiling.report import ProfileReport
+from torchfast.profiling.trace import Trace
 from torchfast.profiling.verdict import Verdict
 
 ROOT = Path(__file__).parent.parent
@@ -173,6 +176,14 @@ def test_an_answer_is_read_from_a_report(written, line):
         {"verdict": verdict.to_dict(), "findings": [finding.to_dict()]}, "language_model"
     )
     assert answer == Answer(verdict="sync-bound", findings=(Finding(kind="host-sync", line=line),))
+
+
+def test_a_report_without_findings_names_none():
+    verdict = Verdict("fine", None, {}, "text", "lever")
+    report = ProfileReport(verdict=verdict, findings=(), figures=Figures(), trace=Trace(name="t"))
+    answer = read_answer(report.to_dict(), "diffusion_transformer")
+    assert answer == Answer(verdict="fine", findings=())
+    assert judge("diffusion_transformer", answer).right
 
 
 @pytest.mark.parametrize("written", [{}, {"verdict": "fine"}, {"verdict": {}, "findings": []}, []])

@@ -84,7 +84,11 @@ def read_answer(written: Mapping[str, Any], script: str) -> Answer:
     """
     try:
         verdict = written["verdict"]["class"]
-        findings = tuple(_finding(finding, script) for finding in written["findings"])
+        findings = tuple(
+            _finding(finding, script)
+            for finding in written["findings"]
+            if finding["kind"] != "none"  # which stands there where nothing was found
+        )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise NoVerdictError(f"unreadable: {type(error).__name__}: {error}") from error
     return Answer(verdict=verdict, findings=findings)
@@ -153,7 +157,8 @@ def profiled(script: str, limit_s: float, keep: Path | None = None) -> Answer:
         folder.mkdir(parents=True, exist_ok=True)
         out = folder / "profile.json"
         profile = [sys.executable, "-m", "torchfast", "profile", "--json", str(out)]
-        run([*profile, "--out", str(folder), str(path_of(script))], limit_s)
+        options = ["--out", str(folder), *EXPECTED[script].options]
+        run([*profile, *options, str(path_of(script))], limit_s)
         try:
             written = json.loads(out.read_text())
         except (OSError, ValueError) as error:

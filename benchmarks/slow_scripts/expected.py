@@ -47,12 +47,14 @@ class Expected:
         kind: The finding that should come first; ``"none"`` where nothing is wrong.
         needs: The package that the script wants beside torch.
         why: Where the fault is, in a sentence.
+        options: Of the profiler: fewer steps, where each takes the compiler many seconds.
     """
 
     classes: tuple[Class, ...]
     kind: Kind
     why: str
     needs: str | None = None
+    options: tuple[str, ...] = ()
 
 
 EXPECTED: Final[dict[str, Expected]] = {
@@ -107,6 +109,7 @@ EXPECTED: Final[dict[str, Expected]] = {
         classes=("launch-bound",),
         kind="recompiles",
         why="dynamic=False compiles anew for each length of a batch",
+        options=("--warmup", "2", "--steps", "4"),
     ),
     "recurrent_model": Expected(
         classes=("sync-bound",),

@@ -11,18 +11,20 @@ import bisect
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, final
 
 from torchfast.profiling import kernels
-from torchfast.profiling.drained import idle_by_waits
 from torchfast.profiling.gaps import Gap, busy_of, find_gaps
 from torchfast.profiling.intervals import Interval, intersection, length, union
+from torchfast.profiling.playback import play
 from torchfast.profiling.projection import Launched, PhaseTime, phase_of, phase_times, project
 from torchfast.profiling.trace import HostSpan, Trace
-from torchfast.profiling.waits import waits_of
+from torchfast.profiling.waits import waits_to_play
 
 _CASTS: Final = ("aten::_to_copy",)
+# The causes of idle time that lie with the host; what is left is the device's own, or unknown.
+BY_HOST: Final = ("data", "sync", "launch", "python", "compile", "allocation")
 
 
 class Row(NamedTuple):
@@ -61,8 +63,11 @@ class Figures:
         busy_us: When any kernel, copy or fill ran.
         idle_us: The rest of the window.
         idle_by_cause: The idle time by the causes of torchfast/profiling/gaps.py.
-        drained_us: What of the idle time by launches is there only since waits of the host had
-            emptied the queue; if negative, what of that by waits would be there without them.
+        waits_us: What of the idle time is there because the host had waited for the device, at the
+            host's own pace; see torchfast/profiling/playback.py.
+        late_us: What of it is there because the host was late all the same, likewise.
+        untraced_us: What a step took before the profiler began; None where nobody looked.
+        pace: What the host's own work takes of the time that it took under the profiler.
         gaps: Every gap.
         phases: The time of each phase on the device.
         host_phases: The time of each phase on the main thread of the host.
@@ -93,7 +98,10 @@ class Figures:
     busy_us: float = 0.0
     idle_us: float = 0.0
     idle_by_cause: dict[str, float] = field(default_factory=dict)
-    drained_us: float = 0.0
+    waits_us: float = 0.0
+    late_us: float = 0.0
+    untraced_us: float | None = None
+    pace: float = 1.0
     gaps: list[Gap] = field(default_factory=list)
     busy: list[Interval] = field(default_factory=list)
     launched: list[Launched] = field(default_factory=list)
@@ -121,6 +129,12 @@ class Figures:
         """Return a time as a part of the window."""
         return us / self.window_us if self.window_us else 0.0
 
+    @property
+    def own_part(self) -> float:
+        """What counts of the idle time of a late host: what a wait or the profiler made is not."""
+        late = sum(self.idle_by_cause.get(cause, 0.0) for cause in BY_HOST if cause != "sync")
+        return min(1.0, self.late_us / late) if late else 1.0
+
     def of_kernels(self, us: float) -> float:
         """Return a time as a part of the time of all kernels."""
         return us / self.kernel_us if self.kernel_us else 0.0
@@ -130,9 +144,14 @@ class Figures:
         return us / 1e3 / self.num_steps
 
 
-def measure_trace(trace: Trace) -> Figures:
-    """Return the figures of the busiest device of a trace, or of the host if there is none."""
-    host = _host_figures(trace)
+def measure_trace(trace: Trace, untraced_us: float | None = None) -> Figures:
+    """Return the figures of the busiest device of a trace, or of the host if there is none.
+
+    Args:
+        trace: The trace.
+        untraced_us: What a step took the host before the profiler began, if that is known.
+    """
+    host = replace(_host_figures(trace), untraced_us=untraced_us)
     launched = inside_steps(trace, project(trace))
     if not launched:
         return host
@@ -173,6 +192,7 @@ def _device_figures(
             by_cores[kernels.tensor_cores(name)] += time
         fp32 += time if is_fp32_product(each) else 0.0
         casts += time if is_cast(each) else 0.0
+    waits_us, late_us, pace = _at_own_pace(trace, launched, idle, host)
     talk = [e for e in run if kernels.category(e.work.name) == "communication"]
     batches = [e for e in launched if e.phase == "h2d"]
     return Figures(
@@ -184,7 +204,10 @@ def _device_figures(
         busy_us=busy_us,
         idle_us=window - busy_us,
         idle_by_cause=dict(idle),
-        drained_us=min(idle["launch"], idle_by_waits(launched, waits_of(trace)) - idle["sync"]),
+        waits_us=waits_us,
+        late_us=late_us,
+        untraced_us=host.untraced_us,
+        pace=pace,
         gaps=gaps,
         busy=busy,
         launched=launched,
@@ -208,6 +231,28 @@ def _device_figures(
         exposed_h2d_us=_exposed(batches, launched),
         num_compiles=host.num_compiles,
     )
+
+
+def _at_own_pace(
+    trace: Trace,
+    launched: Sequence[Launched],
+    idle: dict[str, float],
+    host: Figures,
+) -> tuple[float, float, float]:
+    """Return what waits and what else of the host cost the device, and the host's own pace."""
+    by_host = sum(idle.get(cause, 0.0) for cause in BY_HOST)
+    data = [(s.start, s.end) for s in trace.spans if phase_of(s) == "data_wait"]
+    slowdown = max(1.0, host.step_us / host.untraced_us) if host.untraced_us else 1.0
+    waits = waits_to_play(trace)
+    found = play(launched, waits, data, slowdown)
+    as_traced = found if found.pace == 1.0 else play(launched, waits, data)
+    if not as_traced.idle_us:
+        return 0.0, by_host, found.pace
+    # The model knows nothing of what the device takes from one kernel to the next, so that its
+    # idle time under the profiler is not quite the one that was seen.
+    seen = by_host / as_traced.idle_us * (as_traced.elapsed_us / found.elapsed_us)
+    waits_us = max(0.0, found.idle_us - found.without_waits_us) * seen
+    return waits_us, found.idle_us * seen - waits_us, found.pace
 
 
 def _exposed(some: Sequence[Launched], launched: Sequence[Launched]) -> float:

@@ -136,8 +136,7 @@ class _Seen:
     def waits(self) -> list[Finding]:
         f = self.figures
         found: list[Finding] = []
-        cost_us = f.idle_by_cause.get("sync", 0.0) + f.drained_us
-        sites = wait_sites(self.trace, f.gaps, f.launched, self.lined, cost_us=cost_us)
+        sites = wait_sites(self.trace, f.gaps, f.launched, self.lined, cost_us=f.waits_us)
         for site in sites:
             a_step = site.num / f.num_steps
             share = f.share(site.idle_us)
@@ -148,7 +147,7 @@ class _Seen:
 
     def busy_python(self) -> list[Finding]:
         f = self.figures
-        us = f.idle_by_cause.get("python", 0.0)
+        us = f.idle_by_cause.get("python", 0.0) * f.own_part
         if f.share(us) < _PYTHON_SHARE:
             return []
         return [
@@ -214,8 +213,7 @@ class _Seen:
             return []
         late = [g for g in f.gaps if g.cause == "launch"]
         late = [g for g in late if with_update or g.end not in self.update_starts]
-        # What a wait of the host has made late is that one's.
-        launch_us = max(0.0, sum(g.length for g in late) - f.drained_us)
+        launch_us = sum(g.length for g in late) * f.own_part
         return [
             Finding(
                 "tiny-kernels",
@@ -236,11 +234,8 @@ class _Seen:
         if not step or any(kernels.is_fused_update(e.work.name) for e in step):
             return []
         us = sum(e.work.end - e.work.start for e in step)
-        us += sum(
-            g.length
-            for g in f.gaps
-            if g.cause in ("launch", "python") and g.end in self.update_starts
-        )
+        late = [g for g in f.gaps if g.cause in ("launch", "python")]
+        us += f.own_part * sum(g.length for g in late if g.end in self.update_starts)
         launches = len({e.work.correlation for e in step}) / f.num_steps
         if f.share(us) < _UPDATE_SHARE or launches < _UPDATE_LAUNCHES:
             return []

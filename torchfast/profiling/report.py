@@ -65,6 +65,7 @@ class ProfileReport:
             or [{"kind": "none", "line": None, "figure": 0.0}],
             "steps": f.num_steps,
             "step_ms": f.step_us / 1e3,
+            "untraced_step_ms": None if f.untraced_us is None else f.untraced_us / 1e3,
             "busy_ms": f.per_step_ms(f.busy_us),
             "idle_ms": f.per_step_ms(f.idle_us),
             "idle_ms_by_cause": {c: f.per_step_ms(us) for c, us in f.idle_by_cause.items()},
@@ -162,10 +163,13 @@ def analyse_trace(
 
 
 def report_on(
-    trace: Trace, lined: Trace | None = None, ceilings: Ceilings | None = None
+    trace: Trace,
+    lined: Trace | None = None,
+    ceilings: Ceilings | None = None,
+    untraced_us: float | None = None,
 ) -> ProfileReport:
-    """Return the report on a trace that was read."""
-    figures = measure_trace(trace)
+    """Return the report on a trace that was read; `measure_trace` says what `untraced_us` is."""
+    figures = measure_trace(trace, untraced_us)
     findings = find_faults(trace, figures, lined)
     return ProfileReport(
         verdict=judge(figures, findings),
@@ -201,6 +205,12 @@ def _remarks(trace: Trace, figures: Figures, lined: Trace | None) -> list[str]:
         remarks.append(
             "a CUDA graph's kernels have one launch, so its phases are one, replay; profile the "
             "step with Plan(cuda_graph=False) to see them"
+        )
+    if figures.untraced_us is not None and figures.pace < 1.0:
+        remarks.append(
+            f"before the profiler began a step took the host {figures.untraced_us / 1e3:.2f} ms; "
+            f"the verdict and the findings take its own work for {figures.pace:.0%} of what it "
+            "took in the trace"
         )
     lost = sum(1 for each in figures.launched if each.call is None)
     if lost:

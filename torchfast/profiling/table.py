@@ -78,6 +78,10 @@ def _time(report: ProfileReport) -> Iterator[str]:
     for cause, us in sorted(f.idle_by_cause.items(), key=lambda item: -item[1]):
         num = sum(1 for gap in f.gaps if gap.cause == cause)
         yield f"    {_MEANING[cause]:<25} {_ms(report, us)}  {num / f.num_steps:>7.1f} gaps a step"
+    if f.waits_us or f.pace < 1.0:
+        yield f"  {'idle, at the own pace':<27} {_ms(report, f.waits_us + f.late_us)}"
+        yield f"    {'for waits of the host':<25} {_ms(report, f.waits_us)}"
+        yield f"    {'it is late all the same':<25} {_ms(report, f.late_us)}"
     yield (
         f"  {f.num_launches / f.num_steps:.0f} launches and {f.num_kernels / f.num_steps:.0f} "
         f"kernels a step, {_part(f.num_tiny, f.num_kernels)} of them below {TINY_US:.0f} us"

@@ -9,8 +9,8 @@ arithmetic, on which no fault was found, is fine: there the machine is the limit
 idle is never called fine. If most of that idle time has no cause in the host, the verdict goes by
 what the kernels are, and says that the cause is unknown.
 
-A profiler makes each launch slower (by 1 to 2 us), so a step that is launch-bound in the trace may
-be a little less so without.
+A profiler makes the host slower, so that a step may look launch-bound which is not. Where it is
+known what a step took before the profiler began, the host's idle time is that of its own pace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from torchfast.profiling.figures import Figures
+from torchfast.profiling.figures import BY_HOST, Figures
 from torchfast.profiling.findings import Finding
 from torchfast.profiling.gaps import Gap
 
@@ -43,7 +43,6 @@ HOST_DATA_SHARE: Final = 0.2
 
 _IDLE_CLASSES: Final[dict[Class, tuple[str, ...]]] = {
     "input-bound": ("data",),
-    "sync-bound": ("sync",),
     "launch-bound": ("launch", "python", "compile", "allocation"),
 }
 _KINDS: Final[dict[str, tuple[str, ...]]] = {
@@ -103,13 +102,20 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
     if not figures.launched:
         return _judge_host(figures, findings)
     f = figures
-    classes: dict[Class, float] = {
+    late = {
         name: sum(f.idle_by_cause.get(cause, 0.0) for cause in causes)
         for name, causes in _IDLE_CLASSES.items()
     }
-    # What is late only since a wait had emptied the queue is that wait's.
-    classes["launch-bound"] -= f.drained_us
-    classes["sync-bound"] += f.drained_us
+    # What is late without the waits, at the host's own pace, is divided by who was seen to be.
+    seen = sum(late.values())
+    classes: dict[Class, float] = {
+        name: f.late_us * us / seen if seen else 0.0 for name, us in late.items()
+    }
+    classes["launch-bound"] += 0.0 if seen else f.late_us
+    classes["sync-bound"] = f.waits_us
+    # What no late host explains: the work was launched in time, or its launch is not in the trace.
+    unexplained = f.idle_us - sum(f.idle_by_cause.get(cause, 0.0) for cause in BY_HOST)
+    idle_us = sum(classes.values()) + unexplained
     worst = max(classes, key=lambda name: classes[name])
     exposed = f.exposed_communication_us
     evidence = {
@@ -117,7 +123,9 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
         "busy_share": f.share(f.busy_us),
         "idle_share": f.share(f.idle_us),
         **{f"idle_{cause}_share": f.share(us) for cause, us in sorted(f.idle_by_cause.items())},
-        "drained_share": f.share(f.drained_us),
+        "waits_share": f.share(f.waits_us),
+        "late_share": f.share(f.late_us),
+        "pace": f.pace,
         "exposed_communication_share": f.share(exposed),
         "exposed_h2d_share": f.share(f.exposed_h2d_us),
         "arithmetic_share": f.of_kernels(f.arithmetic_us),
@@ -126,8 +134,6 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
         "tiny_kernel_share": f.num_tiny / f.num_kernels if f.num_kernels else 0.0,
     }
     enough = IDLE_SHARE * f.window_us
-    # What no late host explains: the work was launched in time, or its launch is not in the trace.
-    unexplained = f.idle_us - sum(classes.values())
     if exposed >= enough and exposed > classes[worst]:
         name: Class = "communication-bound"
     elif f.exposed_h2d_us >= enough and f.exposed_h2d_us > classes[worst]:
@@ -137,12 +143,12 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
             f"and nothing else runs ({f.per_step_ms(f.exposed_h2d_us):.2f} ms a step)"
         )
         return _verdict(name, evidence, text, findings)
-    elif f.idle_us >= enough and classes[worst] > 0 and classes[worst] >= unexplained:
+    elif idle_us >= enough and classes[worst] > 0 and classes[worst] >= unexplained:
         name = worst
     else:
         moves_data = f.of_kernels(f.arithmetic_us) < ARITHMETIC_SHARE
         name = "bandwidth-bound" if moves_data else "compute-bound"
-        if f.idle_us >= enough:
+        if idle_us >= enough:
             evidence["cause_unknown_share"] = f.share(unexplained)
             found = _verdict(name, evidence, _text_unknown(f, unexplained), findings)
             return found._replace(lever=_UNKNOWN_LEVER)
@@ -184,7 +190,7 @@ def _text(name: Class, f: Figures, classes: dict[Class, float]) -> str:
         us = classes[name]
         what = {
             "input-bound": "waiting for batches",
-            "sync-bound": "idle because the host had waited for it",
+            "sync-bound": "idle because the host had waited for it, or made what it waited for",
             "launch-bound": "waiting for the host to launch",
         }[name]
         return (

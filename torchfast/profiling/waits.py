@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from torchfast.profiling.gaps import Gap, is_sync
 from torchfast.profiling.kernels import copy_direction, is_pageable_copy
 from torchfast.profiling.places import Places, most_common
+from torchfast.profiling.playback import Wait
 from torchfast.profiling.projection import Launched, host_stacks
 from torchfast.profiling.trace import HostCall, HostSpan, Trace
 
@@ -59,7 +60,6 @@ class Site(NamedTuple):
     """What a wait is, wherever it is."""
 
     operator: str
-    call: str
     sized_by_numbers: bool
 
 
@@ -113,9 +113,10 @@ def wait_sites(
     found = [
         WaitSite(
             operator=site.operator,
-            call=site.call,
+            call=_longest(calls),
             line=most_common(lines.get(site, [])),
-            num=len(calls),
+            # An operator that copies and then synchronizes waits once.
+            num=max(Counter(call.name for call in calls).values()),
             host_us=_length(calls),
             idle_us=idle[site] * part + _length(calls) * beyond,
             sized_by_numbers=site.sized_by_numbers,
@@ -128,6 +129,14 @@ def wait_sites(
 
 def _length(calls: Sequence[HostCall]) -> float:
     return sum(call.end - call.start for call in calls)
+
+
+def _longest(calls: Sequence[HostCall]) -> str:
+    """Return the call in which most of the time passes."""
+    spent: Counter[str] = Counter()
+    for call in calls:
+        spent[call.name] += round(1e3 * (call.end - call.start))
+    return spent.most_common(1)[0][0]
 
 
 def _bytes_to_host(launched: Sequence[Launched]) -> Counter[str]:
@@ -156,15 +165,41 @@ def waits_of(trace: Trace) -> list[HostCall]:
     # A thread that only copies into pinned memory, or watches, may wait: it makes nobody late.
     done = {work.correlation for work in trace.work}
     working = {c.thread for c in inside if c.correlation in done} | {trace.main_thread()}
-    calls = [c for c in inside if is_sync(c) and c.thread in working]
+    # A copy to memory that is not pinned is called asynchronous and yet returns when it is done.
+    pageable = {
+        work.correlation
+        for work in trace.work
+        if is_pageable_copy(work.name) and copy_direction(work.name) == "DtoH"
+    }
+    calls = [c for c in inside if (is_sync(c) or c.correlation in pageable) and c.thread in working]
     return calls if steps else [c for c in calls if c.name != "cudaDeviceSynchronize"]
 
 
+def waits_to_play(trace: Trace) -> list[Wait]:
+    """Return the waits inside of the steps, each with the operator without which it were not.
+
+    That is the outermost of torch's own: a matrix that is indexed by a mask waits while it looks
+    for what the mask selects, and who keeps the size fixed does without the whole of it.
+    """
+    calls = waits_of(trace)
+    stacks = host_stacks(trace, calls)
+    found = []
+    for call in calls:
+        around = [s for s in _operators(call, stacks.get(call, ())) if s.name.startswith("aten::")]
+        span = (around[0].start, around[0].end) if around else (call.start, call.end)
+        found.append(Wait(call, (min(span[0], call.start), max(span[1], call.end))))
+    return found
+
+
+def _operators(call: HostCall, stack: Sequence[HostSpan]) -> list[HostSpan]:
+    own = [s for s in stack if s.kind == "op" and s.thread == call.thread]
+    return [s for s in own if not s.name.startswith("autograd::engine")]
+
+
 def _site(call: HostCall, stack: Sequence[HostSpan]) -> Site:
-    operators = [s.name for s in stack if s.kind == "op" and s.thread == call.thread]
-    operators = [n for n in operators if not n.startswith("autograd::engine")]
+    operators = [s.name for s in _operators(call, stack)]
     sized = any(n.startswith(_SIZED_BY_NUMBERS) for n in operators)
-    return Site(operators[0] if operators else "", call.name, sized)
+    return Site(operators[0] if operators else "", sized)
 
 
 def pageable_copies(
