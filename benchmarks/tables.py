@@ -104,17 +104,18 @@ def main_job(result: dict[str, Any]) -> list[str]:
 def watching(result: dict[str, Any]) -> list[str]:
     """Return the table of what being watched costs."""
     lines = [
-        "| step | fit | ms | against | longer by (quartiles) |",
-        "|---|---|---:|---|---:|",
+        "| step | fit | ms | against | longer by (quartiles) | floor |",
+        "|---|---|---:|---|---:|---:|",
     ]
     for row in result["rows"]:
-        cost = ""
+        cost, floor = "", ""
         if "cost" in row:
             low, high = row["cost_quartiles"]
             cost = f"{row['cost']:+.2%} ({low:+.2%} to {high:+.2%})"
+            floor = f"{row['floor']:+.2%}"
         lines.append(
             f"| {row['mode']} | {row['arm']} | {baseline_tables.figure(row['ms'])} "
-            f"| {row.get('against', '')} | {cost} |"
+            f"| {row.get('against', '')} | {cost} | {floor} |"
         )
     return lines
 

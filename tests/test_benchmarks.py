@@ -98,7 +98,7 @@ def test_a_changed_figure_changes_the_page(made_up):
         ),
         ("slow scripts", "| last | it reads a number | failed |"),
         ("sweep", "| timm resnet18 |"),
-        ("watching", "| eager | as it is | 5.02 | no times | +0.25% (+0.10% to +0.40%) |"),
+        ("watching", "| eager | as it is | 5.02 | no times | +0.25% (+0.10% to +0.40%) | +0.20% |"),
         ("main job", "| bf16 | 1.5500 |"),
     ],
 )
