@@ -28,6 +28,7 @@ from benchmarks import (
     loader_timeline_plot,
     memory_tables,
     plots,
+    profiling_tables,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -98,51 +99,6 @@ def main_job(result: dict[str, Any]) -> list[str]:
             f"| {fmt} | {row['mean']:.4f} | {row['mean_difference_from_fp32']:+.4f} | "
             f"{'yes' if row['within_noise'] else 'no'} |"
         )
-    return lines
-
-
-def watching(result: dict[str, Any]) -> list[str]:
-    """Return the table of what being watched costs."""
-    lines = [
-        "| step | fit | ms | against | longer by (quartiles) | floor |",
-        "|---|---|---:|---|---:|---:|",
-    ]
-    for row in result["rows"]:
-        cost, floor = "", ""
-        if "cost" in row:
-            low, high = row["cost_quartiles"]
-            cost = f"{row['cost']:+.2%} ({low:+.2%} to {high:+.2%})"
-            floor = f"{row['floor']:+.2%}"
-        lines.append(
-            f"| {row['mode']} | {row['arm']} | {baseline_tables.figure(row['ms'])} "
-            f"| {row.get('against', '')} | {cost} | {floor} |"
-        )
-    return lines
-
-
-def slow_scripts(result: dict[str, Any]) -> list[str]:
-    """Return the table of what the profiler says of scripts with a fault each."""
-    counts = result["summary"]
-    lines = [
-        f"Right in all: {counts['right']} of {counts['scripts']}; the class {counts['verdict']}, "
-        f"the first fault {counts['kind']}, its line {counts['line']}.",
-        "",
-        "| script | what is wrong | verdict | first fault | line |",
-        "|---|---|---|---|---|",
-    ]
-    for name, row in result["rows"].items():
-        expected, answer = row["expected"], row.get("answer")
-        if answer is None:
-            lines.append(f"| {name} | {expected['why']} | {row['status']} |  |  |")
-            continue
-        right = row["judgement"]
-        kind = answer["findings"][0]["kind"] if answer["findings"] else "none"
-        found = [
-            cell if right[part] else f"{cell}, **not right**"
-            for part, cell in (("verdict", answer["verdict"]), ("kind", kind))
-        ]
-        line = "" if expected["kind"] == "none" else "right" if right["line"] else "**not right**"
-        lines.append(f"| {name} | {expected['why']} | {' | '.join(found)} | {line} |")
     return lines
 
 
@@ -250,8 +206,9 @@ TABLES: dict[str, tuple[str, Table]] = {
     "checkpoint cost": ("checkpoint_cost_h200.json", checkpoint_cost),
     "recompute": ("recompute_h200.json", memory_tables.recompute),
     "offload": ("offload_h200.json", memory_tables.offload),
-    "watching": ("watching_h200.json", watching),
-    "slow scripts": ("slow_scripts_h200.json", slow_scripts),
+    "watching": ("watching_h200.json", profiling_tables.watching),
+    "graph events": ("graph_events_h200.json", profiling_tables.graph_events),
+    "slow scripts": ("slow_scripts_h200.json", profiling_tables.slow_scripts),
     "sweep": ("sweep_h200.json", sweep),
     "main job": ("main_job_curves_h200.json", main_job),
 }

@@ -249,6 +249,21 @@ def watching():
     }
 
 
+def graph_events():
+    """Return what timing events cost in a graph."""
+    parts = {"forward": 1.0, "backward": 2.0, "update": 0.5}
+    more = {"cost": 0.004, "cost_quartiles": [0.003, 0.005]}
+    events = {"parts_ms": parts, "eager_ms": parts, "whole_ms": 3.5}
+    late = {"late": {"wrong": 0.0, "refused": 1.0}}
+    arms = {"plain": {}, "events": more | events | late, "again": more}
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/graph_events.py",
+        "machine": dict(MACHINE),
+        "rows": [{"workload": "mlp", "arm": arm, "ms": 3.5, **row} for arm, row in arms.items()],
+    }
+
+
 def slow_scripts():
     """Return what the profiler said of scripts, every status among it."""
     expected = {"classes": ["sync-bound"], "kind": "host-sync", "why": "it reads a number"}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from contextlib import contextmanager
 
 import torch
@@ -115,7 +116,9 @@ class Tape(TorchDispatchMode):
         with torch.no_grad():
             for func, args, kwargs, _, fresh, generator, state in self.calls:
                 if func is None:
-                    if kwargs == "get":
+                    if kwargs == "moment":
+                        args.passed_at = time.perf_counter()
+                    elif kwargs == "get":
                         args.copy_(torch.default_generator.get_state())
                     else:
                         torch.default_generator.set_state(args)
@@ -134,6 +137,22 @@ class Tape(TorchDispatchMode):
                             old.copy_(new)
 
 
+class TapeMoment:
+    """A place on the tape."""
+
+    def __init__(self, backend):
+        self.backend, self.passed_at = backend, None
+
+    def record(self):
+        self.backend.tape.calls.append((None, self, "moment", None, None, None, None))
+
+    def has_passed(self):
+        return self.passed_at is not None
+
+    def ms_since(self, earlier):
+        return (self.passed_at - earlier.passed_at) * 1e3
+
+
 class TapeBackend:
     """Stands in for CUDA's."""
 
@@ -142,6 +161,7 @@ class TapeBackend:
         self.num_captures = 0
         self.on_side_stream = 0
         self.num_released = 0
+        self.tape = None  # while something is captured
 
     @contextmanager
     def side_stream(self):
@@ -161,9 +181,11 @@ class TapeBackend:
         get, put = torch.get_rng_state, torch.set_rng_state
         torch.get_rng_state, torch.set_rng_state = tape.get_rng_state, tape.set_rng_state
         try:
+            self.tape = tape
             with self.side_stream(), tape:
                 result = body()
         finally:
+            self.tape = None
             torch.get_rng_state, torch.set_rng_state = get, put
             torch.cuda.is_current_stream_capturing = ask
             tape.undo()
@@ -172,6 +194,9 @@ class TapeBackend:
                 generator.set_state(before)
         self.num_captures += 1
         return TapeGraph(tape), result
+
+    def moment(self):
+        return TapeMoment(self)
 
     def pool_bytes(self):
         return 0

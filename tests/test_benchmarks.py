@@ -24,6 +24,7 @@ FILES = {
     "slow_scripts_h200.json": benchmark_results.slow_scripts,
     "sweep_h200.json": benchmark_results.sweep,
     "watching_h200.json": benchmark_results.watching,
+    "graph_events_h200.json": benchmark_results.graph_events,
     "main_job_curves_h200.json": benchmark_results.main_job,
 }
 
@@ -98,6 +99,11 @@ def test_a_changed_figure_changes_the_page(made_up):
         ),
         ("slow scripts", "| last | it reads a number | failed |"),
         ("sweep", "| timm resnet18 |"),
+        (
+            "graph events",
+            "| mlp | 3.50 | +0.40% (+0.30% to +0.50%) | +0.40% | 1.00 / 2.00 / 0.500 "
+            "| 1.00 / 2.00 / 0.500 | 100.0% | 0%, 100% |",
+        ),
         ("watching", "| eager | as it is | 5.02 | no times | +0.25% (+0.10% to +0.40%) | +0.20% |"),
         ("main job", "| bf16 | 1.5500 |"),
     ],

@@ -11,7 +11,7 @@ import torch
 from fitting import BATCHES, fit, make_trainer, training
 from models import mean_loss
 from tape import TapeBackend
-from torchfast import phase
+from torchfast import CUDAGraphOptions, Plan, phase
 from torchfast._core import phases
 from torchfast._core.reading import Marks
 from torchfast.profiling import step_timer
@@ -55,6 +55,24 @@ def test_a_captured_step_of_fit_is_told_as_replays_and_its_warm_up(monkeypatch):
     replays = ("measured", NUM_FIRST - 4 + 2)  # those among the first, and two later
     assert sources["replay"] == sources["data_wait"] == sources["other"] == replays
     assert sources["update"] in (in_warm_up, replays)
+
+
+@pytest.mark.usefixtures("tape", "no_marks_in_captures")
+def test_a_graph_that_notes_its_phases_tells_them_in_replays():
+    def slow_in_replays(model, batch):
+        with phase("mine"):
+            _ = torch.linalg.svdvals(torch.randn(200, 200))
+        return mean_loss(model, batch)
+
+    plan = Plan(cuda_graph=CUDAGraphOptions(time_phases=True))
+    trainer = make_trainer(slow_in_replays, plan=plan, max_grad_norm=1.0)
+    times = fit(trainer=trainer, steps=70, log_every=70).step_times
+    assert trainer.report().counters["captures"] == 1
+    for name in ("forward", "backward", "update", "mine"):
+        # One replay in sixteen, and those before a record.
+        assert times[name].source == "measured"
+        assert 4 <= times[name].num_samples <= 10
+    assert 0.0 < times["mine"].p50_ms < times["forward"].p50_ms < times["replay"].p50_ms
 
 
 @pytest.mark.usefixtures("no_marks_in_captures", "tape")

@@ -138,6 +138,7 @@ class FitLoop:
                 raise
             self._checkpoints.close()
             self._emit("end", None)
+        self._timer.note_replays(self._step.phase_times())
         return FitResult(
             num_steps=self._done,
             num_epochs=self._epochs_done,
@@ -334,6 +335,7 @@ class FitLoop:
     def _stage(self) -> None:
         """Begin to read the interval that ends here."""
         self._timer.note_copies(self._loader.statistics().copies_ms)
+        self._timer.note_replays(self._step.phase_times())
         self._records.stage(self._place() | self._step.memory.to_record())
 
     def _flush(self, *, wait: bool) -> None:

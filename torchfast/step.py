@@ -256,6 +256,10 @@ class TrainStep:
         self.num_steps = state["num_steps"]
         self.num_epochs = state["num_epochs"]
 
+    def phase_times(self) -> list[dict[str, float]]:
+        """Return what phases took in replays; see `CUDAGraphStep.phase_times`."""
+        return [] if self._graph is None else self._graph.phase_times()
+
     def report(self) -> Report:
         """Return what the plan did, what stepped aside and why.
 

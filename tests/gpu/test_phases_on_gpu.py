@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from gpu.graph_jobs import copied, state
 from gpu.late import SLOW, Late
 from gpu.requirements import requires
-from torchfast import Trainer, phase
+from torchfast import CUDAGraphOptions, Plan, Trainer, phase
 from torchfast._core.compare import differences
 from torchfast.profiling import StepTimer
 
@@ -178,6 +178,41 @@ def test_a_slow_loader_is_waited_for_by_the_device(plan):
     assert times["step"].p50_ms == pytest.approx(20, rel=0.3)
 
 
+NOTED = Plan.preset("exact").replace(cuda_graph=CUDAGraphOptions(time_phases=True))
+
+
+def test_a_graph_that_notes_its_phases_tells_those_of_replays():
+    """Of a device that is the limit at least the last one."""
+    trainer = make_trainer(late_loss, NOTED, optimizer=FUSED)
+    times = fit(trainer, batches(device="cuda"), steps=40).step_times
+    assert trainer.report().counters["captures"] == 1
+    parts = [times[name] for name in ("forward", "backward", "update")]
+    assert {part.source for part in parts} == {"measured"}
+    assert times["backward"].p50_ms == pytest.approx(2 * times["forward"].p50_ms, rel=0.1)
+    whole = times["replay"].p50_ms
+    assert sum(part.p50_ms for part in parts) == pytest.approx(whole, rel=0.03)
+
+
+def test_replays_of_a_late_host_are_told_by_the_dozen():
+    """And are not what the eager steps of the warm-up took, of which the host was the limit."""
+    noted, plain = make_trainer(plan=NOTED, optimizer=FUSED), make_trainer(optimizer=FUSED)
+    found = fit(noted, batches(), steps=1000).step_times
+    warm_up = fit(plain, batches(), steps=1000).step_times
+    for name in ("forward", "backward", "update"):
+        assert (found[name].source, warm_up[name].source) == ("measured", "from warm-up")
+        assert found[name].num_samples > 12
+        assert found[name].p50_ms < 0.7 * warm_up[name].p50_ms
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_noting_phases_in_a_graph_changes_no_bit():
+    noted, plain = make_trainer(plan=NOTED, optimizer=FUSED), make_trainer(optimizer=FUSED)
+    histories = [[r["loss"] for r in fit(t, batches(), steps=40).history] for t in (noted, plain)]
+    assert not differences(
+        [copied(state(plain)), histories[1]], [copied(state(noted)), histories[0]]
+    )
+
+
 @pytest.mark.parametrize("plan", ["eager", "exact"])
 def test_copies_run_beside_the_step_and_are_told_so(plan):
     loader = batches(64, rows=4096, pin_memory=True)
@@ -285,7 +320,7 @@ def test_the_measure_of_cost_sees_a_host_that_waits(monkeypatch):
 
 
 def test_timing_events_in_a_graph_are_of_its_latest_replay():
-    """So they could tell what a replay is made of only to a host that waits for each."""
+    """So they are read before the next is launched, or not at all."""
     x = torch.zeros(1, device="cuda")
     cycles = [SLOW // 4, SLOW // 2]
     events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(3)]

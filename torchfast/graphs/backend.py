@@ -20,6 +20,7 @@ from typing import Any, Protocol, final
 import torch
 
 from torchfast._core.errors import UnsupportedDeviceError
+from torchfast.graphs.moments import Moment
 
 # From 2.14 on registering does nothing, and warns.
 _REGISTERS_BY_ITSELF = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
@@ -55,6 +56,9 @@ class Backend(Protocol):
         Raises:
             Exception: What stopped it. Device, stream and allocator are as they were before.
         """
+
+    def moment(self) -> Moment:
+        """Return what can be put into a capture, and tells when a replay has come to it."""
 
     def pool_bytes(self) -> int:
         """Return the memory that the graphs hold."""
@@ -130,6 +134,10 @@ class CUDABackend:
         self._num_graphs[self._pool] += 1
         return _PooledGraph(graph, partial(self._let_go, self._pool)), result
 
+    def moment(self) -> Moment:
+        """Return an event that a replay records."""
+        return _ExternalEvent(self.device)
+
     def pool_bytes(self) -> int:
         """Return the bytes that the pool has reserved."""
         if not self._num_graphs:
@@ -200,6 +208,28 @@ class _PooledGraph:
             self._graph.reset()
             self._let_go()
         self._let_go = None
+
+
+@final
+class _ExternalEvent:
+    """An event that is work of the graph, and no mark for the capture alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event(enable_timing=True, external=True)
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def has_passed(self) -> bool:
+        return bool(self._event.query())
+
+    def ms_since(self, earlier: Moment) -> float | None:
+        assert isinstance(earlier, _ExternalEvent)
+        try:
+            return float(earlier._event.elapsed_time(self._event))
+        except RuntimeError:  # a replay is on its way to one of them
+            return None
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torchfast._core.batches import map_batch
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CaptureError, ClosedError
 from torchfast._core.loss import detached
-from torchfast._core.phases import CAPTURE, REPLAY, phase
+from torchfast._core.phases import CAPTURE, phase
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.backend import backend_for
 from torchfast.graphs.constants import HostConstants
@@ -32,6 +32,7 @@ from torchfast.graphs.failures import Failure, explain
 from torchfast.graphs.gradients import GradientsBefore
 from torchfast.graphs.host_facts import NEW_STATE, HostFacts
 from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.outputs import StaticOutputs
@@ -170,6 +171,10 @@ class GraphEngine:
             "pool_bytes": self._backend.pool_bytes(),
         }
 
+    def phase_times(self) -> list[Times]:
+        """Return what phases took in some of the latest replays, in ms, if that is noted."""
+        return self._store.phase_times()
+
     def close(self) -> None:
         """Let go of the graphs and their memory; a second call does nothing."""
         if not self._closed:
@@ -298,6 +303,7 @@ class GraphEngine:
         static.fill(call.tensors)
         self._fill_rates()
         written = static.versions()
+        entry.moments = self._store.moments(self._backend.moment)
 
         def body() -> StaticOutputs:
             torch.clear_autocast_cache()  # of weights as they were when it was filled
@@ -340,14 +346,11 @@ class GraphEngine:
             )
 
     def _replay(self, entry: Entry, call: Call) -> Any:
-        assert entry.graph is not None
         assert entry.inputs is not None
         assert entry.outputs is not None
         self._fill_rates()
         entry.inputs.fill(call.tensors)
-        with phase(REPLAY):
-            entry.graph.replay()
-        entry.num_replays += 1
+        entry.replay()
         self._store.used(entry)
         self._counts["replays"] += 1
         self._num_since_change += 1

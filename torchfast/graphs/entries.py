@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch import Tensor
 
+from torchfast._core.phases import REPLAY, phase
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.failures import Failure
+from torchfast.graphs.moments import Moment, PhaseMoments, Times
 from torchfast.graphs.options import CUDAGraphOptions
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.secrecy import Secret
@@ -36,6 +39,7 @@ class Entry:
         kept: Tensors that the graph reads and nobody else may hold.
         secret: That it is being captured; None where that is told to whoever asks.
         constants: What it copies from the host, once a capture has failed for that.
+        moments: When its phases begin and end in replays, where that is asked for.
         why_eager: Why it is not captured, in words.
         num_replays: Replays so far.
     """
@@ -52,6 +56,7 @@ class Entry:
     kept: list[Tensor] = field(default_factory=list)
     secret: Secret | None = field(default_factory=Secret)
     constants: HostConstants | None = None
+    moments: PhaseMoments | None = None
     why_eager: str | None = None
     num_replays: int = 0
 
@@ -63,7 +68,20 @@ class Entry:
                 stack.enter_context(self.secret.kept())
             if self.constants is not None:
                 stack.enter_context(self.constants.standing_in())
+            if self.moments is not None:
+                stack.enter_context(self.moments.noting())
             yield
+
+    def replay(self) -> None:
+        """Replay the graph."""
+        assert self.graph is not None
+        if self.moments is not None:
+            self.moments.before_replay()
+        with phase(REPLAY):
+            self.graph.replay()
+        if self.moments is not None:
+            self.moments.replayed()
+        self.num_replays += 1
 
     def is_to_be_told(self, failure: Failure) -> bool:
         """Whether telling of the next capture may help: who asked, or compiled code that asks."""
@@ -73,7 +91,7 @@ class Entry:
         """Let go of the graph."""
         if self.graph is not None:
             self.graph.reset()
-        self.graph = self.inputs = self.outputs = None
+        self.graph = self.inputs = self.outputs = self.moments = None
         self.gradients, self.added_to, self.from_none, self.kept = [], [], [], []
 
 
@@ -81,6 +99,8 @@ class Entry:
 _WARM_UP_OF_OTHERS = 1
 # So many kinds of steps were seen for each graph that is kept, and somebody should know.
 _KINDS_PER_GRAPH = 8
+# Of so many replays it is kept what their phases took: as many as the times of fit are over.
+_WINDOW = 256
 
 
 @final
@@ -100,6 +120,7 @@ class GraphStore:
         self.graphs: list[Entry] = []  # the least recently used first
         self.owner: Entry | None = None
         self._options, self._limit = options, options.max_graphs
+        self._phase_times: deque[Times] = deque(maxlen=_WINDOW)
 
     def entry(self, key: Any) -> tuple[Entry, str | None]:
         """Return the entry of a kind of step, a new one too; and what to warn of, if anything."""
@@ -137,6 +158,17 @@ class GraphStore:
         idle = [key for key, entry in self.entries.items() if entry.graph is None]
         for key in idle[: max(0, len(idle) - limit)]:
             del self.entries[key]
+
+    def moments(self, new: Callable[[], Moment]) -> PhaseMoments | None:
+        """Return what notes the phases of a capture, if somebody wants to know."""
+        return PhaseMoments(new, self._phase_times) if self._options.time_phases else None
+
+    def phase_times(self) -> list[Times]:
+        """Return what phases took in some of the latest replays, in ms."""
+        for entry in self.graphs:
+            if entry.moments is not None:
+                entry.moments.read()
+        return list(self._phase_times)
 
     def add(self, entry: Entry) -> None:
         """Take an entry that has just been captured."""

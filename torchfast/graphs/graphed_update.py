@@ -19,6 +19,7 @@ from torchfast._core.decisions import Decision
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 
@@ -102,6 +103,10 @@ class GraphedUpdate:
         """Return graphs, replays, eager steps, captures, seconds and bytes."""
         now = self._graph.counters()
         return {name: now[name] + self._before[name] for name in now}
+
+    def phase_times(self) -> list[Times]:
+        """Return what phases took in some of the latest replays, in ms, if that is noted."""
+        return self._graph.phase_times()
 
     def settle(self) -> None:
         """Bring what a step outside the graph has replaced back to its place."""

@@ -37,6 +37,8 @@ class CUDAGraphOptions:
         host_constants: Take what the step copies from the host for constants if it is the same in
             two steps: a mask or a scale that the forward makes anew each time. What changes later
             is frozen all the same, so it is for you to know.
+        time_phases: Put events into the graph where its phases begin and end, so that the times of
+            ``fit`` tell them in replays. Some 2 us of the device for each.
 
     Raises:
         PlanError: A choice that does not exist.
@@ -52,6 +54,7 @@ class CUDAGraphOptions:
     on_failure: Literal["eager", "raise"] = "eager"
     check: bool = True
     host_constants: bool = False
+    time_phases: bool = False
 
     def __post_init__(self) -> None:
         check_int("warm_up_steps", self.warm_up_steps, minimum=1)
@@ -60,6 +63,7 @@ class CUDAGraphOptions:
         check_choice("on_failure", self.on_failure, ("eager", "raise"), PlanError)
         check_flag("check", self.check)
         check_flag("host_constants", self.host_constants)
+        check_flag("time_phases", self.time_phases)
 
     @property
     def changed(self) -> dict[str, object]:

@@ -69,6 +69,8 @@ class CUDAGraphStep(Closing):
             something else is not used.
         host_constants: Take what the step copies from the host for constants if it is the same in
             two steps. What changes later is frozen all the same.
+        time_phases: Put events into the graph where each `phase` begins and ends, for
+            `phase_times`. Some 2 us of the device for each.
         device: Where; None means the device of the first parameter, or the current CUDA device.
 
     Raises:
@@ -95,6 +97,7 @@ class CUDAGraphStep(Closing):
         on_failure: Literal["eager", "raise"] = "eager",
         check: bool = True,
         host_constants: bool = False,
+        time_phases: bool = False,
         device: torch.device | str | int | None = None,
     ) -> None:
         check_callable("fn", fn, "fn(batch)")
@@ -106,6 +109,7 @@ class CUDAGraphStep(Closing):
             on_failure=on_failure,
             check=check,
             host_constants=host_constants,
+            time_phases=time_phases,
         )
         named = NamedState(state, found=held_by(fn))
         self.device = _device_of(named, device)
@@ -132,6 +136,16 @@ class CUDAGraphStep(Closing):
             What ``fn`` returns, detached and safe to keep.
         """
         return self._engine(*args, **kwargs)
+
+    def phase_times(self) -> list[dict[str, float]]:
+        """Return what each `phase` took in some of the latest replays, with ``time_phases=True``.
+
+        Returns:
+            Milliseconds by name, a dictionary for a replay; at most 256, the latest last.
+
+        Synchronizes: Never; a replay that the device is not through with is not told.
+        """
+        return self._engine.phase_times()
 
     def report(self) -> Report:
         """Return what was captured and what was not, and why. Synchronizes: Never."""

@@ -13,8 +13,7 @@ which in a healthy loop is ahead and waits often, but how long the device did.
 A replay runs no Python, so nothing can be recorded in it: told are ``data_wait``, what it takes as
 a whole, and what of the step is left outside. Its forward, backward and update are those of the
 eager steps before the capture, and are labelled so; they are longer where the host was the limit.
-Timing events inside of the graph would not do instead: each replay records the same ones anew, so
-that unless the host waits for each step, what it reads late is of two of them.
+With ``CUDAGraphOptions(time_phases=True)`` the graph itself says, and they are those of replays.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from torchfast._core.phases import (
     stop_recording,
 )
 from torchfast._core.reading import Mark, Marks
-from torchfast._core.step_times import PhaseTimes, StepTimes
+from torchfast._core.step_times import PhaseTimes, Source, StepTimes
 
 # One step in so many is taken apart, at most.
 EVERY: Final = 16
@@ -62,6 +61,8 @@ RECENT: Final = 16
 
 # Rows that the table has of its own: a phase of a user's that is called so gets another name.
 _TAKEN: Final = ("step", OTHER, str(CAPTURE), str(REPLAY))
+_MEASURED: Final[Source] = "measured"
+_FROM_WARM_UP: Final[Source] = "from warm-up"
 ORDER: Final = (DATA_WAIT, H2D, REPLAY, FORWARD, BACKWARD, COMMUNICATION, UPDATE)
 
 
@@ -143,12 +144,13 @@ class StepTimer:
         self._since_replay = RECENT
         self._steps_ms: deque[float] = deque(maxlen=4 * WINDOW)
         self._copies_ms: Sequence[float] = ()
+        self._inside: Sequence[dict[str, float]] = ()
         self._thread: int | None = None  # which begins and ends steps, and alone takes up samples
         # What a log record is told, and of what it was made.
         self._num_read = self._num_new_steps = 0
         self._known_rows: list[PhaseTimes] = []
         self._known_step: list[PhaseTimes] = []
-        self._rows_of: tuple[int, Sequence[float]] | None = None
+        self._rows_of: tuple[object, ...] | None = None
 
     # -- What the loop says ------------------------------------------------------------------------
 
@@ -210,6 +212,10 @@ class StepTimer:
         """Say what the latest copies to the device took, of those that run beside the steps."""
         self._copies_ms = times_ms
 
+    def note_replays(self, times_ms: Sequence[dict[str, float]]) -> None:
+        """Say what the phases inside of the latest replays took, if the graph tells."""
+        self._inside = times_ms
+
     # -- What phases say ---------------------------------------------------------------------------
 
     def begin(self, name: str) -> _Part | None:
@@ -250,7 +256,7 @@ class StepTimer:
 
     def recent_times(self) -> StepTimes:
         """Return the same for a log record: cheaper, and the whole steps perhaps some steps old."""
-        if self._rows_of != (now := (self._num_read, self._copies_ms)):
+        if self._rows_of != (now := (self._num_read, self._copies_ms, self._inside)):
             self._known_rows, self._rows_of = self._rows(), now
         if self._num_new_steps >= max(1, len(self._steps_ms) // 8):
             self._known_step, self._num_new_steps = self._step_row(), 0
@@ -266,8 +272,9 @@ class StepTimer:
         eager = [*list(self._first)[len(self._eager) :], *self._eager]
         rows = _rows(list(self._replays) if is_replayed else eager)
         if is_replayed:
-            known = {row.name for row in rows}
-            rows += [row for row in _rows(eager, "from warm-up") if row.name not in known]
+            for samples, source in ((self._inside, _MEASURED), (eager, _FROM_WARM_UP)):
+                known = {row.name for row in rows}
+                rows += [row for row in _rows(samples, source) if row.name not in known]
         if self._copies_ms and all(row.name != H2D for row in rows):
             rows.append(PhaseTimes.of(H2D, self._copies_ms, "copy stream"))
         return rows
@@ -313,10 +320,7 @@ class StepTimer:
             self._every = max(EVERY, math.ceil(statistics.median(self._costs) / BUDGET))
 
 
-def _rows(
-    samples: Sequence[dict[str, float]],
-    source: Literal["measured", "from warm-up"] = "measured",
-) -> list[PhaseTimes]:
+def _rows(samples: Sequence[dict[str, float]], source: Source = _MEASURED) -> list[PhaseTimes]:
     names = dict.fromkeys(name for times in samples for name in times)
     return [
         PhaseTimes.of(name, [times.get(name, 0.0) for times in samples], source) for name in names

@@ -1,0 +1,75 @@
+"""The tables of what watching a training costs, and of what a profiler says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.baseline_tables import figure
+
+
+def watching(result: dict[str, Any]) -> list[str]:
+    """Return the table of what being watched costs."""
+    lines = [
+        "| step | fit | ms | against | longer by (quartiles) | floor |",
+        "|---|---|---:|---|---:|---:|",
+    ]
+    for row in result["rows"]:
+        cost, floor = "", ""
+        if "cost" in row:
+            low, high = row["cost_quartiles"]
+            cost = f"{row['cost']:+.2%} ({low:+.2%} to {high:+.2%})"
+            floor = f"{row['floor']:+.2%}"
+        lines.append(
+            f"| {row['mode']} | {row['arm']} | {figure(row['ms'])} "
+            f"| {row.get('against', '')} | {cost} | {floor} |"
+        )
+    return lines
+
+
+def slow_scripts(result: dict[str, Any]) -> list[str]:
+    """Return the table of what the profiler says of scripts with a fault each."""
+    counts = result["summary"]
+    lines = [
+        f"Right in all: {counts['right']} of {counts['scripts']}; the class {counts['verdict']}, "
+        f"the first fault {counts['kind']}, its line {counts['line']}.",
+        "",
+        "| script | what is wrong | verdict | first fault | line |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in result["rows"].items():
+        expected, answer = row["expected"], row.get("answer")
+        if answer is None:
+            lines.append(f"| {name} | {expected['why']} | {row['status']} |  |  |")
+            continue
+        right = row["judgement"]
+        kind = answer["findings"][0]["kind"] if answer["findings"] else "none"
+        found = [
+            cell if right[part] else f"{cell}, **not right**"
+            for part, cell in (("verdict", answer["verdict"]), ("kind", kind))
+        ]
+        line = "" if expected["kind"] == "none" else "right" if right["line"] else "**not right**"
+        lines.append(f"| {name} | {expected['why']} | {' | '.join(found)} | {line} |")
+    return lines
+
+
+def graph_events(result: dict[str, Any]) -> list[str]:
+    """Return the table of timing events inside of graphs."""
+    rows = {(row["workload"], row["arm"]): row for row in result["rows"]}
+    lines = [
+        "| workload | a replay, ms | longer with events (quartiles) | the same without, again "
+        "| forward, backward, update in a replay | in the eager step | their sum, of the whole "
+        "| read late: wrong, refused |",
+        "|---|---:|---:|---:|---|---|---:|---|",
+    ]
+    for name in dict.fromkeys(workload for workload, _ in rows):
+        plain, events, again = (rows[name, arm] for arm in ("plain", "events", "again"))
+        low, high = events["cost_quartiles"]
+        parts, eager = events["parts_ms"], events["eager_ms"]
+        lines.append(
+            f"| {name} | {figure(plain['ms'])} | {events['cost']:+.2%} ({low:+.2%} to {high:+.2%}) "
+            f"| {again['cost']:+.2%} | {' / '.join(map(figure, parts.values()))} "
+            f"| {' / '.join(map(figure, eager.values()))} "
+            f"| {sum(parts.values()) / events['whole_ms']:.1%} "
+            f"| {events['late']['wrong']:.0%}, {events['late']['refused']:.0%} |"
+        )
+    return lines
