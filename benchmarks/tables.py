@@ -264,6 +264,8 @@ def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
     if "workloads" not in result:
         whole = {"date": result["date"], "command": result["command"]}
         whole["commit"] = result["machine"]["commit"]
+        if isinstance(rows := result.get("rows"), dict):
+            return [row.get("run", whole) for row in rows.values()]
         own = PARTS.get(table)
         parts = [
             section.get("run", whole)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import warm_python
+from benchmarks import tables
 from benchmarks.slow_scripts import check, expected
 from benchmarks.slow_scripts.check import Answer, Finding, NoVerdictError, judge, read_answer
 from benchmarks.slow_scripts.expected import EXPECTED, lines_of, path_of
@@ -226,6 +227,15 @@ def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "recurrent_model        wrong    sync-bound, big-log-sync; wrong kind, line" in printed
     assert "1 of 2 are right in all; verdict 2, kind 1, line 1" in printed
+    # Another is added to the file, and what stands there stays.
+    assert check.main(["--out", str(out), "--only", "heat_equation"]) == 0
+    more = json.loads(out.read_text())
+    assert list(more["rows"]) == ["language_model", "heat_equation", "recurrent_model"]
+    assert more["rows"]["language_model"] == table["rows"]["language_model"]
+    assert more["summary"]["scripts"] == 3
+    assert [run["command"] for run in tables.runs(more, "slow scripts")] == [
+        row["run"]["command"] for row in more["rows"].values()
+    ]
 
 
 @pytest.mark.parametrize(

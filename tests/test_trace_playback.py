@@ -207,3 +207,22 @@ def test_batches_that_are_copied_while_nothing_runs(tmp_path):
         assert (verdict.name == "input-bound") is not beside
         if not beside:
             assert "pin_memory=True" in verdict.lever
+
+
+@pytest.mark.parametrize("computed_us", [0.0, 400.0])
+def test_what_the_host_computes_of_what_it_fetched_goes_with_the_wait(tmp_path, computed_us):
+    """Histograms of all weights, say: they are there because the weights were fetched."""
+    made = SyntheticTrace()
+    for step in range(STEPS):
+        begin = step * 1000.0
+        made.step(step, begin, begin + 999.0)
+        made.copy(begin + 5.0, begin + 15.0, "DtoH (Device -> Pageable)", at=begin, us=20.0)
+        made.op("aten::to", begin - 0.5, begin + 21.0)
+        if computed_us:
+            made.op("aten::histc", begin + 50.0, begin + 50.0 + computed_us)
+        for number in range(10):
+            start = begin + 500.0 + 49.0 * number
+            made.kernel(start + 5.0, start + 15.0, GEMM, at=start, op="aten::mm")
+    figures = figures_of(made, tmp_path)
+    computed = figures.waits_us / STEPS
+    assert computed == pytest.approx(20.0 + (30.0 + computed_us if computed_us else 0.0), abs=25.0)

@@ -5,7 +5,8 @@
 
 Each script runs under ``python -m torchfast profile`` in a process of its own. What is compared:
 the class of the verdict, the kind of its first finding, and the line that the finding names. On
-``--device cpu`` the scripts run alone, at a small size, and nothing is compared.
+``--device cpu`` the scripts run alone, at a small size, and nothing is compared. With ``--only``
+the rows of the others stay in the file, each with the run that it is from.
 """
 
 from __future__ import annotations
@@ -228,6 +229,13 @@ def run_alone(script: str, steps: int, limit_s: float) -> dict[str, Any]:
     return {"status": "ran"}
 
 
+def _of_others(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the rows that stand in the file of scripts that are not asked now."""
+    earlier = results.resumed(args.out, {}, ignoring=["commit"]) if args.out else None
+    rows: dict[str, dict[str, Any]] = earlier["rows"] if earlier else {}
+    return {name: row for name, row in rows.items() if name not in args.only}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check the scripts, print a table, write it; 1 if a script failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -238,13 +246,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=3, help="of each script, on the CPU")
     args = parser.parse_args(arguments)
-    rows = {}
+    rows = _of_others(args) if args.device == "cuda" else {}
     for script in args.only:
         if args.device == "cuda":
-            rows[script] = check(script, args.limit, args.keep)
+            rows[script] = check(script, args.limit, args.keep) | {"run": results.this_run()}
             print(show(script, rows[script]), flush=True)
             if args.out is not None:  # after each: whoever interrupts keeps what there is
-                results.write(args.out, {"summary": summary(rows), "rows": rows})
+                ordered = {name: rows[name] for name in EXPECTED if name in rows}
+                results.write(args.out, {"summary": summary(rows), "rows": ordered})
             continue
         rows[script] = run_alone(script, args.steps, args.limit)
         print(f"{script:22} {rows[script]['status']} {rows[script].get('reason', '')}", flush=True)

@@ -64,7 +64,7 @@ def main(arguments=None):
     torch.manual_seed(0)
     device = torch.device(args.device)
     width, layers, experts, batch, length = (
-        (64, 2, 4, 2, 16) if args.small else (768, 6, 8, 32, 512)
+        (64, 2, 4, 2, 16) if args.small else (768, 6, 8, 80, 512)
     )
     model = Model(4096, width, layers, experts).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)

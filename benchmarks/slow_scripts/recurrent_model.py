@@ -64,7 +64,7 @@ def main(arguments=None):
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     device = torch.device(args.device)
-    width, layers, batch, length = (16, 1, 2, 16) if args.small else (1024, 2, 128, 128)
+    width, layers, batch, length = (16, 1, 2, 16) if args.small else (1024, 2, 512, 128)
     model = CharacterModel(128, width, layers).to(device)
     text = torch.randint(128, (8, batch, length + 1), device=device)
     loss, histograms = train(model, text, args.steps)

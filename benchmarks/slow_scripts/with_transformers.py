@@ -50,7 +50,7 @@ def main(arguments=None):
     parser.add_argument("--small", action="store_true", help="a size for a CPU")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
-    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 48, 256)
+    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 72, 256)
     config = GPT2Config(
         vocab_size=4096,
         n_positions=length,

@@ -66,6 +66,10 @@ class Stager:
         self._blocks: dict[torch.device, _Block] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._spared: dict[torch.device, int] = {}  # bytes of the last block on a device
+        if torch.backends.cuda.is_built() and torch.cuda.is_initialized():
+            # The first stream of a process makes the host wait for all that is queued; now that is
+            # less than at the first save.
+            torch.cuda.Stream()
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
         """Copy ``tensors``, which may change from then on; of sharded ones, this rank's parts.

@@ -8,11 +8,13 @@ step and in the steps that were taken with lines.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from torchfast.profiling.gaps import Gap, is_sync
+from torchfast.profiling.intervals import Interval
 from torchfast.profiling.kernels import copy_direction, is_pageable_copy
 from torchfast.profiling.places import Places, most_common
 from torchfast.profiling.playback import Wait
@@ -30,6 +32,10 @@ _SIZED_BY_NUMBERS: Final = (
     "aten::bincount",
     "aten::repeat_interleave",
 )
+
+
+# An operator of the host's that takes longer computes something; it does not only make a view.
+_COMPUTED_US: Final = 50.0
 
 
 class WaitSite(NamedTuple):
@@ -179,16 +185,48 @@ def waits_to_play(trace: Trace) -> list[Wait]:
     """Return the waits inside of the steps, each with the operator without which it were not.
 
     That is the outermost of torch's own: a matrix that is indexed by a mask waits while it looks
-    for what the mask selects, and who keeps the size fixed does without the whole of it.
+    for what the mask selects, and who keeps the size fixed does without the whole of it. What the
+    host then computes of what it has fetched, before it launches again, goes with it.
     """
     calls = waits_of(trace)
     stacks = host_stacks(trace, calls)
+    on_host = _OnHost(trace)
     found = []
     for call in calls:
         around = [s for s in _operators(call, stacks.get(call, ())) if s.name.startswith("aten::")]
         span = (around[0].start, around[0].end) if around else (call.start, call.end)
-        found.append(Wait(call, (min(span[0], call.start), max(span[1], call.end))))
+        end = on_host.until(call.thread, max(span[1], call.end))
+        found.append(Wait(call, (min(span[0], call.start), end)))
     return found
+
+
+class _OnHost:
+    """When the host computes by itself: operators that take long and launch nothing."""
+
+    def __init__(self, trace: Trace) -> None:
+        launches: dict[str, list[float]] = defaultdict(list)
+        done = {work.correlation for work in trace.work}
+        for call in trace.calls:
+            if call.correlation in done:
+                launches[call.thread].append(call.start)
+        self._launches = {thread: sorted(starts) for thread, starts in launches.items()}
+        long: dict[str, list[Interval]] = defaultdict(list)
+        for span in trace.spans:
+            if span.kind == "op" and span.end - span.start >= _COMPUTED_US:
+                long[span.thread].append((span.start, span.end))
+        self._long = {thread: sorted(spans) for thread, spans in long.items()}
+
+    def until(self, thread: str, moment: float) -> float:
+        """Return when the last of them ends that the next launch of a thread comes after."""
+        launches, long = self._launches.get(thread, []), self._long.get(thread, [])
+        at = bisect.bisect_left(launches, moment)
+        following = launches[at] if at < len(launches) else float("inf")
+        found = moment
+        at = bisect.bisect_left(long, (moment, 0.0))
+        while at < len(long) and long[at][1] <= following:
+            found = max(found, long[at][1])
+            at += 1
+        return found
 
 
 def _operators(call: HostCall, stack: Sequence[HostSpan]) -> list[HostSpan]:
