@@ -10,9 +10,11 @@ compared with the one before: the verdict ought to be "no difference" each time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,8 @@ METHOD = "torchfast exact"
 PLANTED = 0.03
 
 
-def measure(name: str, settings: Settings, slowdowns: list[float]) -> list[dict[str, Any]]:
-    """Return a result for each slowdown, measured one after the other.
+def measured(name: str, settings: Settings, slowdowns: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Yield a result for each slowdown, measured one after the other.
 
     All processes are there from the beginning, and each result has two of its own.
     """
@@ -42,17 +44,20 @@ def measure(name: str, settings: Settings, slowdowns: list[float]) -> list[dict[
         spawned = [m.spawn([TUNED, METHODS[METHOD]]) for m in measurements]
         for measurement, processes in zip(measurements, spawned, strict=True):
             measurement.measure(measurement.warm_up(processes))
+            measurement.close()  # those to come have the device to themselves
+            yield measurement.result()
     finally:
         for measurement in measurements:
             measurement.close()
-    return [measurement.result() for measurement in measurements]
 
 
-def verdicts(measured: list[dict[str, Any]], name: str, settings: Settings) -> list[dict[str, Any]]:
-    """Return what the comparison says of each result and the one before, as files."""
+def verdict(
+    before: dict[str, Any], after: dict[str, Any], name: str, settings: Settings
+) -> dict[str, Any]:
+    """Return what the comparison says of two results, as files."""
     with tempfile.TemporaryDirectory() as folder:
         files = []
-        for number, result in enumerate(measured):
+        for number, result in enumerate((before, after)):
             path = Path(folder) / f"{number}.json"
             path.write_text(
                 json.dumps(
@@ -64,24 +69,18 @@ def verdicts(measured: list[dict[str, Any]], name: str, settings: Settings) -> l
                 )
             )
             files.append(compare.ResultFile(path))
-        rows = [
-            compare.compare(before, after).rows[0] for before, after in itertools.pairwise(files)
-        ]
-    return [{"verdict": row.verdict, **row.bounds._asdict()} for row in rows]
+        row = compare.compare(*files).rows[0]
+    return {"verdict": row.verdict, **row.bounds._asdict()}
 
 
-def check(name: str, settings: Settings, same: int, planted: int) -> dict[str, Any]:
-    """Return the verdicts on the same code, and on a planted slowdown against the same code."""
+def check(name: str, settings: Settings, same: int, planted: int) -> Iterator[dict[str, Any]]:
+    """Yield the verdicts on the same code, and on a planted slowdown against the same code."""
     slowdowns = [0.0] * (same + 1) + [PLANTED, 0.0] * planted
-    measured = measure(name, settings, slowdowns)
-    found = verdicts(measured, name, settings)
-    return {
-        "same": found[:same],
-        # Every other one takes the slowdown away again.
-        "planted": found[same::2],
-        "taken away": found[same + 1 :: 2],
-        "results": [result["methods"] for result in measured],
-    }
+    kinds = ["same"] * same + ["planted", "taken away"] * planted
+    with contextlib.closing(measured(name, settings, slowdowns)) as found:
+        pairs = itertools.pairwise(found)
+        for kind, (before, after) in zip(kinds, pairs, strict=True):
+            yield {"kind": kind, **verdict(before, after, name, settings)}
 
 
 def main() -> None:
@@ -91,8 +90,8 @@ def main() -> None:
     parser.add_argument("--same", type=int, default=10, help="comparisons of the same code")
     parser.add_argument("--planted", type=int, default=1, help="comparisons with a slowdown")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--block-s", type=float, default=0.1)
-    parser.add_argument("--lead-s", type=float, default=Settings.lead_s)
+    parser.add_argument("--block-s", type=float, default=0.06)
+    parser.add_argument("--lead-s", type=float, default=0.03)
     parser.add_argument("--cores", type=int, default=2, help="on which all processes stay")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
@@ -106,18 +105,18 @@ def main() -> None:
         lead_s=args.lead_s,
         cores=args.cores,
     )
-    found = {}
+    rows: list[dict[str, Any]] = []
     for name in args.workloads:
-        found[name] = check(name, settings, args.same, args.planted)
-        for kind in ("same", "planted", "taken away"):
-            for verdict in found[name][kind]:
-                print(
-                    f"{name:12} {kind:10} {verdict['change']:.4f} "
-                    f"[{verdict['low']:.4f}, {verdict['high']:.4f}] {verdict['verdict']}",
-                    flush=True,
-                )
-    if args.out:
-        results.write(args.out, {"settings": asdict(settings), "method": METHOD, "checks": found})
+        for found in check(name, settings, args.same, args.planted):
+            rows.append({"workload": name, **found})
+            print(
+                f"{name:12} {found['kind']:10} {found['change']:.4f} "
+                f"[{found['low']:.4f}, {found['high']:.4f}] {found['verdict']}",
+                flush=True,
+            )
+            if args.out:  # after each: whoever interrupts keeps what there is
+                settled = {"settings": asdict(settings), "method": METHOD, "planted": PLANTED}
+                results.write(args.out, {**settled, "rows": rows})
 
 
 if __name__ == "__main__":

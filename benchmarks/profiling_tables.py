@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from typing import Any
 
 from benchmarks.baseline_tables import figure
@@ -49,6 +50,23 @@ def slow_scripts(result: dict[str, Any]) -> list[str]:
         ]
         line = "" if expected["kind"] == "none" else "right" if right["line"] else "**not right**"
         lines.append(f"| {name} | {expected['why']} | {' | '.join(found)} | {line} |")
+    return lines
+
+
+def compare_check(result: dict[str, Any]) -> list[str]:
+    """Return the table of what the comparison of two results says of known cases."""
+    counted: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for row in result["rows"]:
+        counted[row["workload"], row["kind"]][row["verdict"]] += 1
+    what = {
+        "same": "the same code twice",
+        "planted": f"{result['planted']:.0%} planted",
+        "taken away": "and taken away again",
+    }
+    lines = ["| workload | what was compared | verdicts |", "|---|---|---|"]
+    for (name, kind), verdicts in counted.items():
+        told = ", ".join(f"{verdict}: {num}" for verdict, num in verdicts.most_common())
+        lines.append(f"| {name} | {what[kind]} | {told} |")
     return lines
 
 

@@ -208,6 +208,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "offload": ("offload_h200.json", memory_tables.offload),
     "watching": ("watching_h200.json", profiling_tables.watching),
     "graph events": ("graph_events_h200.json", profiling_tables.graph_events),
+    "compare check": ("compare_check_h200.json", profiling_tables.compare_check),
     "slow scripts": ("slow_scripts_h200.json", profiling_tables.slow_scripts),
     "sweep": ("sweep_h200.json", sweep),
     "main job": ("main_job_curves_h200.json", main_job),

@@ -264,6 +264,22 @@ def graph_events():
     }
 
 
+def compare_check():
+    """Return what the comparison said of the same code and of a slowdown."""
+    kinds = {"same": ("no difference", "no difference", "slower"), "planted": ("slower",)}
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/compare_check.py",
+        "machine": dict(MACHINE),
+        "planted": 0.03,
+        "rows": [
+            {"workload": "mlp", "kind": kind, "verdict": verdict}
+            for kind, verdicts in kinds.items()
+            for verdict in verdicts
+        ],
+    }
+
+
 def slow_scripts():
     """Return what the profiler said of scripts, every status among it."""
     expected = {"classes": ["sync-bound"], "kind": "host-sync", "why": "it reads a number"}

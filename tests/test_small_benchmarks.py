@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import graph_events, offload, recompute, watching
+from benchmarks import compare_check, graph_events, offload, recompute, watching
 
 
 @pytest.fixture
@@ -61,3 +61,29 @@ def test_graph_events_says_what_it_needs(run, capsys):
     with pytest.raises(SystemExit):
         run(graph_events)
     assert "--device is cpu, which has no graphs" in capsys.readouterr().err
+
+
+def test_compare_check_tells_each_pair_as_it_comes(monkeypatch):
+    """The same code again and again, then with a slowdown and without."""
+    asked = []
+
+    def measured(name, settings, slowdowns):
+        for slowdown in slowdowns:
+            asked.append(slowdown)
+            yield {"slowdown": slowdown}
+
+    def verdict(before, after, name, settings):
+        return {"change": after["slowdown"] - before["slowdown"]}
+
+    monkeypatch.setattr(compare_check, "measured", measured)
+    monkeypatch.setattr(compare_check, "verdict", verdict)
+    rows = compare_check.check("mlp", None, same=3, planted=1)
+    assert next(rows) == {"kind": "same", "change": 0.0}
+    assert asked == [0.0, 0.0]
+    assert [(row["kind"], row["change"]) for row in rows] == [
+        ("same", 0.0),
+        ("same", 0.0),
+        ("planted", 0.03),
+        ("taken away", -0.03),
+    ]
+    assert asked == [0.0, 0.0, 0.0, 0.0, 0.03, 0.0]
