@@ -70,6 +70,21 @@ def compare_check(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def first_replay(result: dict[str, Any]) -> list[str]:
+    """Return the table of how soon a step is replayed."""
+    lines = [
+        "| workload | eager step, ms | first replay after, ms | in eager steps "
+        "| compared after, in eager steps |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['workload']} | {figure(row['eager_ms'])} | {figure(row['first_replay_ms'])} "
+            f"| {row['first_replay_steps']:.2f} | {row['checked_steps']:.2f} |"
+        )
+    return lines
+
+
 def graph_events(result: dict[str, Any]) -> list[str]:
     """Return the table of timing events inside of graphs."""
     rows = {(row["workload"], row["arm"]): row for row in result["rows"]}

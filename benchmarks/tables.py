@@ -207,6 +207,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "recompute": ("recompute_h200.json", memory_tables.recompute),
     "offload": ("offload_h200.json", memory_tables.offload),
     "watching": ("watching_h200.json", profiling_tables.watching),
+    "first replay": ("first_replay_h200.json", profiling_tables.first_replay),
     "graph events": ("graph_events_h200.json", profiling_tables.graph_events),
     "compare check": ("compare_check_h200.json", profiling_tables.compare_check),
     "slow scripts": ("slow_scripts_h200.json", profiling_tables.slow_scripts),

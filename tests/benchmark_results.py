@@ -280,6 +280,17 @@ def compare_check():
     }
 
 
+def first_replay():
+    """Return how soon a step was replayed."""
+    times = {"eager_ms": 8.0, "first_replay_ms": 12.0, "first_replay_steps": 1.5}
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/first_replay.py",
+        "machine": dict(MACHINE),
+        "rows": [{"workload": "gpt-small", **times, "checked_steps": 3.25}],
+    }
+
+
 def slow_scripts():
     """Return what the profiler said of scripts, every status among it."""
     expected = {"classes": ["sync-bound"], "kind": "host-sync", "why": "it reads a number"}

@@ -25,6 +25,7 @@ FILES = {
     "sweep_h200.json": benchmark_results.sweep,
     "watching_h200.json": benchmark_results.watching,
     "graph_events_h200.json": benchmark_results.graph_events,
+    "first_replay_h200.json": benchmark_results.first_replay,
     "compare_check_h200.json": benchmark_results.compare_check,
     "main_job_curves_h200.json": benchmark_results.main_job,
 }
@@ -102,6 +103,7 @@ def test_a_changed_figure_changes_the_page(made_up):
         ("sweep", "| timm resnet18 |"),
         ("compare check", "| mlp | the same code twice | no difference: 2, slower: 1 |"),
         ("compare check", "| mlp | 3% planted | slower: 1 |"),
+        ("first replay", "| gpt-small | 8.00 | 12.0 | 1.50 | 3.25 |"),
         (
             "graph events",
             "| mlp | 3.50 | +0.40% (+0.30% to +0.50%) | +0.40% | 1.00 / 2.00 / 0.500 "

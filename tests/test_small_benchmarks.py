@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import compare_check, graph_events, offload, recompute, watching
+from benchmarks import compare_check, first_replay, graph_events, offload, recompute, watching
 
 
 @pytest.fixture
@@ -57,9 +57,10 @@ def test_a_floor_is_not_moved_by_neighbours():
     assert found["cost"] > 0.2
 
 
-def test_graph_events_says_what_it_needs(run, capsys):
+@pytest.mark.parametrize("benchmark", [graph_events, first_replay])
+def test_benchmarks_of_graphs_say_what_they_need(run, capsys, benchmark):
     with pytest.raises(SystemExit):
-        run(graph_events)
+        run(benchmark)
     assert "--device is cpu, which has no graphs" in capsys.readouterr().err
 
 

@@ -1,0 +1,127 @@
+"""How soon a step is replayed: what lies between its warm-up and its first replay.
+
+    PYTHONPATH=. python benchmarks/first_replay.py [--workloads W ...] [--size smoke] [--out FILE]
+
+A workload is trained by the plan ``fast`` without a compiler, from nothing. After the steps of the
+warm-up the device is drained, and the next step captures. Told is the time from its beginning to
+the launch of the first replay, and to its end, by when replays have been compared with eager steps;
+both also in steps of the plan ``eager``, of which the median of some steady ones is taken. Each
+time is the median over some trainers, each of which captures anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from benchmarks.arms import parser_of, write_rows
+from benchmarks.workloads import NAMES, Workload, workload
+from torchfast import Plan, Trainer
+
+WORKLOADS: Final = ("mlp", "gpt-small", "lstm", "moe", "resnet50", "gpt2")
+STEADY_STEPS: Final = 10
+
+
+def trainer_of(work: Workload, plan: Plan) -> Trainer:
+    """Return a trainer of a new model."""
+    torch.manual_seed(0)
+    adamw = partial(torch.optim.AdamW, lr=work.lr)
+    return Trainer(work.build(), adamw, work.loss_fn, plan, max_grad_norm=1.0, device="cuda")
+
+
+@contextmanager
+def replays_noted() -> Iterator[list[float]]:
+    """Note the times at which replays are launched."""
+    launched: list[float] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def noted(graph: Any) -> None:
+        launched.append(time.perf_counter())
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = noted  # type: ignore[method-assign]
+    try:
+        yield launched
+    finally:
+        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+
+
+def eager_ms(work: Workload, batches: list[Any]) -> float:
+    """Return the time of a steady step that is never captured."""
+    times = []
+    with trainer_of(work, Plan.preset("fast").replace(compile=False, cuda_graph=False)) as trainer:
+        for number in range(2 * STEADY_STEPS):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            trainer.step(batches[number % len(batches)])
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times[STEADY_STEPS:])
+
+
+def captured_ms(work: Workload, batches: list[Any]) -> tuple[float, float]:
+    """Return the times to the first replay and to the end of the step that captures."""
+    with (
+        replays_noted() as launched,
+        trainer_of(work, Plan.preset("fast").replace(compile=False)) as trainer,
+    ):
+        for number in range(STEADY_STEPS):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            trainer.step(batches[number % len(batches)])
+            torch.cuda.synchronize()
+            if launched:
+                return (launched[0] - started) * 1e3, (time.perf_counter() - started) * 1e3
+    raise RuntimeError(f"{work.name} was not captured in {STEADY_STEPS} steps:\n{trainer.report()}")
+
+
+def measured(name: str, args: Any) -> dict[str, Any]:
+    """Return the row of a workload."""
+    work = workload(name, args.size)
+    batches = [tuple(t.cuda() for t in batch) for batch in work.batches()]
+    eager = eager_ms(work, batches)
+    # The first of a process loads what the others find.
+    times = [captured_ms(work, batches) for _ in range(args.rounds + 1)][1:]
+    first, whole = (statistics.median(each) for each in zip(*times, strict=True))
+    return {
+        "workload": name,
+        "eager_ms": eager,
+        "first_replay_ms": first,
+        "checked_ms": whole,
+        "first_replay_steps": first / eager,
+        "checked_steps": whole / eager,
+        "times_ms": times,
+    }
+
+
+def main() -> None:
+    """Measure, print and write the figures."""
+    parser = parser_of(__doc__, rounds=5)
+    parser.add_argument("--size", choices=["full", "smoke"], default="full")
+    parser.add_argument("--workloads", nargs="+", choices=NAMES, default=list(WORKLOADS))
+    args = parser.parse_args()
+    if args.device != "cuda":
+        parser.error("--device is cpu, which has no graphs; run it on a CUDA device")
+    args.block_s = None
+    rows = []
+    for name in args.workloads:
+        rows.append(measured(name, args))
+        row = rows[-1]
+        print(
+            f"{name:<10} eager {row['eager_ms']:8.2f} ms  first replay after "
+            f"{row['first_replay_ms']:8.2f} ms ({row['first_replay_steps']:.2f} steps), checked "
+            f"after {row['checked_ms']:8.2f} ms ({row['checked_steps']:.2f} steps)",
+            flush=True,
+        )
+        write_rows(args, rows)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
