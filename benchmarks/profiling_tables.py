@@ -77,12 +77,11 @@ def first_replay(result: dict[str, Any]) -> list[str]:
         "| compared after, in eager steps |",
         "|---|---:|---:|---:|---:|",
     ]
-    for row in result["rows"]:
-        lines.append(
-            f"| {row['workload']} | {figure(row['eager_ms'])} | {figure(row['first_replay_ms'])} "
-            f"| {row['first_replay_steps']:.2f} | {row['checked_steps']:.2f} |"
-        )
-    return lines
+    return lines + [
+        f"| {row['workload']} | {figure(row['eager_ms'])} | {figure(row['first_replay_ms'])} "
+        f"| {row['first_replay_steps']:.2f} | {row['checked_steps']:.2f} |"
+        for row in result["rows"]
+    ]
 
 
 def graph_events(result: dict[str, Any]) -> list[str]:
