@@ -33,6 +33,8 @@ class SimulatedQueue:
         self.num_made = 0
         self.spare = []
         self.is_capturing = False
+        self.beside_ms = 0.0
+        self.name = "the step's"
 
     def spend(self, ms):
         self.at_ms += ms
@@ -41,13 +43,31 @@ class SimulatedQueue:
         self.passed_ms = self.at_ms
 
     def now(self):
+        return self._at(self.at_ms)
+
+    def _at(self, ms):
         assert not self.is_capturing, "an event in a capture can never be asked"
         if not self.spare:
             self.num_made += 1
             self.spare.append(Event())
         event = self.spare.pop()
-        event.at = self.at_ms
+        event.at = ms
         return event
+
+    def queue(self):
+        return self.name
+
+    def beside(self):
+        self.beside_ms = max(self.beside_ms, self.at_ms)
+        return self._at(self.beside_ms)
+
+    def behind(self, work, note):
+        """`work` takes so many milliseconds, behind what runs beside already."""
+        if work == "unknown":
+            return False
+        self.beside_ms += work
+        note(self._at(self.beside_ms))
+        return True
 
     def has_passed(self, event):
         return event.at <= self.passed_ms
@@ -64,9 +84,9 @@ class SimulatedQueue:
 
 
 @contextmanager
-def timed(queue):
+def timed(queue, collectives=None):
     """Yield a timer that listens; behind it nobody listens any more."""
-    timer = StepTimer(CPU, queue)
+    timer = StepTimer(CPU, queue, collectives)
     with timer.session():
         yield timer
     assert phases._recorders == {}

@@ -138,6 +138,7 @@ class TrainStep:
         self.metrics: dict[str, Number] = {}
         self._transforms = ModelTransforms(model, self.plan, self.device, self.ranks)
         self._sharding = self._transforms.sharding
+        self.collectives = self._sharding.collectives
         self._offload = StepOffload(self.plan.offload_options)
         try:
             self._build(optimizer, loss_fn, lr_scheduler, is_moved=device is not None)

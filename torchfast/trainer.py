@@ -107,7 +107,7 @@ class Trainer(Closing):
             device=device,
             ema=ema,
         )
-        self._timer = StepTimer(self._step.device)
+        self._timer = StepTimer(self._step.device, collectives=self._step.collectives)
 
     def step(self, batch: Any) -> Tensor:
         """Run one update and return its mean loss, detached, on the device.

@@ -36,6 +36,8 @@ H2D: Final = "h2d"
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 COMMUNICATION: Final = "communication"
+# What of it the step stands still for: a row of the table of times, and no phase.
+EXPOSED_COMMUNICATION: Final = "exposed_communication"
 UPDATE: Final = "update"
 OTHER: Final = "other"
 

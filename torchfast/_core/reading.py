@@ -8,9 +8,9 @@ some steps later, when the event has passed. On the CPU everything is ready at o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class Marks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spare: list[torch.cuda.Event] = []
+        self._beside: torch.cuda.Stream | None = None  # on which collectives are waited for
 
     @property
     def is_capturing(self) -> bool:
@@ -87,8 +88,51 @@ class Marks:
         """Note this moment, on the device's current stream."""
         if self._device.type != "cuda":
             return time.perf_counter()
+        return self._on(torch.cuda.current_stream(self._device))
+
+    def queue(self) -> int | None:
+        """Return which of the device's queues `now` notes moments of; None for the host's clock."""
+        if self._device.type != "cuda":
+            return None
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def beside(self) -> Mark:
+        """Note from when on what is issued now can run in a queue of its own.
+
+        That is when the current queue has come here, and what `behind` was told of is done.
+        """
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(self._device)
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        return self._on(self._beside)
+
+    def behind(self, work: Any, note: Callable[[Mark], None]) -> bool:
+        """Give ``note`` the moment when work that was issued behind `beside` is done.
+
+        Args:
+            work: What a collective returns that nobody has waited for.
+            note: Called at once, or in another thread once the moment is there.
+
+        Returns:
+            Whether that can be told without a wait.
+        """
+        future = work.get_future()
+        if self._device.type != "cuda":
+            future.add_done_callback(lambda _: note(time.perf_counter()))
+            return True
+        # What is enqueued on the device counts as done, and whoever waits is a queue, not the host.
+        if self._beside is None or not future.done():
+            return False
+        with torch.cuda.stream(self._beside):
+            future.wait()
+        note(self._on(self._beside))
+        return True
+
+    def _on(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(stream)
         return event
 
     def has_passed(self, mark: Mark) -> bool:

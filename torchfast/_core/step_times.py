@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
-Source = Literal["measured", "from warm-up", "copy stream"]
+Source = Literal["measured", "from warm-up", "copy stream", "beside the step"]
 
 
 @final
@@ -23,7 +23,8 @@ class PhaseTimes:
         num_samples: Steps that this was measured in, the latest ones.
         source: ``"measured"`` in steps like the latest; ``"from warm-up"``, in steps that ran
             eagerly before a graph was captured, since no replay can be taken apart; or
-            ``"copy stream"``, which runs beside the step and is no part of its time.
+            ``"copy stream"`` and, of collectives, ``"beside the step"``, which run next to it and
+            are no part of its time.
     """
 
     name: str

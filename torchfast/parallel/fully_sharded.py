@@ -34,6 +34,7 @@ from torchfast._core.errors import PlanError
 from torchfast._core.local import local
 from torchfast._core.selection import select_modules
 from torchfast.parallel.meta_device import check_initialization, is_on_meta, materialize
+from torchfast.parallel.observed_shards import ObservedShards
 from torchfast.parallel.options import DTYPES, ShardOptions
 from torchfast.parallel.ranks import Ranks, send_from_first
 
@@ -85,6 +86,8 @@ class ShardedModel:
             gather_dtype = DTYPES[options.gather_dtype]
         self._gather_dtype = gather_dtype
         self._replicas = _num_replicas(options, ranks)
+        # Given where to note when collectives run, and None when that is over.
+        self.observe = ObservedShards(model, is_replicated=options.strategy == "hsdp").observe
 
     def apply(self) -> None:
         """Shard the model, from the inside out."""

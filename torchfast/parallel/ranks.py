@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from torchfast._core.arguments import check_positive
 from torchfast._core.errors import PlanError
+from torchfast._core.phases import COMMUNICATION, phase
 from torchfast._core.rank_group import RankGroup
 
 T = TypeVar("T")
@@ -219,14 +220,17 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     """Return the mean over the ranks of a tensor, on its device, without waiting for it."""
     result = value.detach().clone()
     if result.device.type == "cpu":  # gloo has no mean
-        dist.all_reduce(result)
+        with phase(COMMUNICATION):
+            dist.all_reduce(result)
         return result.div_(dist.get_world_size())
-    dist.all_reduce(result, dist.ReduceOp.AVG)
+    with phase(COMMUNICATION):
+        dist.all_reduce(result, dist.ReduceOp.AVG)
     return result
 
 
 def largest_over_ranks(value: Tensor) -> Tensor:
     """Return the largest of a tensor's values over the ranks, likewise."""
     result = value.detach().clone()
-    dist.all_reduce(result, dist.ReduceOp.MAX)
+    with phase(COMMUNICATION):
+        dist.all_reduce(result, dist.ReduceOp.MAX)
     return result

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfast._core.collectives import Observation
 from torchfast._core.errors import PlanError
 from torchfast.parallel.options import ShardOptions
 from torchfast.parallel.ranks import send_from_first
+
+if TYPE_CHECKING:
+    from torchfast.parallel.observed_replicas import ObservedReplicas
 
 # What is tried where the size is to be measured; the usual one first.
 BUCKETS_MB: Final = (25.0, 5.0, 100.0)
@@ -56,6 +60,8 @@ class ReplicatedModel:
         self.bucket_mb = BUCKETS_MB[0] if size == "auto" else size
         self._wrapped: DistributedDataParallel | None = None
         self._known: list[Any] = []
+        self._observation: Observation | None = None
+        self._observed: ObservedReplicas | None = None
 
     def apply(self) -> None:
         """Make the model on each rank what it is on the first."""
@@ -71,7 +77,18 @@ class ReplicatedModel:
 
     def use_buckets(self, size_mb: float) -> None:
         """Reduce so much at a time from now on."""
-        self.bucket_mb, self._wrapped, self._known = size_mb, None, []
+        self.bucket_mb, self._wrapped, self._observed, self._known = size_mb, None, None, []
+
+    def observe(self, observation: Observation | None) -> None:
+        """Note there when collectives run; None ends it."""
+        self._observation = observation
+        if self._wrapped is None:
+            return
+        if self._observed is None:
+            from torchfast.parallel.observed_replicas import ObservedReplicas  # few steps want it
+
+            self._observed = ObservedReplicas(self._wrapped)
+        self._observed.observe(observation)
 
     def check_reduced(self) -> None:
         """Raise if the backward has left gradients that are not averaged; torch says so late.
@@ -95,7 +112,7 @@ class ReplicatedModel:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        self._wrapped, self._known = None, []
+        self._wrapped, self._observed, self._known = None, None, []
         for parameter in self._model.parameters():
             parameter.grad = None  # a view of a bucket
 
@@ -106,7 +123,8 @@ class ReplicatedModel:
             a is b for a, b in zip(now, self._known, strict=True)
         ):
             return self._wrapped
-        self._wrapped = None  # takes its hooks along, before others are put on
+        # Takes its hooks along, before others are put on.
+        self._wrapped = self._observed = None
         if now:
             for parameter in now:
                 parameter.grad = None
@@ -116,6 +134,8 @@ class ReplicatedModel:
                 gradient_as_bucket_view=True,
                 find_unused_parameters=self._options.unused_parameters,
             )
+            if self._observation is not None:
+                self.observe(self._observation)
         self._known = now
         return self._wrapped
 

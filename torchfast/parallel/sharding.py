@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
 from torchfast.parallel.meta_device import check_initialization, is_on_meta, materialize
 from torchfast.parallel.options import ShardOptions, shard_decision
@@ -64,14 +65,17 @@ class Sharding:
         self.is_on = options is not None and ranks.are_many
         # Entered around the forwards and backwards of a step.
         self.around_gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.collectives = Collectives()  # of forwards and backwards, for whoever times them
         if options is None or not self.is_on:
             return
         if options.is_sharded:
             from torchfast.parallel.fully_sharded import ShardedModel  # takes long to import
 
             self._sharded = ShardedModel(model, options, ranks, device, gather_dtype)
+            self.collectives.issued_by(self._sharded.observe)
         else:
             self._replicated = ReplicatedModel(model, options)
+            self.collectives.issued_by(self._replicated.observe)
 
     @property
     def is_sharded(self) -> bool:

@@ -33,6 +33,8 @@ from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast._core.errors import PlanError
+from torchfast._core.fsdp_pieces import pieces_of
+from torchfast._core.phases import COMMUNICATION, phase
 from torchfast.precision.torchao_modules import torchao_module
 
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -92,7 +94,8 @@ class Float8Gather(Closing):
         with torch.no_grad():
             largest = torch._foreach_norm([weight.part for weight in self._weights], math.inf)
             amax = torch.stack([value.float() for value in largest])
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._weights[0].group)
+            with phase(COMMUNICATION):
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._weights[0].group)
             self._scales.copy_(self._weights[0].scale_of(amax))
         for weight, scale in zip(self._weights, self._scales.unbind(), strict=True):
             weight.scale = scale
@@ -241,15 +244,10 @@ def _shards_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, A
     """
     names = {module: name for name, module in layers.items()}
     found = {}
-    for module in model.modules():
-        state = getattr(module, "_get_fsdp_state", lambda: None)()
-        if state is None:
-            continue
-        groups = getattr(state, "_fsdp_param_groups", None)  # one before torch 2.13
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            for param in [] if group is None else group.fsdp_params:
-                info = param._module_info
-                users = [info.module, *info.shared_modules]
-                if info.param_name == "weight" and all(user in names for user in users):
-                    found[names[info.module]] = param
+    for piece in pieces_of(model):
+        for param in piece.fsdp_params:
+            info = param._module_info
+            users = [info.module, *info.shared_modules]
+            if info.param_name == "weight" and all(user in names for user in users):
+                found[names[info.module]] = param
     return found

@@ -22,19 +22,22 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import get_ident
 from typing import Final, Literal, final
 
 import torch
 
+from torchfast._core.collectives import Collectives, Observation
 from torchfast._core.phases import (
     BACKWARD,
     CAPTURE,
     COMMUNICATION,
     DATA_WAIT,
+    EXPOSED_COMMUNICATION,
     FORWARD,
     H2D,
     OTHER,
@@ -45,6 +48,7 @@ from torchfast._core.phases import (
 )
 from torchfast._core.reading import Mark, Marks
 from torchfast._core.step_times import PhaseTimes, Source, StepTimes
+from torchfast.profiling.communication_times import communication_time
 
 # One step in so many is taken apart, at most.
 EVERY: Final = 16
@@ -60,10 +64,19 @@ WINDOW: Final = 256
 RECENT: Final = 16
 
 # Rows that the table has of its own: a phase of a user's that is called so gets another name.
-_TAKEN: Final = ("step", OTHER, str(CAPTURE), str(REPLAY))
+_TAKEN: Final = ("step", OTHER, EXPOSED_COMMUNICATION, str(CAPTURE), str(REPLAY))
 _MEASURED: Final[Source] = "measured"
 _FROM_WARM_UP: Final[Source] = "from warm-up"
-ORDER: Final = (DATA_WAIT, H2D, REPLAY, FORWARD, BACKWARD, COMMUNICATION, UPDATE)
+ORDER: Final = (
+    DATA_WAIT,
+    H2D,
+    REPLAY,
+    FORWARD,
+    BACKWARD,
+    COMMUNICATION,
+    EXPOSED_COMMUNICATION,
+    UPDATE,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -95,13 +108,21 @@ class _Sample:
     kind: Literal["eager", "replay"] = "eager"
     parts: list[_Part] = field(default_factory=list)
     innermost: _Part | None = None
+    collectives: Observation | None = None
     is_void: bool = False
     spent_s: float = 0.0
 
     def marks(self) -> list[Mark]:
         """Return all moments that were noted."""
         found = [self.start, self.stop, *(m for p in self.parts for m in (p.start, p.stop))]
-        return [mark for mark in found if mark is not None]
+        beside = [] if self.collectives is None else self.collectives.marks()
+        return [*beside, *(mark for mark in found if mark is not None)]
+
+    def leave_out(self) -> None:
+        """Note nothing more of it: a step of its own kind, of which there are few."""
+        self.is_void = True
+        if self.collectives is not None:
+            self.collectives.end()
 
 
 @final
@@ -111,6 +132,7 @@ class StepTimer:
     Args:
         device: Where the steps run.
         marks: What notes moments there.
+        collectives: Those that the steps issue, beside what their phases hold.
 
     Numerics: Exact.
     Synchronizes: Never.
@@ -129,8 +151,14 @@ class StepTimer:
         3
     """
 
-    def __init__(self, device: torch.device, marks: Marks | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        marks: Marks | None = None,
+        collectives: Collectives | None = None,
+    ) -> None:
         self._marks = Marks(device) if marks is None else marks
+        self._collectives = Collectives() if collectives is None else collectives
         self._every = EVERY
         self._costs: deque[float] = deque(maxlen=NUM_FIRST)  # of samples, in steps
         self._sample: _Sample | None = None
@@ -142,6 +170,7 @@ class StepTimer:
         self._eager: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._replays: deque[dict[str, float]] = deque(maxlen=WINDOW)
         self._since_replay = RECENT
+        self._talks = False  # whether steps issue collectives beside themselves
         self._steps_ms: deque[float] = deque(maxlen=4 * WINDOW)
         self._copies_ms: Sequence[float] = ()
         self._inside: Sequence[dict[str, float]] = ()
@@ -175,9 +204,12 @@ class StepTimer:
         if len(self._pending) >= MOST_PENDING or self._marks.is_capturing:
             return
         started = time.perf_counter()
-        self._sample = _Sample(self._marks.now(), is_first=is_first)
+        self._sample = sample = _Sample(self._marks.now(), is_first=is_first)
         start_recording(self)
-        self._sample.spent_s += time.perf_counter() - started
+        if self._collectives.are_any:
+            sample.collectives = Observation(self._marks)
+            self._collectives.observe(sample.collectives)
+        sample.spent_s += time.perf_counter() - started
 
     def end_step(self) -> None:
         """Say that the step is enqueued, and take up what has been measured by now."""
@@ -186,7 +218,7 @@ class StepTimer:
         self._until_next -= 1
         if sample is not None:
             self._until_next = self._every
-            stop_recording(self)
+            self._stop_recording(sample)
             if sample.is_void or self._marks.is_capturing:
                 self._marks.give_back(sample.marks())
             else:
@@ -200,8 +232,16 @@ class StepTimer:
         """Forget the step that has begun, if there is one: there was no batch for it."""
         sample, self._sample = self._sample, None
         if sample is not None:
-            stop_recording(self)
+            self._stop_recording(sample)
             self._marks.give_back(sample.marks())
+
+    def _stop_recording(self, sample: _Sample) -> None:
+        stop_recording(self)
+        if sample.collectives is not None:
+            started = time.perf_counter()
+            self._collectives.observe(None)
+            sample.collectives.end()
+            sample.spent_s += time.perf_counter() - started
 
     def note_steps(self, times_ms: Sequence[float]) -> None:
         """Add what whole steps took, sampled or not."""
@@ -224,7 +264,7 @@ class StepTimer:
         if sample is None or sample.is_void:
             return None
         if name is CAPTURE or self._marks.is_capturing:
-            sample.is_void = True  # a step of its own kind, of which there are few
+            sample.leave_out()
             return None
         if name is REPLAY:
             sample.kind = "replay"
@@ -270,11 +310,15 @@ class StepTimer:
             self._take_up()
         is_replayed = bool(self._replays) and self._since_replay < RECENT
         eager = [*list(self._first)[len(self._eager) :], *self._eager]
-        rows = _rows(list(self._replays) if is_replayed else eager)
+        sources: dict[str, Source] = {COMMUNICATION: "beside the step"} if self._talks else {}
+        rows = _rows(list(self._replays) if is_replayed else eager, sources)
         if is_replayed:
-            for samples, source in ((self._inside, _MEASURED), (eager, _FROM_WARM_UP)):
+            inside = self._inside
+            if self._talks:  # a graph tells of those only that are in the step's own queue
+                inside = [{n: ms for n, ms in t.items() if n != COMMUNICATION} for t in inside]
+            for samples, source in ((inside, _MEASURED), (eager, _FROM_WARM_UP)):
                 known = {row.name for row in rows}
-                rows += [row for row in _rows(samples, source) if row.name not in known]
+                rows += [row for row in _rows(samples, {}, source) if row.name not in known]
         if self._copies_ms and all(row.name != H2D for row in rows):
             rows.append(PhaseTimes.of(H2D, self._copies_ms, "copy stream"))
         return rows
@@ -284,6 +328,8 @@ class StepTimer:
         while self._pending:
             sample = self._pending[0]
             assert sample.stop is not None
+            if sample.collectives is not None and not sample.collectives.is_complete:
+                return
             # A phase may have been on a stream that nobody waits for, so each is asked.
             if not all(map(self._marks.has_passed, reversed(sample.marks()))):
                 return
@@ -297,8 +343,9 @@ class StepTimer:
         self._num_read += 1
         times = {DATA_WAIT: 0.0}
         inside_ms = 0.0
+        talks = sample.collectives is not None and bool(sample.collectives.collectives)
         for part in sample.parts:
-            if part.stop is None:
+            if part.stop is None or (talks and part.name == COMMUNICATION):
                 continue
             around = {enclosing.name for enclosing in part.enclosing()}
             spent_ms = between(part.start, part.stop)
@@ -306,6 +353,9 @@ class StepTimer:
                 times[part.name] = times.get(part.name, 0.0) + spent_ms
             if not around:
                 inside_ms += spent_ms
+        if talks:
+            times |= self._communication(sample)
+            self._talks = True
         times[OTHER] = max(0.0, total_ms - inside_ms)
         if sample.kind == "replay":
             self._replays.append(times)
@@ -314,16 +364,39 @@ class StepTimer:
             (self._first if sample.is_first else self._eager).append(times)
             self._since_replay += 1
         self._marks.give_back(sample.marks())
+        spent_s = sample.spent_s + (sample.collectives.spent_s if sample.collectives else 0.0)
         if total_ms > 0:
             # The median: a host that is interrupted once has not become slow.
-            self._costs.append(sample.spent_s * 1e3 / total_ms)
+            self._costs.append(spent_s * 1e3 / total_ms)
             self._every = max(EVERY, math.ceil(statistics.median(self._costs) / BUDGET))
 
+    def _communication(self, sample: _Sample) -> dict[str, float]:
+        """Return what collectives take in a step that issues some beside itself.
 
-def _rows(samples: Sequence[dict[str, float]], source: Source = _MEASURED) -> list[PhaseTimes]:
+        Those within it are among them: they are no time of their own, and lie in ``other`` or in
+        the phase around them.
+        """
+        assert sample.collectives is not None
+        since_start = partial(self._marks.between_ms, sample.start)
+        in_step = [
+            (since_start(part.start), since_start(part.stop))
+            for part in sample.parts
+            if part.name == COMMUNICATION and part.stop is not None
+        ]
+        found = communication_time(sample.collectives, in_step, since_start)
+        times = {COMMUNICATION: found.total_ms}
+        if found.exposed_ms is not None:
+            times[EXPOSED_COMMUNICATION] = found.exposed_ms
+        return times
+
+
+def _rows(
+    samples: Sequence[dict[str, float]], sources: Mapping[str, Source], usual: Source = _MEASURED
+) -> list[PhaseTimes]:
     names = dict.fromkeys(name for times in samples for name in times)
     return [
-        PhaseTimes.of(name, [times.get(name, 0.0) for times in samples], source) for name in names
+        PhaseTimes.of(name, [t.get(name, 0.0) for t in samples], sources.get(name, usual))
+        for name in names
     ]
 
 

@@ -1,0 +1,275 @@
+"""What fit tells of the collectives of two ranks, and that it changes none of them."""
+
+from __future__ import annotations
+
+import io
+import time
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+from parallel_training import OPTIMIZERS, Own, batches, fresh, full_state, mean_loss, packed
+from torchfast import Float8Options, Plan, ShardOptions, Trainer
+from torchfast._core.fsdp_pieces import pieces_of
+from torchfast.parallel import observed_shards
+from torchfast.profiling.step_timer import StepTimer
+
+STEPS = 12
+LATE_S = 0.06
+
+SHARDS = {
+    "ddp": ShardOptions(strategy="ddp", bucket_mb=0.001),  # of which the model fills several
+    "fsdp": "fsdp",
+    "fsdp prefetch 2": ShardOptions(strategy="fsdp", prefetch=2),
+    "fsdp kept whole": ShardOptions(strategy="fsdp", reshard_after_forward=False),
+    "hsdp": "hsdp",
+    "hsdp of whole copies": ShardOptions(strategy="hsdp", num_replicas=2),
+}
+PLANS = {name: Plan(shard=shard) for name, shard in SHARDS.items()} | {
+    "ddp skip": Plan(shard="ddp", nonfinite="skip"),
+    "fsdp skip": Plan(shard="fsdp", nonfinite="skip"),
+    "ddp unused": Plan(shard=ShardOptions(unused_parameters=True)),
+    "fsdp bf16": Plan(shard="fsdp", precision="bf16"),
+    "fsdp float8": Plan(
+        shard="fsdp",
+        precision=Float8Options(recipe="tensorwise", smallest=16, all_gather=True, emulate=True),
+    ),
+}
+
+
+def trainer_for(plan, loss_fn=mean_loss, width=8, **options):
+    options = {"max_grad_norm": 0.5, **options}
+    return Trainer(fresh(width), OPTIMIZERS["adamw"], loss_fn, plan, **options)
+
+
+def fitted(trainer, rank, accumulate=1):
+    groups = batches(rank, accumulate=accumulate) * (STEPS // 4)
+    loader = [each for group in groups for each in group] if accumulate > 1 else groups
+    return trainer.fit(Own(loader), steps=STEPS, progress="off", log_every=4)
+
+
+def caught(work):
+    def told(rank):
+        try:
+            return packed(work(rank))
+        except Exception:
+            return packed(traceback.format_exc())
+
+    return told
+
+
+def on_two_ranks(work, **options):
+    results = [torch.load(io.BytesIO(told)) for told in ranks.run(caught(work), **options)]
+    for result in results:
+        assert not isinstance(result, str), result
+    return results
+
+
+# --- it changes nothing ---------------------------------------------------------------------------
+
+
+def timed_and_not(rank):
+    found = {}
+    begin_step = StepTimer.begin_step
+    for name, plan in PLANS.items():
+        for is_timed in (True, False):
+            StepTimer.begin_step = begin_step if is_timed else lambda self: None
+            torch.manual_seed(1)
+            trainer = trainer_for(plan, width=16 if "float8" in name else 8)
+            result = fitted(trainer, rank)
+            found[name, is_timed] = {
+                "state": full_state(trainer.model),
+                "losses": torch.tensor([r["loss"] for r in result.history if "loss" in r]),
+                "times": result.step_times.to_dict(),
+                "report": str(trainer.report()),
+            }
+            trainer.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return on_two_ranks(timed_and_not, timeout_s=240)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_looking_at_collectives_changes_no_bit(name, trained):
+    for of_rank in trained:
+        timed, plain = of_rank[name, True], of_rank[name, False]
+        assert timed["times"]["communication"]["num_samples"] >= 7
+        assert plain["times"].keys() == {"step"}
+        assert torch.equal(timed["losses"], plain["losses"])
+        for key, value in plain["state"].items():
+            assert torch.equal(timed["state"][key], value), key
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_collectives_are_told_with_what_of_them_is_exposed(name, trained):
+    for of_rank in trained:
+        times = of_rank[name, True]["times"]
+        total, exposed = times["communication"], times["exposed_communication"]
+        assert total["source"] == "beside the step"
+        assert exposed["source"] == "measured"
+        assert total["num_samples"] == exposed["num_samples"] == times["forward"]["num_samples"]
+        assert 0 < total["p50_ms"] < 1.5 * times["step"]["p99_ms"]
+        for percentile in ("p50_ms", "p90_ms", "p99_ms"):
+            assert 0 <= exposed[percentile] <= total[percentile]
+            if name.startswith(("fsdp", "hsdp")):  # on the CPU nothing of it runs beside the step
+                assert exposed[percentile] == total[percentile]
+        assert "beside the step" in of_rank[name, True]["report"]
+
+
+# --- what it tells --------------------------------------------------------------------------------
+
+
+def one_is_late(rank):
+    def loss_fn(model, batch):
+        loss = mean_loss(model, batch)
+        if rank == 1:
+            time.sleep(LATE_S)  # at the end of its forward
+        return loss
+
+    found = {}
+    for name in ("ddp", "fsdp", "hsdp", "hsdp of whole copies"):
+        result = fitted(trainer_for(PLANS[name], loss_fn), rank)
+        found[name] = {row.name: row.p50_ms for row in result.step_times.phases}
+    return found
+
+
+def test_a_rank_that_is_late_is_waited_for_in_collectives_by_the_others():
+    first, late = on_two_ranks(one_is_late)
+    for name, times in first.items():
+        for row in ("communication", "exposed_communication"):
+            assert times[row] > 0.7e3 * LATE_S, (name, row, times)
+            assert late[name][row] < 0.7e3 * LATE_S, (name, row, late[name])
+        assert times["step"] > times["exposed_communication"]
+
+
+def noted(rank):
+    """Return how many collectives, waits and phases of that name a late step of each plan has."""
+    found = {}
+    read = StepTimer._read
+
+    def counting(self, sample):
+        seen = sample.collectives
+        parts = [part.name for part in sample.parts].count("communication")
+        counts.append((len(seen.collectives), len(seen.waits), parts))
+        read(self, sample)
+
+    StepTimer._read = counting
+    for name, plan in PLANS.items():
+        counts = []
+        fitted(trainer_for(plan, width=16 if "float8" in name else 8), rank)
+        found[name] = counts[-1]
+    counts = []
+    fitted(trainer_for(PLANS["ddp"], accumulate=3), rank, accumulate=3)
+    found["ddp accumulate"] = counts[-1]
+    counts = []
+    fitted(trainer_for(PLANS["fsdp"], accumulate=3, max_grad_norm=None), rank, accumulate=3)
+    found["fsdp accumulate"] = counts[-1]
+    return found
+
+
+def test_each_collective_is_noted_once():
+    """Three blocks and the rest, each gathered in the forward and again in the backward."""
+    first, second = on_two_ranks(noted, timeout_s=240)
+    assert first == second
+    num_buckets, num_waits, _ = first["ddp"]
+    assert num_buckets > 1
+    assert num_waits == 1
+    assert first["ddp accumulate"] == first["ddp"]  # the last micro-batch's alone
+    # On the CPU shards are waited for where they are issued, so there are no waits by themselves.
+    gathers, reduces = 4 + 4, 4
+    assert first["fsdp"] == (gathers + reduces, 0, 1)
+    assert first["fsdp prefetch 2"] == first["fsdp"]
+    assert first["fsdp bf16"] == first["fsdp"]
+    assert first["fsdp kept whole"] == (4 + 1 + reduces, 0, 1)
+    # One process group for the shards of each replica, of one rank each, and one for replicas.
+    assert first["hsdp"] == (gathers + 2 * reduces, 0, 1)
+    assert first["hsdp of whole copies"] == (reduces, 0, 1)
+    assert first["fsdp float8"] == (gathers + reduces, 0, 2)
+    assert first["fsdp accumulate"] == (3 * gathers + reduces, 0, 0)
+    num_collectives, _, num_parts = first["ddp skip"]
+    assert num_collectives == 1  # one bucket of the usual size
+    assert num_parts > 0
+    assert first["fsdp skip"][2] > 1
+
+
+# --- it leaves nothing behind ---------------------------------------------------------------------
+
+
+def left_behind(rank):
+    found = {}
+    for name in ("ddp", "fsdp", "hsdp"):
+        trainer = trainer_for(PLANS[name])
+        fitted(trainer, rank)
+        sharding = trainer._step._sharding
+        if name == "ddp":
+            wrapped = sharding._replicated._wrapped
+            found[name] = wrapped.process_group is dist.group.WORLD
+            continue
+        pieces = list(pieces_of(trainer.model))
+        found[name] = (
+            len(pieces) == 4
+            and all(hasattr(piece, each) for piece in pieces for each in observed_shards._WAITS)
+            and not any(each in vars(piece) for piece in pieces for each in observed_shards._WAITS)
+            and all(type(p._all_gather_comm).__name__ == "DefaultAllGather" for p in pieces)
+            and all(type(p._reduce_scatter_comm).__name__ == "DefaultReduceScatter" for p in pieces)
+            and all(piece._all_reduce_hook is None for piece in pieces)
+        )
+    return found
+
+
+def test_behind_a_step_that_is_looked_at_all_is_as_it_was():
+    for of_rank in on_two_ranks(left_behind):
+        assert of_rank == {"ddp": True, "fsdp": True, "hsdp": True}
+
+
+def failing(rank):
+    """A loss that fails in a step that is looked at, once, and training that goes on."""
+    found = {}
+    for name in ("ddp", "fsdp"):
+        calls = []
+
+        def loss_fn(model, batch):
+            calls.append(batch)  # noqa: B023
+            if len(calls) == 4:  # noqa: B023
+                raise ArithmeticError("once")
+            return mean_loss(model, batch)
+
+        trainer = trainer_for(PLANS[name], loss_fn)
+        with pytest.raises(ArithmeticError):
+            fitted(trainer, rank)
+        for batch in batches(rank):
+            trainer.step(batch)
+        result = fitted(trainer, rank)
+        found[name] = result.step_times["communication"].num_samples
+    return found
+
+
+def test_a_step_that_fails_leaves_it_to_the_next():
+    for of_rank in on_two_ranks(failing):
+        assert min(of_rank.values()) >= 7
+
+
+@pytest.mark.parametrize("shard", [None, "ddp", "fsdp"])
+def test_one_process_has_no_such_rows(shard):
+    trainer = trainer_for(Plan(shard=shard))
+    times = fitted(trainer, 0).step_times.to_dict()
+    assert "forward" in times
+    assert not times.keys() & {"communication", "exposed_communication"}
+
+
+def other_torch(rank):
+    """A torch whose pieces wait by other methods."""
+    observed_shards._WAITS = (*observed_shards._WAITS, "a_method_of_a_later_torch")
+    return fitted(trainer_for(PLANS["fsdp"]), rank).step_times.to_dict()
+
+
+def test_where_the_waits_are_not_known_only_the_collectives_are_told():
+    for times in on_two_ranks(other_torch):
+        assert times["communication"]["p50_ms"] > 0
+        assert "exposed_communication" not in times
