@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import time
 import traceback
 
@@ -14,6 +15,7 @@ import ranks
 from parallel_training import OPTIMIZERS, Own, batches, fresh, full_state, mean_loss, packed
 from torchfast import Float8Options, Plan, ShardOptions, Trainer
 from torchfast._core.fsdp_pieces import pieces_of
+from torchfast._core.reading import Marks
 from torchfast.parallel import observed_shards
 from torchfast.profiling.step_timer import StepTimer
 
@@ -143,8 +145,7 @@ def test_a_rank_that_is_late_is_waited_for_in_collectives_by_the_others():
     first, late = on_two_ranks(one_is_late)
     for name, times in first.items():
         for row in ("communication", "exposed_communication"):
-            assert times[row] > 0.7e3 * LATE_S, (name, row, times)
-            assert late[name][row] < 0.7e3 * LATE_S, (name, row, late[name])
+            assert times[row] - late[name][row] > 0.6e3 * LATE_S, (name, row, times, late[name])
         assert times["step"] > times["exposed_communication"]
 
 
@@ -196,6 +197,40 @@ def test_each_collective_is_noted_once():
     assert num_collectives == 1  # one bucket of the usual size
     assert num_parts > 0
     assert first["fsdp skip"][2] > 1
+
+
+def waited_for(rank):
+    """Run as on a device, where what shards issue has queues of its own."""
+    found = {}
+    read, queue = StepTimer._read, Marks.queue
+
+    def looking(self, sample):
+        seen = sample.collectives
+        waited = [id(each) for wait in seen.waits for each in wait.collectives]
+        counts.append((len(seen.collectives), len(waited), len(set(waited)), len(seen.waits)))
+        read(self, sample)
+
+    StepTimer._read = looking
+    numbers = itertools.count()
+    Marks.queue = lambda self: next(numbers)
+    for name in ("fsdp", "fsdp prefetch 2", "fsdp kept whole", "hsdp", "hsdp of whole copies"):
+        counts = []
+        times = fitted(trainer_for(PLANS[name]), rank).step_times
+        found[name] = counts[-1]
+        assert times["exposed_communication"].p50_ms < times["communication"].p50_ms
+    StepTimer._read, Marks.queue = read, queue
+    return found
+
+
+def test_beside_the_step_each_collective_of_shards_is_waited_for_once():
+    first, second = on_two_ranks(waited_for)
+    assert first == second
+    for name, (num_collectives, num_waited_for, num_different, num_waits) in first.items():
+        assert num_collectives == num_waited_for == num_different, name
+        assert num_waits > 0, name
+    # A wait for each gather, for each reduction before the next one, and for the rest at the end.
+    assert first["fsdp"][3] == 8 + 3 + 1
+    assert first["hsdp of whole copies"][3] == 1  # nothing to gather, nothing before the next
 
 
 # --- it leaves nothing behind ---------------------------------------------------------------------
@@ -273,3 +308,17 @@ def test_where_the_waits_are_not_known_only_the_collectives_are_told():
     for times in on_two_ranks(other_torch):
         assert times["communication"]["p50_ms"] > 0
         assert "exposed_communication" not in times
+
+
+def replicas(rank):
+    trainer = trainer_for(PLANS["ddp"])
+    for batch in batches(rank) * 26:
+        trainer.step(batch)
+    wrapped = trainer._step._sharding._replicated._wrapped
+    return wrapped._get_ddp_logging_data()["iteration"]  # the last one of which it has kept times
+
+
+def test_torch_waits_for_no_times_of_its_own_behind_the_first_steps():
+    """It does in the first ten and in each hundredth, and on a GPU the host waits for them."""
+    for iteration in on_two_ranks(replicas):
+        assert iteration <= 10

@@ -139,8 +139,9 @@ def phase(name: str) -> AbstractContextManager[Any]:
     """Name a part of a step for profilers and for the timer of ``fit``.
 
     torch's profiler and Nsight Systems show it as ``torchfast.<name>``. Steps and loaders name
-    ``data_wait``, ``h2d``, ``forward``, ``backward``, ``update``, and ``capture`` and ``replay``
-    of graphs; any other name is yours. Costs a fraction of a microsecond where nobody listens.
+    ``data_wait``, ``h2d``, ``forward``, ``backward``, ``communication``, ``update``, and
+    ``capture`` and ``replay`` of graphs; any other name is yours. Costs a fraction of a microsecond
+    where nobody listens.
 
     Args:
         name: What it is called.

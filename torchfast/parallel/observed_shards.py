@@ -36,6 +36,7 @@ class ObservedShards:
 
     def __init__(self, model: nn.Module, *, is_replicated: bool) -> None:
         self._model, self._is_replicated = model, is_replicated
+        self._pieces: list[Any] | None = None  # as soon as it is sharded
         self._observed: list[_Piece] = []
 
     def observe(self, observation: Observation | None) -> None:
@@ -45,7 +46,10 @@ class ObservedShards:
         self._observed = []
         if observation is None:
             return
-        pieces = [p for p in pieces_of(self._model) if all(hasattr(p, n) for n in _COLLECTIVES)]
+        if self._pieces is None:
+            found = pieces_of(self._model)
+            self._pieces = [p for p in found if all(hasattr(p, name) for name in _COLLECTIVES)]
+        pieces = self._pieces
         if not all(hasattr(piece, name) for piece in pieces for name in _WAITS):
             observation.knows_waits = False
         backward = _Backward(observation)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # What is tried where the size is to be measured; the usual one first.
 BUCKETS_MB: Final = (25.0, 5.0, 100.0)
+_NEVER: Final = 2**31 - 1
 
 
 class _Call(nn.Module):
@@ -134,6 +135,8 @@ class ReplicatedModel:
                 gradient_as_bucket_view=True,
                 find_unused_parameters=self._options.unused_parameters,
             )
+            # To keep statistics of its own it waits for the device, in one step of a hundred.
+            self._wrapped._set_ddp_runtime_logging_sample_rate(_NEVER)
             if self._observation is not None:
                 self.observe(self._observation)
         self._known = now
