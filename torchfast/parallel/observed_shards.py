@@ -162,8 +162,9 @@ class _Noted:
     def __init__(self, inner: Any, note: Callable[[Callable[[], Any], bool], Any]) -> None:
         self._inner, self._note = inner, note
 
-    def __call__(self, *arguments: Any, async_op: bool = False, **named: Any) -> Any:
-        return self._note(partial(self._inner, *arguments, async_op=async_op, **named), async_op)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        issue = partial(self._inner, *arguments, **named)
+        return self._note(issue, bool(named.get("async_op")))
 
     def allocate(self, *arguments: Any, **named: Any) -> Any:
         return self._inner.allocate(*arguments, **named)
