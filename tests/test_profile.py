@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import parallel_training
+import ranks
 import torchfast
 from synthetic_trace import SyntheticTrace
-from torchfast import Profile, TraceError, Trainer, profile
+from torchfast import Plan, Profile, TraceError, Trainer, profile
 from torchfast.__main__ import main
 from torchfast.profiling.places import Places
 from torchfast.profiling.trace import read_trace
@@ -433,3 +435,23 @@ def test_what_a_step_takes_without_a_profiler_is_known(tmp_path):
     assert 0.02e6 <= report.figures.untraced_us < 0.1e6
     assert report.to_dict()["untraced_step_ms"] == report.figures.untraced_us / 1e3
     assert run(tmp_path / "short", 2).figures.untraced_us is None
+
+
+def test_each_rank_has_a_folder_of_its_own(tmp_path):
+    def work(rank):
+        trainer = Trainer(
+            parallel_training.fresh(),
+            parallel_training.OPTIMIZERS["adamw"],
+            parallel_training.mean_loss,
+            Plan(shard="ddp"),
+            max_grad_norm=1.0,
+        )
+        own = parallel_training.Own(parallel_training.batches(rank))
+        report = trainer.profile(own, steps=2, warmup=2, folder=tmp_path, lines=False)
+        return report.figures.num_steps, sorted(report.figures.host_phases)
+
+    first, second = ranks.run(work)
+    assert first == second
+    assert first[0] == 2
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.gz"))
+    assert found == ["rank0/trace.json.gz", "rank1/trace.json.gz"]

@@ -181,6 +181,40 @@ def test_communication_bound(tmp_path):
 
     assert found.verdict.name == "communication-bound"
     assert found.verdict.evidence["exposed_communication_share"] == pytest.approx(0.4, abs=0.01)
+    told = found.to_dict()
+    assert told["communication_ms"] == pytest.approx(0.5, abs=0.01)
+    assert told["exposed_communication_ms"] == pytest.approx(0.4, abs=0.01)
+    assert "20% of it hidden behind other work, 0.400 ms exposed" in str(found)
+    found.write_html(page := tmp_path / "page.html")
+    assert "<h2>Collectives</h2>" in page.read_text()
+
+
+def test_a_rank_that_is_late_leaves_the_others_waiting_in_a_collective(tmp_path):
+    """Their kernels of the collective run all the while; its own does not."""
+
+    def of_rank(late):
+        made = SyntheticTrace()
+        for step in range(STEPS):
+            begin = step * 1000.0
+            made.step(step, begin - 6, begin + 993)
+            made.kernel(begin, begin + (900 if late else 400), GEMM)
+            ready = begin + (880 if late else 380)
+            made.kernel(ready, begin + 960, "ncclDevKernel_AllReduce_Sum_f32", stream=9)
+            made.kernel(begin + 960, begin + 1000, GEMM)
+        return report(made, tmp_path)
+
+    prompt, late = of_rank(False), of_rank(True)
+
+    assert (prompt.verdict.name, late.verdict.name) == ("communication-bound", "fine")
+    assert prompt.to_dict()["exposed_communication_ms"] == pytest.approx(0.56, abs=0.01)
+    assert late.to_dict()["exposed_communication_ms"] == pytest.approx(0.06, abs=0.01)
+
+
+def test_without_collectives_nothing_is_said_of_them(tmp_path):
+    found = report(healthy(), tmp_path)
+
+    assert found.to_dict()["communication_ms"] == 0.0
+    assert "collectives" not in str(found)
 
 
 def test_bandwidth_bound(tmp_path):

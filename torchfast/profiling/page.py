@@ -134,6 +134,18 @@ def _time(report: ProfileReport) -> Iterator[str]:
             for cause, us in sorted(f.idle_by_cause.items(), key=lambda item: -item[1])
         ],
     )
+    if f.communication_us:
+        yield "<h2>Collectives</h2>" + _table(
+            ("ms a step#", "of the step#", "hidden behind other work#", "exposed ms#"),
+            [
+                (
+                    f"{f.per_step_ms(f.communication_us):.3f}",
+                    f"{f.share(f.communication_us):.1%}",
+                    f"{1 - f.exposed_communication_us / f.communication_us:.0%}",
+                    f"{f.per_step_ms(f.exposed_communication_us):.3f}",
+                )
+            ],
+        )
     places = Places(report.trace)
     yield "<h2>Longest gaps</h2>" + _table(
         ("at ms#", "ms#", "cause", "what", "line"),

@@ -26,9 +26,11 @@ from types import TracebackType
 from typing import Final, Self, TypeVar, final
 
 import torch
+import torch.distributed as dist
 
 from torchfast._core.arguments import check_flag, check_int, check_iterable, explain_keywords
 from torchfast._core.errors import TraceError
+from torchfast._core.rank_group import is_distributed
 from torchfast.profiling.ceilings import Ceilings, measure_ceilings
 from torchfast.profiling.lines import CallLines
 from torchfast.profiling.report import ProfileReport, report_on
@@ -63,7 +65,8 @@ def profile(
     both. For a script as it stands there is ``python -m torchfast profile SCRIPT``.
 
     Args:
-        folder: Where the traces and the page are written.
+        folder: Where the traces and the page are written; on several ranks each has a folder of
+            its own in it, ``rank0`` and so on.
         steps: How many steps are measured.
         warmup: Steps before; at least one. Take more than are needed to compile and to capture.
         lines: Run three steps more to learn the lines of what is found.
@@ -93,8 +96,9 @@ def profile(
         >>> report.figures.num_steps
         2
     """
+    own = f"rank{dist.get_rank()}" if is_distributed() else ""
     return Profile(
-        Path(folder),
+        Path(folder) / own,
         steps=check_int("steps", steps, minimum=1),
         warmup=check_int("warmup", warmup, minimum=1),
         lines=check_flag("lines", lines),

@@ -68,6 +68,8 @@ class ProfileReport:
             "untraced_step_ms": None if f.untraced_us is None else f.untraced_us / 1e3,
             "busy_ms": f.per_step_ms(f.busy_us),
             "idle_ms": f.per_step_ms(f.idle_us),
+            "communication_ms": f.per_step_ms(f.communication_us),
+            "exposed_communication_ms": f.per_step_ms(f.exposed_communication_us),
             "idle_ms_by_cause": {c: f.per_step_ms(us) for c, us in f.idle_by_cause.items()},
             "phases": [
                 {

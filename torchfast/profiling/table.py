@@ -94,9 +94,11 @@ def _time(report: ProfileReport) -> Iterator[str]:
             f"{_part(unknown, f.arithmetic_us)} the name does not tell"
         )
     if f.communication_us:
+        hidden_us = f.communication_us - f.exposed_communication_us
         yield (
             f"  collectives {_ms(report, f.communication_us).strip()}, "
-            f"{_part(f.exposed_communication_us, f.communication_us)} of it not hidden"
+            f"{_part(hidden_us, f.communication_us)} of it hidden behind other work, "
+            f"{f.per_step_ms(f.exposed_communication_us):.3f} ms exposed"
         )
 
 
