@@ -31,6 +31,7 @@ from torch.distributed.fsdp import (
 
 from torchfast._core.blocks import find_blocks
 from torchfast._core.errors import PlanError
+from torchfast._core.fsdp_pieces import own_pieces
 from torchfast._core.local import local
 from torchfast._core.selection import select_modules
 from torchfast.parallel.meta_device import check_initialization, is_on_meta, materialize
@@ -120,7 +121,7 @@ class ShardedModel:
     def whole(self, call: Callable[[], Any], model: nn.Module) -> Any:
         """Call with what belongs to no block gathered, as in a forward of the model or its twin."""
         try:
-            return getattr(model, _METHOD, _call)(call)
+            return getattr(model, _METHOD, _call)(lambda: _kept_whole(call, model))
         finally:
             if not torch.is_grad_enabled():
                 # No backward takes it apart again. What stays whole would be what a later forward
@@ -213,6 +214,21 @@ class ShardedModel:
 
 def _call(call: Callable[[], Any]) -> Any:
     return call()
+
+
+def _kept_whole(call: Callable[[], Any], model: nn.Module) -> Any:
+    """Call; leave what belongs to no block whole for the backward, which begins with it.
+
+    So torch does behind the forward of a model. If ``call`` is around one, it finds that over
+    already, takes that for no forward, and would have the backward wait for another gather.
+    """
+    result = call()
+    if torch.is_grad_enabled():
+        for piece in own_pieces(model):
+            states = type(piece._training_state)
+            if piece._training_state == states.IDLE:
+                piece._training_state = states.FORWARD
+    return result
 
 
 def _paths_of_blocks(model: nn.Module, options: ShardOptions) -> list[str]:
