@@ -127,6 +127,40 @@ def test_collectives_are_told_with_what_of_them_is_exposed(name, trained):
 # --- what it tells --------------------------------------------------------------------------------
 
 
+class Sparse(torch.nn.Module):
+    """With buffers that are sent in each forward, and a gradient that is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 8, sparse=True)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 7)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2))
+
+
+def sparse_and_buffers(rank):
+    found = []
+    begin_step = StepTimer.begin_step
+    for is_timed in (True, False):
+        StepTimer.begin_step = begin_step if is_timed else lambda self: None
+        torch.manual_seed(0)
+        plan = Plan(shard=ShardOptions(bucket_mb=0.0001))
+        trainer = Trainer(Sparse(), lambda ps: torch.optim.SGD(ps, lr=0.1), mean_loss, plan)
+        times = fitted(trainer, rank).step_times.to_dict()
+        found.append((full_state(trainer.model), times))
+    return found
+
+
+def test_buffers_and_sparse_gradients_go_the_same_way():
+    for of_rank in on_two_ranks(sparse_and_buffers):
+        (timed, times), (plain, _) = of_rank
+        assert 0 < times["exposed_communication"]["p50_ms"] <= times["communication"]["p50_ms"]
+        for key, value in plain.items():
+            assert torch.equal(timed[key], value), key
+
+
 def one_is_late(rank):
     def loss_fn(model, batch):
         loss = mean_loss(model, batch)

@@ -90,7 +90,8 @@ class _ObservedGroup(dist.ProcessGroup):
         gradients, self._gradients = self._gradients, []
         if self._observation is not None:
             self._wait = self._observation.wait_for(gradients)
-            Variable._execution_engine.queue_callback(self._end_wait)
+            if torch._C._current_graph_task_id() != -1:
+                Variable._execution_engine.queue_callback(self._end_wait)
 
     def _end_wait(self) -> None:
         wait, self._wait = self._wait, None
