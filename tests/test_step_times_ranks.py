@@ -6,6 +6,7 @@ import io
 import itertools
 import time
 import traceback
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torchfast.profiling.step_timer import StepTimer
 
 STEPS = 12
 LATE_S = 0.06
+# Three blocks and the rest, each gathered in the forward, the blocks again in the backward.
+GATHERS, REDUCES = 4 + 3, 4
 
 SHARDS = {
     "ddp": ShardOptions(strategy="ddp", bucket_mb=0.001),  # of which the model fills several
@@ -73,7 +76,30 @@ def on_two_ranks(work, **options):
 # --- it changes nothing ---------------------------------------------------------------------------
 
 
+@contextmanager
+def counted():
+    """Yield what fills with how many collectives, waits and phases of that name each step has."""
+    counts, read = [], StepTimer._read
+
+    def counting(self, sample):
+        seen = sample.collectives
+        parts = [part.name for part in sample.parts].count("communication")
+        counts.append((len(seen.collectives), len(seen.waits), parts))
+        read(self, sample)
+
+    StepTimer._read = counting
+    try:
+        yield counts
+    finally:
+        StepTimer._read = read
+
+
 def timed_and_not(rank):
+    with counted() as counts:
+        return trained_both_ways(rank, counts)
+
+
+def trained_both_ways(rank, counts):
     found = {}
     begin_step = StepTimer.begin_step
     for name, plan in PLANS.items():
@@ -87,6 +113,7 @@ def timed_and_not(rank):
                 "losses": torch.tensor([r["loss"] for r in result.history if "loss" in r]),
                 "times": result.step_times.to_dict(),
                 "report": str(trainer.report()),
+                "counts": counts[-1],
             }
             trainer.close()
     return found
@@ -183,50 +210,37 @@ def test_a_rank_that_is_late_is_waited_for_in_collectives_by_the_others():
         assert times["step"] > times["exposed_communication"]
 
 
-def noted(rank):
-    """Return how many collectives, waits and phases of that name a late step of each plan has."""
+def accumulated(rank):
     found = {}
-    read = StepTimer._read
-
-    def counting(self, sample):
-        seen = sample.collectives
-        parts = [part.name for part in sample.parts].count("communication")
-        counts.append((len(seen.collectives), len(seen.waits), parts))
-        read(self, sample)
-
-    StepTimer._read = counting
-    for name, plan in PLANS.items():
-        counts = []
-        fitted(trainer_for(plan, width=16 if "float8" in name else 8), rank)
-        found[name] = counts[-1]
-    counts = []
-    fitted(trainer_for(PLANS["ddp"], accumulate=3), rank, accumulate=3)
-    found["ddp accumulate"] = counts[-1]
-    counts = []
-    fitted(trainer_for(PLANS["fsdp"], accumulate=3, max_grad_norm=None), rank, accumulate=3)
-    found["fsdp accumulate"] = counts[-1]
+    with counted() as counts:
+        for name, norm in {"ddp": 0.5, "fsdp": None}.items():
+            fitted(trainer_for(PLANS[name], accumulate=3, max_grad_norm=norm), rank, accumulate=3)
+            found[name] = counts[-1]
     return found
 
 
-def test_each_collective_is_noted_once():
-    """Three blocks and the rest, each gathered in the forward, the blocks again in the backward."""
-    first, second = on_two_ranks(noted, timeout_s=240)
+def test_micro_batches_gather_each_and_reduce_once(trained):
+    first, second = on_two_ranks(accumulated)
+    assert first == second
+    assert first["ddp"] == trained[0]["ddp", True]["counts"]
+    assert first["fsdp"] == (3 * GATHERS + REDUCES, 0, 0)
+
+
+def test_each_collective_is_noted_once(trained):
+    first, second = ({n: r[n, True]["counts"] for n in PLANS} for r in trained)
     assert first == second
     num_buckets, num_waits, _ = first["ddp"]
     assert num_buckets > 1
     assert num_waits == 1
-    assert first["ddp accumulate"] == first["ddp"]  # the last micro-batch's alone
     # On the CPU shards are waited for where they are issued, so there are no waits by themselves.
-    gathers, reduces = 4 + 3, 4
-    assert first["fsdp"] == (gathers + reduces, 0, 1)
+    assert first["fsdp"] == (GATHERS + REDUCES, 0, 1)
     assert first["fsdp prefetch 2"] == first["fsdp"]
     assert first["fsdp bf16"] == first["fsdp"]
-    assert first["fsdp kept whole"] == (4 + reduces, 0, 1)
+    assert first["fsdp kept whole"] == (4 + REDUCES, 0, 1)
     # One process group for the shards of each replica, of one rank each, and one for replicas.
-    assert first["hsdp"] == (gathers + 2 * reduces, 0, 1)
-    assert first["hsdp of whole copies"] == (reduces, 0, 1)
-    assert first["fsdp float8"] == (gathers + reduces, 0, 2)
-    assert first["fsdp accumulate"] == (3 * gathers + reduces, 0, 0)
+    assert first["hsdp"] == (GATHERS + 2 * REDUCES, 0, 1)
+    assert first["hsdp of whole copies"] == (REDUCES, 0, 1)
+    assert first["fsdp float8"] == (GATHERS + REDUCES, 0, 2)
     num_collectives, _, num_parts = first["ddp skip"]
     assert num_collectives == 1  # one bucket of the usual size
     assert num_parts > 0
