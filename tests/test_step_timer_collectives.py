@@ -268,6 +268,23 @@ def test_replays_are_told_with_the_collectives_of_the_warm_up(timer, queue, issu
         assert (found[name].p50_ms, found[name].source) == (ms, "from warm-up")
 
 
+def test_a_graph_that_tells_of_its_phases_does_not_tell_of_collectives(timer, queue, issuer):
+    """It knows of those in the step's own queue only."""
+    timer.begin_step()
+    issuer.start(3.0)
+    timer.end_step()
+    timer.begin_step()
+    with phase(REPLAY):
+        queue.spend(5.0)
+    timer.end_step()
+    timer.note_replays([{"backward": 2.0, "communication": 0.5}])
+    queue.let_pass()
+    found = timer.times()
+    assert (found["backward"].p50_ms, found["backward"].source) == (2.0, "measured")
+    assert found["communication"].p50_ms == 3.0
+    assert found["communication"].source == "from warm-up"
+
+
 def test_nothing_is_read_before_a_collective_is_done(timer, queue, issuer):
     timer.begin_step()
     gradients = issuer.start(50.0)  # which nobody waits for
