@@ -24,7 +24,7 @@ from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.saved_named_state import SavedNamedState
 from torchfast.graphs.static_inputs import StaticInputs
-from torchfast.graphs.watch import StateWatch
+from torchfast.graphs.watch import Glance, StateWatch
 
 pytestmark = pytest.mark.usefixtures("tape")
 
@@ -51,6 +51,10 @@ def nothing_noticed(monkeypatch):
 
 def no_modes(monkeypatch):
     monkeypatch.setattr(StateWatch, "mode", lambda self: ())
+
+
+def no_glance(monkeypatch):
+    monkeypatch.setattr(Glance, "is_as_it_was", lambda self: True)
 
 
 def no_inputs(monkeypatch):
@@ -166,6 +170,15 @@ TRAPS = {
         {},
         lambda model, _: model.layers[0].requires_grad_(False),
         no_modes,
+    ),
+    "1 at a glance, weight decay": ({}, set_in_all("weight_decay", 9.0), no_glance),
+    "4 at a glance, loaded state": ({}, load_a_copy, no_glance),
+    "4 at a glance, other parameters": ({}, assign_parameters, no_glance),
+    "23 at a glance, eval()": ({}, lambda model, _: model.eval(), no_glance),
+    "23 at a glance, requires_grad_()": (
+        {},
+        lambda model, _: model.layers[0].requires_grad_(False),
+        no_glance,
     ),
 }
 UNCHECKED = (replayed_twice, captured_batch_dropped, no_inputs, one_tensor_for_all_groups)

@@ -36,8 +36,8 @@ ADAMW = partial(optim.AdamW, lr=0.01, fused=True)
 def tensors_only(monkeypatch):
     describe = engine.describe
 
-    def forgetful(inputs):
-        call = describe(inputs)
+    def forgetful(*inputs):
+        call = describe(*inputs)
         return Call(tuple(p for p in call.key if p[0] is torch.Tensor), call.tensors)
 
     monkeypatch.setattr(engine, "describe", forgetful)
@@ -270,7 +270,7 @@ def test_19_a_short_group_is_divided_by_its_own_size(planted, monkeypatch):
             fill(self, [*tensors, *self._tensors[len(tensors) :]])
 
         monkeypatch.setattr(StaticInputs, "fill", short)
-        monkeypatch.setattr(engine, "describe", lambda i: Call((), describe(i).tensors))
+        monkeypatch.setattr(engine, "describe", lambda *i: Call((), describe(*i).tensors))
         without_check(monkeypatch)
     wrong = False
     batches = make_batches(22)

@@ -7,7 +7,15 @@ import json
 import pytest
 import torch
 
-from benchmarks import compare_check, first_replay, graph_events, offload, recompute, watching
+from benchmarks import (
+    compare_check,
+    first_replay,
+    graph_events,
+    offload,
+    recompute,
+    step_host,
+    watching,
+)
 
 
 @pytest.fixture
@@ -88,3 +96,13 @@ def test_compare_check_tells_each_pair_as_it_comes(monkeypatch):
         ("taken away", -0.03),
     ]
     assert asked == [0.0, 0.0, 0.0, 0.0, 0.03, 0.0]
+
+
+def test_step_host(run):
+    threads = torch.get_num_threads()
+    rows, printed = run(step_host)
+    torch.set_num_threads(threads)
+    assert rows[0]["part"] == "step"
+    assert {"a glance at the state", "cloning the outputs"} <= {row["part"] for row in rows}
+    assert all(0 < row["least_us"] <= row["median_us"] for row in rows)
+    assert "describing the batch" in printed

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, final
 
@@ -53,6 +53,7 @@ _WARM_UP = 10
 _STATE = ("ema_model", "ema")
 _VERSION = operator.attrgetter("_version")
 _DTYPE = operator.attrgetter("dtype")
+_NOTHING = nullcontext()
 
 
 @final
@@ -123,9 +124,12 @@ class WeightAverage:
 
     # -- Around and in a step --------------------------------------------------------------------
 
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
+    def around_step(self) -> AbstractContextManager[None]:
         """Follow, and leave it at that until the end: what the step does may be in a capture."""
+        return self._around_step() if self.is_on else _NOTHING
+
+    @contextmanager
+    def _around_step(self) -> Iterator[None]:
         self.follow()
         self._in_step = True
         try:

@@ -39,6 +39,7 @@ from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.replay_check import find_mismatch
 from torchfast.graphs.signature import Call, describe
 from torchfast.graphs.static_inputs import StaticInputs
+from torchfast.graphs.steady import Steady
 from torchfast.graphs.together import OTHERS, Together
 from torchfast.graphs.watch import StateWatch
 
@@ -99,33 +100,39 @@ class GraphEngine:
         state.rates = list(rates)
         self._backend = backend_for(self.device)
         self._store = GraphStore(options)
+        self._steady = Steady(self._watch, self._store)
         self._frozen: list[Any] = []
         self._error: Exception | None = None
         self._adds: bool | None = None  # whether the step adds to gradients, once that is known
         self._after_failure = after_failure
         self.why_eager: str | None = None
-        self.varies = False
+        self.varies = self._closed = False
         self._num_since_change, self._num_hasty = _SETTLED_REPLAYS, 0
         self._counts: Counter[str] = Counter()
         self._capture_s = 0.0
         self._warned: set[str] = set()
-        self._closed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and return what ``fn`` returns, detached and safe to keep."""
         if self._closed:
             raise ClosedError("this captured step was closed; build a new one")
         inputs = (args, kwargs)
+        if self._steady.goes_on():
+            call = describe(args, kwargs)
+            if (known := self._steady.entry(call.key)) is not None:
+                self._together.meet(captures=False)
+                return self._replay(known, call)
         if self.why_eager is None:
             self._notice_changes()
         if self.why_eager is not None:
             self._together.meet(captures=False)
             return self._run_eagerly(inputs)
-        call = describe(inputs)
+        call = describe(args, kwargs)
         entry = self._entry((self._watch.mode(), call.key))
         is_due = entry.graph is None and entry.why_eager is None and not entry.warm_up_left
         self._together.meet(captures=is_due)
         if entry.graph is not None:
+            self._steady.note(call.key, entry)
             return self._replay(entry, call)
         if entry.why_eager is not None:
             return self._run_eagerly(inputs)
@@ -138,7 +145,7 @@ class GraphEngine:
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
         """Let the optimizers see the learning rates that the graphs read: device tensors."""
-        self._fill_rates()
+        self._state.fill_rates()
         with self._state.rates_on_device():
             yield
 
@@ -205,6 +212,7 @@ class GraphEngine:
             return self._fail(entry, Failure("more kinds of steps than max_graphs serves"), inputs)
         self._store.make_room()
         self._store.release_gradients()
+        self._steady.forget()
         self._watch.refresh()
         self._frozen = self._watch.frozen()
         facts = HostFacts(self._state, self.device)
@@ -301,7 +309,7 @@ class GraphEngine:
         state = self._state
         static = StaticInputs(inputs, call.tensors, self.device)
         static.fill(call.tensors)
-        self._fill_rates()
+        self._state.fill_rates()
         written = static.versions()
         entry.moments = self._store.moments(self._backend.moment)
 
@@ -348,7 +356,7 @@ class GraphEngine:
     def _replay(self, entry: Entry, call: Call) -> Any:
         assert entry.inputs is not None
         assert entry.outputs is not None
-        self._fill_rates()
+        self._state.fill_rates()
         entry.inputs.fill(call.tensors)
         entry.replay()
         self._store.used(entry)
@@ -438,7 +446,3 @@ class GraphEngine:
         if concern is not None:
             self._warn("many", concern)
         return entry
-
-    def _fill_rates(self) -> None:
-        for rates in self._state.rates:
-            rates.fill()

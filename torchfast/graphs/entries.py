@@ -119,6 +119,7 @@ class GraphStore:
         self.num_evicted = 0
         self.graphs: list[Entry] = []  # the least recently used first
         self.owner: Entry | None = None
+        self._adds_to_gradients = False
         self._options, self._limit = options, options.max_graphs
         self._phase_times: deque[Times] = deque(maxlen=_WINDOW)
 
@@ -174,6 +175,7 @@ class GraphStore:
         """Take an entry that has just been captured."""
         self.graphs.append(entry)
         self.owner = entry
+        self._note_additions()
 
     def remove(self, entry: Entry) -> None:
         """Let go of an entry's graph."""
@@ -181,6 +183,10 @@ class GraphStore:
             self.release_gradients()
         self.graphs.remove(entry)
         entry.drop()
+        self._note_additions()
+
+    def _note_additions(self) -> None:
+        self._adds_to_gradients = any(e.added_to or e.from_none for e in self.graphs)
 
     def make_room(self) -> None:
         """Let go of the least recently used graphs until there is room for another."""
@@ -223,5 +229,7 @@ class GraphStore:
 
     def has_its_gradients(self) -> bool:
         """Whether gradients that the graphs add to are still there, and others still are not."""
+        if not self._adds_to_gradients:
+            return True
         added_to = all(p.grad is g for entry in self.graphs for p, g in entry.added_to)
         return added_to and all(p.grad is None for entry in self.graphs for p in entry.from_none)

@@ -191,6 +191,11 @@ class NamedState:
             now.clear()
             now.update(known)  # in its order too
 
+    def fill_rates(self) -> None:
+        """Bring the learning rates on the device to the floats that stand in the groups."""
+        for rates in self.rates:
+            rates.fill()
+
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
         """Let the groups hold device tensors as learning rates."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -33,22 +35,29 @@ class StaticOutputs:
         for tensor in every:
             if type(tensor) is Tensor and tensor.dim() == 0 and tensor.layout is torch.strided:
                 groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        self._gathered = [
-            ([*map(id, group)], torch.stack(group)) for group in groups.values() if len(group) > 1
-        ]
-        gathered = {number for numbers, _ in self._gathered for number in numbers}
+        self._gathered = [torch.stack(group) for group in groups.values() if len(group) > 1]
+        # In the order in which `cloned` makes copies.
+        order = [t for group in groups.values() if len(group) > 1 for t in group]
+        gathered = {*map(id, order)}
         self._single = [t for t in every if id(t) not in gathered]
+        places = {id(t): place for place, t in enumerate([*order, *self._single])}
         self._is_one = len(every) == 1 and every[0] is outputs
-        self._rebuild = _rebuilt if _is_simple(outputs) else _rebuilt_in_any_form
+        self._rebuild = (
+            _builder(outputs, places)
+            if _is_simple(outputs)
+            else lambda copies: map_batch(outputs, lambda tensor: copies[places[id(tensor)]])
+        )
 
     def cloned(self) -> Any:
         """Return the outputs in memory of their own, detached."""
         if self._is_one:
             return self._outputs.clone()
-        copies = {id(t): t.clone() for t in self._single}
-        for numbers, gathered in self._gathered:
-            copies.update(zip(numbers, gathered.clone().unbind(), strict=True))
-        return self._rebuild(self._outputs, copies)
+        copies: list[Tensor] = []
+        for gathered in self._gathered:
+            copies += gathered.clone().unbind()
+        for tensor in self._single:
+            copies.append(tensor.clone())
+        return self._rebuild(copies)
 
 
 def _is_simple(value: Any) -> bool:
@@ -67,20 +76,16 @@ def _is_named_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_make") and not is_packed
 
 
-def _rebuilt(value: Any, copies: dict[int, Tensor]) -> Any:
+def _builder(value: Any, places: dict[int, int]) -> Callable[[list[Tensor]], Any]:
+    """Return what builds a simple value anew out of copies of its tensors, each in its place."""
     kind = type(value)
     if kind is Tensor:
-        return copies[id(value)]
+        return operator.itemgetter(places[id(value)])
     if kind is dict:
-        return {key: _rebuilt(item, copies) for key, item in value.items()}
-    if kind is list:
-        return [_rebuilt(item, copies) for item in value]
-    if kind is tuple:
-        return tuple([_rebuilt(item, copies) for item in value])
-    if isinstance(value, tuple):
-        return kind._make([_rebuilt(item, copies) for item in value])
-    return value
-
-
-def _rebuilt_in_any_form(value: Any, copies: dict[int, Tensor]) -> Any:
-    return map_batch(value, lambda tensor: copies[id(tensor)])
+        items = [(key, _builder(item, places)) for key, item in value.items()]
+        return lambda copies: {key: build(copies) for key, build in items}
+    if kind is list or isinstance(value, tuple):
+        builders = [_builder(item, places) for item in value]
+        make = kind._make if _is_named_tuple(value) else kind
+        return lambda copies: make([build(copies) for build in builders])
+    return lambda _: value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
@@ -23,6 +24,8 @@ _VALUES = (
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, np.generic),
 )
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_OF_TENSOR = operator.attrgetter("shape", "dtype", "layout", "requires_grad")
+_STRIDED = torch.strided
 
 
 class Call(NamedTuple):
@@ -37,19 +40,27 @@ class Call(NamedTuple):
     tensors: list[Tensor]
 
 
-def describe(inputs: Any) -> Call:
-    """Return the key and the tensors of nested inputs. Reads no tensor's values."""
+def describe(inputs: Any, by_name: dict[str, Any] | None = None) -> Call:
+    """Return the key and the tensors of nested inputs. Reads no tensor's values.
+
+    Args:
+        inputs: Of a call, its arguments by position.
+        by_name: Its arguments by name.
+    """
     key: list[Any] = []
     found: list[Tensor] = []
-    _scan(inputs, key, found, {})
+    seen: dict[int, int] = {}
+    _scan(inputs, key, found, seen)
+    if by_name:
+        _scan(by_name, key, found, seen)
     return Call(tuple(key), found)
 
 
 def shapes(key: tuple[Any, ...]) -> str:
     """Return a key's tensor shapes in words, such as ``"16x256 int64, 16x256 int64"``."""
     names = [
-        f"{'x'.join(map(str, part[1])) or 'scalar'} {str(part[2]).removeprefix('torch.')}"
-        for part in only_tensors(key)
+        f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
+        for _, (shape, dtype, *_), _ in only_tensors(key)
     ]
     return ", ".join(names) or "no tensors"
 
@@ -91,7 +102,10 @@ def _scan(value: Any, key: list[Any], found: list[Tensor], seen: dict[int, int])
     elif kind is tuple or kind is list:
         key.append((kind, len(value)))
         for item in value:
-            _scan(item, key, found, seen)
+            if type(item) is Tensor:  # mostly: a call less for each
+                _note(item, key, found, seen)
+            else:
+                _scan(item, key, found, seen)
     elif kind is dict:
         key.append((kind, *value))
         for item in value.values():
@@ -134,11 +148,12 @@ def _scan_rare(value: Any, key: list[Any], found: list[Tensor], seen: dict[int, 
 
 
 def _note(tensor: Tensor, key: list[Any], found: list[Tensor], seen: dict[int, int]) -> None:
-    place = seen.get(id(tensor))
-    if place is not None:
-        key.append(place)  # the same object as the one in that place
+    number = id(tensor)
+    if number in seen:
+        key.append(seen[number])  # the same object as the one in that place
         return
-    seen[id(tensor)] = len(found)
+    seen[number] = len(found)
     found.append(tensor)
-    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-    key.append((Tensor, tensor.shape, tensor.dtype, strides, tensor.requires_grad))
+    described = _OF_TENSOR(tensor)
+    strides = tensor.stride() if described[2] is _STRIDED else None
+    key.append((Tensor, described, strides))

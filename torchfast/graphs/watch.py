@@ -3,20 +3,25 @@
 A graph reads and writes memory at fixed addresses, and every number that the host knew is frozen
 into it. All of this is looked at before each replay, on the host, so it is written for speed: flat
 lists, read and compared by loops in C.
+
+In a steady run nothing has changed, and then every object is the very object that it was. That is
+quicker to see than what has become of what, so a `Glance` asks for that alone. Where it is not so,
+a look at each thing finds out whether something has changed or only stands for the same.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchfast._core.compare import same_objects
-from torchfast.graphs.named_state import NamedState
+from torchfast.graphs.named_state import NamedState, Table
 
 _TRAINING = operator.attrgetter("training")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -27,6 +32,10 @@ _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_FROZEN = frozenset(
     ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 )
+_NUMBERS = (bool, int, float)
+_END = object()
+_STATE_AND_GROUPS = operator.attrgetter("state", "param_groups")
+_NUM_HOOKS = operator.attrgetter("next_id")
 _SCALER_SETTINGS = operator.attrgetter("_growth_factor", "_backoff_factor", "_growth_interval")
 
 
@@ -66,10 +75,9 @@ class StateWatch:
         ]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self._settings = [_Settings(group) for group in state.own_groups()]
+        self._names = [(_names_of_numbers(module), module.__dict__) for module in modules]
         self._numbers = [
-            (operator.itemgetter(*names), module.__dict__)
-            for module in modules
-            if (names := _names_of_numbers(module))
+            (operator.itemgetter(*names), held) for names, held in self._names if names
         ]
         self._attributes = [vars(module) for module in modules]
         self._hooks = [getattr(m, name) for m in modules for name in _MODULE_HOOKS]
@@ -85,6 +93,29 @@ class StateWatch:
             *map(_TRAINING, self._state.every_module),
             *map(_REQUIRES_GRAD, self._state.parameters),
         )
+
+    def glance(self) -> Glance | None:
+        """Return what tells at once that all is as it is now; None if only a closer look can."""
+        state = self._state
+        on_device = {id(group) for rates in state.rates for group in rates.groups}
+        settings, rated = [], []
+        for group in state.own_groups():
+            names = [name for name in group if name not in _NOT_FROZEN]
+            rate = group.get("lr")
+            if id(group) in on_device and rate is not None and not isinstance(rate, Tensor):
+                rated.append(group)  # the rate is brought up to date before each replay
+            elif rate is not None:
+                names.append("lr")
+            settings.append((group, names or ["params"]))
+        numbers = [(held, ["training", *names]) for names, held in self._names]
+        # What can change and stay the same object is to be compared by what it is.
+        of_groups = [group[name] for group, names in settings for name in names if name != "params"]
+        of_modules = [held.get(name) for held, names in numbers for name in names]
+        if all(_is_plain(value) or isinstance(value, Tensor) for value in of_groups) and all(
+            type(value) in _NUMBERS for value in of_modules
+        ):
+            return Glance(state, self, settings=settings, numbers=numbers, rated=rated)
+        return None
 
     def frozen(self) -> list[Any]:
         """Return what is read on the host: hyperparameters, numbers of modules, hooks there are."""
@@ -147,6 +178,90 @@ class StateWatch:
 
 
 @final
+class Glance:
+    """A named state as it was, to be told from one that may have changed.
+
+    Each thing is read by a function of C, and all of them by a loop of C.
+
+    Args:
+        state: Whose.
+        watch: What looks closer.
+        settings: Parameter groups with the names of what a graph holds of them.
+        numbers: Attributes of modules, with the names of numbers in them.
+        rated: Parameter groups whose learning rate may be another one of the same type.
+    """
+
+    def __init__(
+        self,
+        state: NamedState,
+        watch: StateWatch,
+        *,
+        settings: list[tuple[Table, list[str]]],
+        numbers: list[tuple[Table, list[str]]],
+        rated: list[Table],
+    ) -> None:
+        optimizers = [*state.optimizers, *state.updated_after]
+        hooks = [*watch._hooks, *watch._hooks_of_parameters()]
+        params = [group["params"] for group in state.groups()]
+        self._no_hooks = [held for held in hooks if not held]
+        # What is compared by its value: nothing that could be a tensor.
+        self._read, self._of = _unzipped(
+            (torch.is_autocast_enabled, "cuda"),
+            (torch.get_autocast_dtype, "cuda"),
+            (_NUM_HOOKS, RemovableHandle),  # a higher one with each hook, on whatever
+            *((operator.itemgetter(*names), held) for held, names in numbers),
+            *((len, held) for held in (*watch._attributes, *params)),
+            *((tuple, held) for held in (*state.own_groups(), *filter(None, hooks))),
+            *((_type_of_rate, group) for group in rated),
+            *((_SCALER_SETTINGS, scaler) for scaler in state.scalers),
+            *((_REQUIRES_GRAD, parameter) for parameter in state.parameters),
+            *((Tensor.data_ptr, tensor) for tensor in watch._placed),
+        )
+        # What has to be the very object that it was, in tables as they are now.
+        self._tables: list[Iterable[Any]] = [
+            *(table.values() for table in (*watch._tables, *watch._states)),
+            *(optimizer.state.values() for optimizer in state.optimizers),
+            *(optimizer.param_groups for optimizer in optimizers),
+            *params,
+        ]
+        self._take, self._out_of = _unzipped(
+            *((operator.itemgetter("params", *names), group) for group, names in settings),
+            *((_STATE_AND_GROUPS, optimizer) for optimizer in optimizers),
+            (tuple, (_END,)),  # or what is gone at the end would not be missed
+        )
+        self._values, self._objects = self._values_now(), [*self._objects_now()]
+
+    def is_as_it_was(self) -> bool:
+        """Whether all is as it was; if not, it may be all the same."""
+        try:
+            return (
+                self._values_now() == self._values
+                and not any(self._no_hooks)
+                and all(map(operator.is_, self._objects_now(), self._objects))
+            )
+        except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor or an array now
+            return False
+
+    def _values_now(self) -> list[Any]:
+        grad, same = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+        return [grad, same, *map(operator.call, self._read, self._of)]
+
+    def _objects_now(self) -> Iterator[Any]:
+        taken = map(operator.call, self._take, self._out_of)
+        return chain.from_iterable(chain(self._tables, taken))
+
+
+def _unzipped(
+    *pairs: tuple[Callable[[Any], Any], Any],
+) -> tuple[list[Callable[[Any], Any]], list[Any]]:
+    return [function for function, _ in pairs], [value for _, value in pairs]
+
+
+def _type_of_rate(group: Table) -> type:
+    return type(group["lr"])
+
+
+@final
 class _Settings:
     """What of a parameter group is frozen into a graph: read by one call where that tells all.
 
@@ -183,8 +298,7 @@ def _is_plain(value: Any) -> bool:
 
 def _names_of_numbers(module: nn.Module) -> list[str]:
     attributes = vars(module)
-    kinds = (bool, int, float)
-    return [n for n, v in attributes.items() if type(v) in kinds and n != "training"]
+    return [n for n, v in attributes.items() if type(v) in _NUMBERS and n != "training"]
 
 
 def _frozen(value: Any) -> Any:

@@ -1,0 +1,67 @@
+"""What need not be found out anew in a steady run.
+
+From one step to the next nothing changes but the values of the batch, mostly. So what the engine
+has found out about a kind of call is kept for as long as a glance shows that nothing has changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torchfast.graphs.entries import Entry, GraphStore
+from torchfast.graphs.watch import Glance, StateWatch
+
+# A glance takes a few looks to be taken. One that did not last so long did not pay, and so many
+# calls go by before the next.
+_LASTS = 10
+
+
+@final
+class Steady:
+    """The graphs that serve as things stand.
+
+    Args:
+        watch: What looks closer.
+        store: Whose graphs.
+    """
+
+    def __init__(self, watch: StateWatch, store: GraphStore) -> None:
+        self._watch, self._store = watch, store
+        self._entries: dict[Any, Entry] = {}  # by what `describe` says of the inputs
+        self._glance: Glance | None = None
+        self._num_lasted, self._wait = 0, 0
+
+    def goes_on(self) -> bool:
+        """Whether nothing has changed since the first `note`; if not, all that was noted goes."""
+        glance, store = self._glance, self._store
+        if glance is None:
+            return False
+        if glance.is_as_it_was() and store.has_its_gradients():
+            self._num_lasted += 1
+            return True
+        self.forget()
+        self._wait = 0 if self._num_lasted >= _LASTS else _LASTS
+        return False
+
+    def entry(self, key: Any) -> Entry | None:
+        """Return what serves a call of this key; None where that is to be found out."""
+        found = self._entries.get(key)
+        return None if found is None or found.graph is None else found
+
+    def note(self, key: Any, entry: Entry) -> None:
+        """Keep what serves such calls, found by a look at everything in this very call."""
+        if self._glance is None:
+            if self._wait:
+                self._wait -= 1
+                return
+            self._glance = self._watch.glance()
+            self._num_lasted = 0
+            if self._glance is None:
+                self._wait = _LASTS
+                return
+        self._entries[key] = entry
+
+    def forget(self) -> None:
+        """Let go of it, since the state is about to be taken as it is then."""
+        self._glance = None
+        self._entries = {}
