@@ -12,9 +12,10 @@ import torch
 
 from simulated_device import Prompt, numbered, simulated
 from torchfast import PrefetchingLoader
-from torchfast.data import transport
+from torchfast.data import stager, transport
 from torchfast.data.layout import LARGE_BYTES, lay_out
 from torchfast.data.process import this_process
+from torchfast.data.stager import Fetching
 from torchfast.data.statistics import Counters
 from torchfast.data.transport import CUDATransport, Slot
 
@@ -228,3 +229,23 @@ def test_time_runs_between_batches_of_an_iteration_and_not_before_the_first_of_a
     counters.handed_out(301.0, 5)
     statistics = counters.snapshot()
     assert (statistics.elapsed_s, statistics.num_batches, statistics.num_bytes) == (7, 5, 25)
+
+
+def test_fewer_batches_are_timed_once_there_are_many():
+    timed = [number for number in range(1, 1025) if transport._is_timed(number)]
+    assert timed[:17] == [*range(16, 257, 16), 320]
+    assert len(timed) == 16 + (1024 - 256) // 64
+
+
+def test_what_took_no_time_leaves_what_is_owed_as_it_was_counted():
+    swift, slow = stager.SWIFT_S / 2, stager.SWIFT_S * 3
+    fetching = Fetching(where="thread", is_lazy=True)
+    fetching.note_time(swift)
+    assert (fetching.behind_s, fetching.hiccups_s) == (0.0, 0.0)
+    fetching.note_time(slow)
+    owed, hiccups = fetching.behind_s, fetching.hiccups_s
+    assert owed > 0
+    assert hiccups > 0
+    fetching.note_time(swift)  # which pays some of it off
+    assert fetching.behind_s < owed
+    assert fetching.hiccups_s < hiccups

@@ -27,6 +27,7 @@ from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
 from torchfast.data.resharding import resharded
 from torchfast.data.sharded import dealt_by_sample
 from torchfast.data.sharded_batches import carries_state
+from torchfast.data.unannotated import unannotated
 
 CPU = torch.device("cpu")
 # What must be as it was for a count of batches to mean the same batches.
@@ -169,11 +170,14 @@ class PositionedLoader:
 
     def _positions(self, iterator: Iterator[Any], at: Position) -> Iterator[tuple[Any, Position]]:
         own = None  # looked up once an epoch, behind the first batch: iter() may make one
-        for number, batch in enumerate(iterator, start=at.num_batches + 1):
-            own = self._own_generators() if own is None else own
-            generators = tuple([g.get_state() for g in own])
+        carries_state = False
+        for number, batch in enumerate(unannotated(iterator), start=at.num_batches + 1):
+            if own is None:
+                own, carries_state = self._own_generators(), self.carries_state
+            generators = tuple([g.get_state() for g in own]) if own else ()
+            state = self._loader_state() if carries_state else None
             apart = getattr(self.loader, "draws_apart", False) is True
-            yield batch, Position(number, at.epoch_start, self._loader_state(), generators, apart)
+            yield batch, Position(number, at.epoch_start, state, generators, apart)
 
     def _resumed(self, at: Position) -> Iterator[Any]:
         self._has_begun = True

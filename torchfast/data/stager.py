@@ -92,8 +92,10 @@ class Fetching:
 
     def note_time(self, seconds: float) -> None:
         """Note what it took to fetch and stage a batch in the caller's thread."""
+        more = seconds - SWIFT_S
+        if more <= 0.0 and not self.behind_s and not self.hiccups_s:
+            return  # nothing to add, and nothing to pay off: the steady case
         if self.is_swift:
-            more = seconds - SWIFT_S
             self.behind_s = max(0.0, self.behind_s + min(more, MOST_AT_ONCE_S))
             self.hiccups_s = max(0.0, self.hiccups_s + min(max(more, 0.0), HICCUP_S) - PAID_OFF_S)
 

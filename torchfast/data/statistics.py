@@ -1,7 +1,8 @@
 """What a loader's time went into, and the verdict: is the device fed?
 
 Counting costs nothing that a step would notice: the host's clock is read where the host waits
-anyway, and one batch in sixteen is timed on the device by events that nobody waits for.
+anyway, and one batch in sixteen (later one in 64) is timed on the device, by events that nobody
+waits for.
 
 The host's waiting alone says little. A host that runs ahead of the device waits in every healthy
 loop, for a slot to become free. The device starves only if, when the batch came at last, it had

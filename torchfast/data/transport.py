@@ -26,8 +26,10 @@ from torchfast._core.pinning import pin_in_place
 from torchfast._core.stream_context import on_stream
 from torchfast.data.mold import Mold
 
-# Of so many batches one is timed on the device: two events on each of the two streams.
+# Of so many batches one is timed on the device, and of later ones fewer: two events more on each of
+# the two streams take the host longer than all else that it does for a batch.
 TIMED_EVERY = 16
+MANY, TIMED_EVERY_OF_MANY = 256, 64
 
 Unpin = Callable[[], None]
 
@@ -224,7 +226,7 @@ class CUDATransport(Transport):
             stream.wait_event(slot.free)
             slot.held = None  # what the consumer has read may be overwritten from here on
             try:
-                start = self._mark(stream, self._num_uploads)
+                start = self._marked(stream) if _is_timed(self._num_uploads) else None
                 with annotation(H2D):  # beside the step, and mostly in another thread than its
                     for target, source in copies:
                         target.copy_(source, non_blocking=True)
@@ -246,7 +248,7 @@ class CUDATransport(Transport):
         if slot.home is not stream and slot.home != stream:
             for block in slot.blocks:  # they go back to the pool of another stream than reads them
                 block.record_stream(stream)
-        if self._num_receipts % TIMED_EVERY:
+        if not _is_timed(self._num_receipts):
             slot.ready.wait(stream)
             return
         start = self._marked(stream)
@@ -285,9 +287,6 @@ class CUDATransport(Transport):
     def take_times(self) -> tuple[list[float], list[float]]:
         return self._passed(self._timed["copy"]), self._passed(self._timed["wait"])
 
-    def _mark(self, stream: torch.cuda.Stream, number: int) -> torch.cuda.Event | None:
-        return None if number % TIMED_EVERY else self._marked(stream)
-
     @staticmethod
     def _marked(stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -301,6 +300,10 @@ class CUDATransport(Transport):
             start, end = pairs.popleft()
             times.append(start.elapsed_time(end))
         return times
+
+
+def _is_timed(number: int) -> bool:
+    return not number % TIMED_EVERY and (number <= MANY or not number % TIMED_EVERY_OF_MANY)
 
 
 def _others(blocks: list[Tensor]) -> list[Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
@@ -24,8 +23,6 @@ _VALUES = (
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, np.generic),
 )
 _PLAIN = frozenset((bool, int, float, str, type(None)))
-_OF_TENSOR = operator.attrgetter("shape", "dtype", "layout", "requires_grad")
-_STRIDED = torch.strided
 
 
 class Call(NamedTuple):
@@ -59,8 +56,8 @@ def describe(inputs: Any, by_name: dict[str, Any] | None = None) -> Call:
 def shapes(key: tuple[Any, ...]) -> str:
     """Return a key's tensor shapes in words, such as ``"16x256 int64, 16x256 int64"``."""
     names = [
-        f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
-        for _, (shape, dtype, *_), _ in only_tensors(key)
+        f"{'x'.join(map(str, part[1])) or 'scalar'} {str(part[2]).removeprefix('torch.')}"
+        for part in only_tensors(key)
     ]
     return ", ".join(names) or "no tensors"
 
@@ -154,6 +151,5 @@ def _note(tensor: Tensor, key: list[Any], found: list[Tensor], seen: dict[int, i
         return
     seen[number] = len(found)
     found.append(tensor)
-    described = _OF_TENSOR(tensor)
-    strides = tensor.stride() if described[2] is _STRIDED else None
-    key.append((Tensor, described, strides))
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    key.append((Tensor, tensor.shape, tensor.dtype, strides, tensor.requires_grad))
