@@ -61,7 +61,7 @@ class StaticOutputs:
 
 
 def _is_simple(value: Any) -> bool:
-    """Whether `_rebuilt` knows all containers in it: those that steps return mostly."""
+    """Whether `_builder` knows all containers in it: those that steps return mostly."""
     kind = type(value)
     if kind is dict:
         return all(map(_is_simple, value.values()))
