@@ -135,6 +135,7 @@ def spin(seconds: float) -> None:
 def pieces() -> Row:
     """Return what the calls cost that such a loader is made of."""
     stream, event, tensor = torch.cuda.Stream(), torch.cuda.Event(), torch.empty(784, device="cuda")
+    pinned, scalars = torch.empty(2**18).pin_memory(), torch.empty(2, device="cuda")
     event.record()
     calls: dict[str, Callable[[], Any]] = {
         "event.record": event.record,
@@ -143,6 +144,9 @@ def pieces() -> Row:
         "current_stream": lambda: torch.cuda.current_stream(tensor.device),
         "tensor.clone": tensor.clone,
         "tensor.add_": lambda: tensor.add_(1),
+        "tensor.is_pinned": pinned.is_pinned,
+        "tensor.unbind": scalars.unbind,
+        "torch.empty_like": lambda: torch.empty_like(tensor),
     }
     found = {name: each_us(call) for name, call in calls.items()}
     torch.cuda.synchronize()
