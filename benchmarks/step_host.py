@@ -5,8 +5,9 @@
 The perceptron of the yardstick, whose step on a GPU is so short that the host's part of it shows.
 Without a GPU a graph that runs nothing stands in, so what is left is Python's time: the look at all
 that a graph was captured from, the description of the batch, the batch's way into the graph's own
-memory and the copy of what comes out. Parts are timed one at a time, in caches that are warm from
-themselves alone, so their sum is less than the step.
+memory and the copy of what comes out; and beside it a batch of a DataLoader whose samples are in
+memory. Parts are timed one at a time, in caches that are warm from themselves alone, so their sum
+is less than the step.
 
 All take turns of some calls, between which the device is waited for; a figure is the median of the
 turns, beside the least of them.
@@ -23,11 +24,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils.data import DataLoader
 
 from benchmarks.arms import Arm, parser_of, take_turns, write_rows
-from benchmarks.job import MAX_GRAD_NORM
+from benchmarks.job import MAX_GRAD_NORM, ReadyBatches, Sequential
 from benchmarks.workloads import Size, workload
 from torchfast import CUDAGraphOptions, Plan, Trainer, levers
+from torchfast.data.unannotated import unannotated
 from torchfast.graphs import engine
 from torchfast.graphs.signature import describe
 
@@ -130,7 +133,14 @@ def calls_of(trainer: Trainer, batch: Any) -> dict[str, Callable[[], object]]:
         "filling the inputs": partial(inputs.fill, call.tensors),
         "launching the graph": entry.graph.replay,
         "cloning the outputs": outputs.cloned,
+        "a DataLoader's next()": partial(next, iter(ready(batch))),
+        "without its annotation": partial(next, unannotated(iter(ready(batch)))),
     }
+
+
+def ready(batch: Any) -> DataLoader[Any]:
+    """Return a loader of batches that are in memory."""
+    return DataLoader(ReadyBatches([batch]), batch_size=None, sampler=Sequential())
 
 
 def main() -> None:

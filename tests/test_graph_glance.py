@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils.hooks import RemovableHandle
 
 from models import DropoutNet, make_batches
 from tape import Twins, counts
@@ -264,6 +265,11 @@ def test_what_changes_in_every_step_takes_no_closer_look(change, named):
 def test_what_can_change_and_stay_the_same_object_gets_no_glance(make, named):
     assert named.watch.glance() is not None
     make(named)
+    assert named.watch.glance() is None
+
+
+def test_where_hooks_are_not_counted_each_takes_a_closer_look(named, monkeypatch):
+    monkeypatch.delattr(RemovableHandle, "next_id")
     assert named.watch.glance() is None
 
 

@@ -96,6 +96,8 @@ class StateWatch:
 
     def glance(self) -> Glance | None:
         """Return what tells at once that all is as it is now; None if only a closer look can."""
+        if not hasattr(RemovableHandle, "next_id"):  # a torch that counts its hooks in another way
+            return None
         state = self._state
         on_device = {id(group) for rates in state.rates for group in rates.groups}
         settings, rated = [], []
