@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from models import DropoutNet, make_batches
 from tape import Twins, counts
+from torchfast import CUDAGraphOptions, Plan
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.steady import Steady
@@ -308,11 +309,16 @@ def test_a_steady_run_takes_no_closer_look(monkeypatch):
     assert seen == {"closer": 0, "at a glance": 24}
 
 
+def cut(batches, sizes):
+    return [
+        tuple(tensor[:size] for tensor in batch) for batch, size in zip(batches, sizes, strict=True)
+    ]
+
+
 @pytest.mark.usefixtures("tape")
 def test_two_shapes_are_both_known(monkeypatch):
     twins = Twins(DropoutNet, ADAMW)
-    batches = [b[: 3 + i % 2] if isinstance(b, torch.Tensor) else tuple(t[: 3 + i % 2] for t in b)
-               for i, b in enumerate(make_batches(40))]  # fmt: skip
+    batches = cut(make_batches(40), [3, 4] * 20)
     for batch in batches[:12]:
         twins.step(batch)
     seen = looks(monkeypatch)
@@ -320,6 +326,16 @@ def test_two_shapes_are_both_known(monkeypatch):
         twins.step(batch)
     assert not twins.differences()
     assert seen == {"closer": 0, "at a glance": 28}
+
+
+@pytest.mark.usefixtures("tape")
+def test_a_graph_that_went_for_another_is_known_no_more():
+    plan = Plan(cuda_graph=CUDAGraphOptions(max_graphs=1))
+    twins = Twins(DropoutNet, ADAMW, plan=plan)
+    for batch in cut(make_batches(15), [3] * 7 + [4] * 4 + [3] * 4):
+        twins.step(batch)
+    assert not twins.differences()
+    assert counts(twins.captured)[3] == 3  # the first shape twice
 
 
 @pytest.mark.usefixtures("tape")

@@ -45,8 +45,7 @@ class Steady:
 
     def entry(self, key: Any) -> Entry | None:
         """Return what serves a call of this key; None where that is to be found out."""
-        found = self._entries.get(key)
-        return None if found is None or found.graph is None else found
+        return self._entries.get(key)
 
     def note(self, key: Any, entry: Entry) -> None:
         """Keep what serves such calls, found by a look at everything in this very call."""
@@ -62,6 +61,6 @@ class Steady:
         self._entries[key] = entry
 
     def forget(self) -> None:
-        """Let go of it, since the state is about to be taken as it is then."""
+        """Let go of it, before the state is taken as it is then, or a graph goes for another."""
         self._glance = None
         self._entries = {}
