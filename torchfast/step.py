@@ -21,12 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfast._core.arguments import (
-    check_callable,
-    check_int,
-    check_positive,
-    explain_keywords,
-)
+from torchfast._core.arguments import check_callable, check_int, check_positive, explain_keywords
 from torchfast._core.batches import as_group
 from torchfast._core.building import (
     claim,
