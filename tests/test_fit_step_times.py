@@ -72,7 +72,8 @@ def test_a_graph_that_notes_its_phases_tells_them_in_replays():
         # One replay in sixteen, and those before a record.
         assert times[name].source == "measured"
         assert 4 <= times[name].num_samples <= 10
-    assert 0.0 < times["mine"].p50_ms < times["forward"].p50_ms < times["replay"].p50_ms
+    assert 0.0 < times["mine"].p50_ms <= times["forward"].p50_ms  # of the same replays
+    assert times["forward"].p50_ms < 3 * times["replay"].p50_ms  # of others
 
 
 @pytest.mark.usefixtures("no_marks_in_captures", "tape")
