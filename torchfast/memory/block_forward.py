@@ -27,7 +27,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchfast._core.stand_in import StandIn
@@ -35,6 +34,7 @@ from torchfast.memory.block_costs import CostMeter
 from torchfast.memory.kept_results import KeptChoice, KeptResults, choose_kept, policy
 from torchfast.memory.kv_caches import has_cache, holds_past, without_cache
 from torchfast.memory.recompute_options import RecomputeOptions
+from torchfast.memory.second_run import TwiceRun
 from torchfast.memory.written_buffers import Before, WrittenBuffers
 
 
@@ -115,10 +115,7 @@ class BlockForward(StandIn):
         if kind.options.selective and kind.choice is None:
             return kind.measured(module, self._plain, args, kwargs)
         kind.num_recomputed += 1
-        leaves, structure = tree_flatten((args, kwargs))
-        call = _Call(module, self._plain, self._buffers, kind.choice, args, kwargs, structure)
-        # As leaves, since torch finds the device, and with it the generator, by what is positional.
-        return checkpoint(call, *leaves, use_reentrant=False)
+        return _Call(module, self._plain, self._buffers, kind.choice).run(args, kwargs)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         if self._before:
@@ -153,40 +150,43 @@ def forward_of(module: nn.Module) -> BlockForward | None:
 class _Call:
     """One call of a block: first the forward, and later as often as the backward asks."""
 
+    __slots__ = ("_before", "_buffers", "_module", "_results", "_run")
+
     def __init__(
         self,
         module: nn.Module,
         run: Callable[..., Any],
         buffers: WrittenBuffers,
         choice: KeptChoice | None,
-        args: Any,
-        kwargs: Any,
-        structure: Any,
     ) -> None:
         self._module, self._run, self._buffers = module, run, buffers
         self._results = None if choice is None else KeptResults(choice)
-        # The forward gets the user's own containers, not copies: it may write to them.
-        self._first: tuple[Any, Any] | None = (args, kwargs)
-        self._structure = structure
         self._before: Before = []
 
-    def __call__(self, *leaves: Any) -> Any:
-        if self._first is not None:
-            (args, kwargs), self._first = self._first, None
-            return self._forward(args, kwargs)
-        args, kwargs = tree_unflatten(leaves, self._structure)
-        with self._buffers.standing_in(self._module, self._before):
-            if self._results is None:
-                return self._run(*args, **kwargs)
-            with self._results.giving():
-                return self._run(*args, **kwargs)
-
-    def _forward(self, args: Any, kwargs: Any) -> Any:
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Run the forward."""
+        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module))
         before = self._buffers.before(self._module)
+        # For a backward within the forward, which comes before it is known what was written to.
+        self._before = [kept for kept in before if kept.value is not None]
         if self._results is None:
-            result = self._run(*args, **kwargs)
+            result = twice.first(self._run, args, kwargs)
         else:
             with self._results.keeping():
-                result = self._run(*args, **kwargs)
+                result = twice.first(self._run, args, kwargs)
         self._before = self._buffers.written(before)
         return result
+
+    def _again(self, *args: Any, **kwargs: Any) -> None:
+        with self._buffers.standing_in(self._module, self._before):
+            if self._results is None:
+                self._run(*args, **kwargs)
+            else:
+                with self._results.giving():
+                    self._run(*args, **kwargs)
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    parameter = next(module.parameters(), None)
+    is_there = parameter is not None and parameter.device.type not in ("cpu", "meta")
+    return parameter.device if parameter is not None and is_there else None

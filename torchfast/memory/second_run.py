@@ -1,0 +1,332 @@
+"""One call of a block, and the second run of it that the backward asks for.
+
+What autograd would save in the call is not saved: in its place stands a small `_Saved`, which knows
+the shape. The first of them that the backward opens lets the block run again, and that run gives
+each the tensor that autograd saves in the same place. It ends as soon as none is missing.
+
+Torch's ``checkpoint(use_reentrant=False)`` does the same. Where the host sets the pace, what it
+does beside the block's own work costs as much as the block: this does a third of it. Every
+guarantee stands: gradients of gradients, a graph that is kept for a second backward, a backward
+within the forward, blocks within blocks, other hooks around (what a block is called with goes
+through them), an input that is overwritten is an error, and so is a second run that computes other
+tensors than the first one.
+
+Random numbers are drawn again: the generators of the host and of the block's device are noted
+before each call, in which a copy of 5 kB and one of 16 bytes are less than to find out whether any
+are drawn. Autocast and ``torch.device`` contexts are as they were.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from torchfast._core.rng import DrawnFrom
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+class _Enough(BaseException):  # not an Exception: a block may catch those
+    """Ends a second run that has computed all that is waited for."""
+
+
+@final
+class _Saved:
+    """Stands in a graph for a tensor that will be computed again.
+
+    Attributes:
+        value: Computed by a second run, for one use.
+        kept: Kept since the first run, for every use.
+    """
+
+    __slots__ = ("__weakref__", "device", "dtype", "kept", "shape", "value")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.value: Tensor | None = None
+        self.kept: Tensor | None = None
+
+
+@final
+class TwiceRun:
+    """A call that can run again.
+
+    Args:
+        again: What a second run calls, with the arguments of the first.
+        args: Of the call.
+        kwargs: Of the call.
+        device: Where the block is, if not where its inputs are; None on the host.
+
+    Attributes:
+        taken: While it is a list, the first run puts what autograd saves there as well.
+    """
+
+    __slots__ = (
+        "_again", "_autocast", "_device_context", "_drawn", "_inputs", "_run", "_saved", "taken",
+    )  # fmt: skip
+
+    def __init__(
+        self, again: Callable[..., Any], args: Any, kwargs: Any, device: torch.device | None = None
+    ) -> None:
+        self._run = again
+        self._inputs = _Inputs(args, kwargs)
+        self._saved: list[weakref.ref[_Saved]] = []
+        self._again: _Again | None = None
+        self.taken: list[tuple[_Saved, Tensor]] | None = None
+        device = self._inputs.device or device
+        self._drawn = DrawnFrom(device)
+        self._autocast = _autocast_state("cpu" if device is None else device.type)
+        self._device_context = _device_context()
+
+    def first(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run for the first time, and save nothing but the inputs and what is kept."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    @property
+    def position(self) -> int:
+        """How many tensors autograd has saved so far, in the run that is under way."""
+        return len(self._saved) if self._again is None else self._again.position
+
+    def give(self, tensors: list[Tensor | None]) -> None:
+        """In a second run, give the next tensors that the first one saved; None is kept already."""
+        assert self._again is not None
+        self._again.give(tensors)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._saved.append(weakref.ref(saved))
+        if self.taken is not None:
+            self.taken.append((saved, tensor))
+        return saved
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if saved.kept is not None:
+            return saved.kept
+        value = saved.value
+        if value is None:
+            self._run_again()
+            value = saved.value
+            assert value is not None
+        # Another backward computes it again: what is kept for one would be kept for none as well.
+        saved.value = None
+        return value
+
+    def _run_again(self) -> None:
+        before, self._again = self._again, _Again(self._saved)
+        again = self._again
+        args, kwargs = self._inputs.restored()
+        torch._C._autograd._push_saved_tensors_default_hooks(again.pack, again.unpack)
+        try:
+            with (
+                torch.enable_grad(),
+                self._drawn.again(),
+                _autocast_as(self._autocast),
+                self._device_context,
+            ):
+                self._run(*args, **kwargs)
+        except _Enough as ended:
+            if ended.args[0] is not again:  # of a block around this one
+                raise
+        else:
+            again.check_complete()
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            again.values.clear()
+            self._again = before
+
+
+@final
+class _Again:
+    """A second run that is under way."""
+
+    __slots__ = ("_needed", "_saved", "position", "values")
+
+    def __init__(self, saved: list[weakref.ref[_Saved]]) -> None:
+        self._saved = saved
+        # Up to the last one that is waited for; who was let go of is not.
+        needed = len(saved)
+        while needed and ((last := saved[needed - 1]()) is None or last.kept is not None):
+            needed -= 1
+        self._needed = needed
+        self.position = 0
+        # A backward within the block goes through the graph of this run.
+        self.values: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> int | Tensor:
+        position = self.position
+        if position >= len(self._saved):
+            raise RuntimeError(_other(f"it saved more than {len(self._saved)} tensors"))
+        self.position = position + 1
+        saved = self._saved[position]()
+        if saved is None:
+            return tensor.detach()
+        if (
+            saved.shape != tensor.shape
+            or saved.dtype is not tensor.dtype
+            or saved.device != tensor.device
+        ):
+            raise RuntimeError(
+                _other(
+                    f"saved tensor {position} was {saved.dtype} of shape {tuple(saved.shape)} on "
+                    f"{saved.device} and is {tensor.dtype} of shape {tuple(tensor.shape)} on "
+                    f"{tensor.device}"
+                )
+            )
+        if saved.kept is None:
+            saved.value = tensor
+        if self.position >= self._needed:
+            raise _Enough(self)
+        self.values.append(tensor)
+        return len(self.values) - 1
+
+    def unpack(self, packed: int | Tensor) -> Tensor:
+        return self.values[packed] if isinstance(packed, int) else packed
+
+    def give(self, tensors: list[Tensor | None]) -> None:
+        for tensor in tensors:
+            saved = self._saved[self.position]()
+            self.position += 1
+            if saved is not None and saved.kept is None:
+                saved.value = tensor
+        if self.position >= self._needed:
+            raise _Enough(self)
+
+    def check_complete(self) -> None:
+        if self.position < self._needed:
+            found = f"it saved {self.position} tensors instead of {len(self._saved)}"
+            raise RuntimeError(_other(found))
+
+
+def _other(found: str) -> str:
+    return (
+        f"a block computed something else when it ran again in the backward: {found}; let its "
+        "forward depend on its inputs, parameters and torch's random numbers alone, or leave the "
+        "block out of recompute"
+    )
+
+
+@final
+class _Inputs:
+    """What a block was called with, as autograd would save it.
+
+    Attributes:
+        device: Of the first tensor that is not the host's; None if there is none.
+    """
+
+    __slots__ = ("_leaves", "_structure", "_unpack", "device")
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._structure: Any = None
+        self.device: torch.device | None = None
+        leaves: Any = (*args, *kwargs.values())
+        if all(isinstance(leaf, Tensor) or type(leaf) in _PLAIN for leaf in leaves):
+            names = tuple(kwargs)
+            self._structure = len(args), names
+        else:
+            leaves, self._structure = tree_flatten((args, kwargs))
+        # What other hooks do to what is saved, they do to this: a block around this one computes
+        # it again, offload sends it to the host.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._unpack = None if hooks is None else hooks[1]
+        self._leaves = [
+            self._kept(leaf, hooks) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+
+    def _kept(self, tensor: Tensor, hooks: Any) -> _Input:
+        if self.device is None and tensor.device.type not in ("cpu", "meta"):
+            self.device = tensor.device
+        requires_grad = tensor.requires_grad
+        if hooks is not None:
+            return _Input(hooks[0](tensor), None, requires_grad)
+        version = None if tensor.is_inference() else tensor._version
+        # Without its place in the graph, in which a block that writes to it would put itself.
+        return _Input(tensor.detach() if requires_grad else tensor, version, requires_grad)
+
+    def restored(self) -> tuple[Any, Any]:
+        leaves = [
+            leaf.restored(self._unpack) if type(leaf) is _Input else leaf for leaf in self._leaves
+        ]
+        if isinstance(self._structure, tuple):
+            num_args, names = self._structure
+            return leaves[:num_args], dict(zip(names, leaves[num_args:], strict=True))
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        return args, kwargs
+
+
+@final
+class _Input:
+    __slots__ = ("_packed", "_requires_grad", "_version")
+
+    def __init__(self, packed: Any, version: int | None, requires_grad: bool) -> None:
+        self._packed, self._version, self._requires_grad = packed, version, requires_grad
+
+    def restored(self, unpack: Any) -> Tensor:
+        tensor: Tensor = self._packed if unpack is None else unpack(self._packed)
+        if self._version is not None and tensor._version != self._version:
+            raise RuntimeError(
+                "an input of a block that is recomputed has been modified by an inplace operation "
+                f"between its forward and its backward: a tensor of shape {tuple(tensor.shape)} is "
+                f"at version {tensor._version}, expected {self._version}; write to a clone instead"
+            )
+        return tensor.detach().requires_grad_() if self._requires_grad else tensor
+
+
+def _device_context() -> AbstractContextManager[Any]:
+    """Return the ``torch.device`` context that is entered, if there is one."""
+    if torch._C._len_torch_function_stack():
+        from torch.overrides import _get_current_function_mode_stack
+        from torch.utils._device import DeviceContext
+
+        for mode in reversed(_get_current_function_mode_stack()):
+            if isinstance(mode, DeviceContext):
+                return mode  # type: ignore[no-any-return, unused-ignore]
+    return nullcontext()
+
+
+_Autocast = tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]
+
+
+def _autocast_state(kind: str) -> _Autocast:
+    """Return how autocast is set for the host and for a kind of device."""
+    kinds = (
+        ("cpu",) if kind == "cpu" or not torch.amp.is_autocast_available(kind) else (kind, "cpu")
+    )
+    states = tuple(
+        (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in kinds
+    )
+    return states, torch.is_autocast_cache_enabled()
+
+
+@contextmanager
+def _autocast_as(state: _Autocast) -> Iterator[None]:
+    """Let autocast be as it was; what it casts in the body is not cached beyond."""
+    states, caches = state
+    now = _autocast_state(states[0][0])
+    if now == state:
+        yield
+        return
+    _set_autocast(states, caches)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _set_autocast(*now)
+
+
+def _set_autocast(states: tuple[tuple[str, bool, torch.dtype], ...], caches: bool) -> None:
+    for kind, is_enabled, dtype in states:
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(caches)
