@@ -16,7 +16,10 @@ from torchfast.memory.second_run import TwiceRun
 
 def twice(function):
     def call(*args, **kwargs):
-        return TwiceRun(function, args, kwargs).first(function, args, kwargs)
+        def again(_, *args, **kwargs):
+            function(*args, **kwargs)
+
+        return TwiceRun(again, args, kwargs).first(function, args, kwargs)
 
     return call
 

@@ -33,12 +33,14 @@ class BlockCosts:
         inputs: Storages of the tensors it was called with.
         results: Its expensive operations.
         result_storages: What each of these returned, as storages.
+        made_in: Where each of these ran.
     """
 
     saved: Storages
     inputs: Storages
     results: tuple[Result, ...]
     result_storages: tuple[Storages, ...]
+    made_in: tuple[Any, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -59,6 +61,7 @@ class CostMeter:
         module: The block, or the model that holds it: whose parameters do not count.
         device: Where it runs, to time the operations; None times nothing.
         others: Tensors that do not count either.
+        where: Says where in a call it is.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class CostMeter:
         module: nn.Module,
         device: torch.device | None = None,
         others: Iterable[Tensor] = (),
+        where: Callable[[], object] = lambda: None,
     ) -> None:
+        self._where = where
         self._not_counted = storages([*module.parameters(), *module.buffers(), *others])
         self._marks = None if device is None else Marks(device)
 
@@ -88,7 +93,7 @@ class CostMeter:
             saved.update(self.counted([tensor]))
             return tensor
 
-        noting = _Noting(lambda: num_saved, self._marks)
+        noting = _Noting(lambda: num_saved, self._marks, self._where)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), noting:
             result = function(*args, **kwargs)
 
@@ -100,6 +105,7 @@ class CostMeter:
                 inputs=inputs,
                 results=tuple(noted.result(num_saved, self._marks) for noted in noting.noted),
                 result_storages=tuple(noted.storages for noted in noting.noted),
+                made_in=tuple(noting.made_in),
             )
 
         return result, costs
@@ -150,10 +156,13 @@ class _Noted:
 class _Noting(TorchDispatchMode):
     """Notes the expensive operations that run under it."""
 
-    def __init__(self, num_saved: Callable[[], int], marks: Marks | None) -> None:
+    def __init__(
+        self, num_saved: Callable[[], int], marks: Marks | None, where: Callable[[], object]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted: list[_Noted] = []
-        self._num_saved, self._marks = num_saved, marks
+        self.made_in: list[object] = []
+        self._num_saved, self._marks, self._where = num_saved, marks, where
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -170,4 +179,5 @@ class _Noting(TorchDispatchMode):
         num_saved = self._num_saved()
         marks = None if self._marks is None or before is None else (before, self._marks.now())
         self.noted.append(_Noted(kind, args, out, num_saved, marks))
+        self.made_in.append(self._where())
         return out

@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from torchfast._core.stand_in import StandIn
 from torchfast.memory.block_costs import CostMeter
-from torchfast.memory.kept_results import KeptChoice, KeptResults, choose_kept, policy
+from torchfast.memory.kept_calls import KeptCalls, KeptPlaces, Stretches
+from torchfast.memory.kept_results import KeptChoice, choose_kept, policy
 from torchfast.memory.kv_caches import has_cache, holds_past, without_cache
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.second_run import TwiceRun
@@ -53,6 +54,7 @@ class BlockKind:
     Attributes:
         names: The blocks in words.
         choice: What selective recompute keeps, once the first call has shown what there is.
+        places: Where in a block that is made.
         num_recomputed: Calls that will run again.
         has_dropped_cache: Whether a cache of keys and values was left out of a call.
         num_with_past: Calls that ran as they are, because their cache holds earlier tokens.
@@ -62,16 +64,21 @@ class BlockKind:
         self.names = names
         self.options = options
         self.choice: KeptChoice | None = None
+        self.places: KeptPlaces | None = None
         self.num_recomputed = 0
         self.has_dropped_cache = False
         self.num_with_past = 0
 
     def measured(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a first call as it is, and choose what later ones keep."""
-        result, costs_of = CostMeter(module).run(run, args, kwargs)
+        stretches = Stretches()
+        meter = CostMeter(module, where=lambda: stretches.now)
+        with stretches.noting(module):
+            result, costs_of = meter.run(run, args, kwargs)
         costs = costs_of()
         share = self.options.share
         self.choice = choose_kept(costs.results, costs.saved_bytes, costs.input_bytes, share)
+        self.places = KeptPlaces.of(self.choice.kept, costs.made_in, stretches.order)
         return result
 
 
@@ -115,7 +122,7 @@ class BlockForward(StandIn):
         if kind.options.selective and kind.choice is None:
             return kind.measured(module, self._plain, args, kwargs)
         kind.num_recomputed += 1
-        return _Call(module, self._plain, self._buffers, kind.choice).run(args, kwargs)
+        return _Call(module, self._plain, self._buffers, kind.places).run(args, kwargs)
 
     def _plain(self, *args: Any, **kwargs: Any) -> Any:
         if self._before:
@@ -150,17 +157,17 @@ def forward_of(module: nn.Module) -> BlockForward | None:
 class _Call:
     """One call of a block: first the forward, and later as often as the backward asks."""
 
-    __slots__ = ("_before", "_buffers", "_module", "_results", "_run")
+    __slots__ = ("_before", "_buffers", "_kept", "_module", "_run")
 
     def __init__(
         self,
         module: nn.Module,
         run: Callable[..., Any],
         buffers: WrittenBuffers,
-        choice: KeptChoice | None,
+        places: KeptPlaces | None,
     ) -> None:
         self._module, self._run, self._buffers = module, run, buffers
-        self._results = None if choice is None else KeptResults(choice)
+        self._kept = None if places is None else KeptCalls(places, module)
         self._before: Before = []
 
     def run(self, args: Any, kwargs: Any) -> Any:
@@ -169,20 +176,21 @@ class _Call:
         before = self._buffers.before(self._module)
         # For a backward within the forward, which comes before it is known what was written to.
         self._before = [kept for kept in before if kept.value is not None]
-        if self._results is None:
+        if self._kept is None:
             result = twice.first(self._run, args, kwargs)
         else:
-            with self._results.keeping():
+            with self._kept.keeping(twice):
                 result = twice.first(self._run, args, kwargs)
         self._before = self._buffers.written(before)
         return result
 
-    def _again(self, *args: Any, **kwargs: Any) -> None:
+    # It gets the call, which would hold itself if it were held here.
+    def _again(self, twice: TwiceRun, *args: Any, **kwargs: Any) -> None:
         with self._buffers.standing_in(self._module, self._before):
-            if self._results is None:
+            if self._kept is None:
                 self._run(*args, **kwargs)
             else:
-                with self._results.giving():
+                with self._kept.giving(twice):
                     self._run(*args, **kwargs)
 
 

@@ -206,14 +206,14 @@ class _Entry:
 
 @final
 class KeptResults:
-    """The results that one call of a block keeps.
+    """The results that one stretch of a block keeps.
 
     Args:
-        choice: Which.
+        choice: For each expensive operation in it, whether its result is kept.
     """
 
-    def __init__(self, choice: KeptChoice) -> None:
-        self._choice = choice.kept
+    def __init__(self, choice: tuple[bool, ...]) -> None:
+        self._choice = choice
         self._entries: list[_Entry | None] = []
 
     def keeping(self) -> TorchDispatchMode:

@@ -1,6 +1,6 @@
 """One call of a block, and the second run of it that the backward asks for.
 
-What autograd would save in the call is not saved: in its place stands a small `_Saved`, which knows
+What autograd would save in the call is not saved: in its place stands a small `Saved`, which knows
 the shape. The first of them that the backward opens lets the block run again, and that run gives
 each the tensor that autograd saves in the same place. It ends as soon as none is missing.
 
@@ -37,7 +37,7 @@ class _Enough(BaseException):  # not an Exception: a block may catch those
 
 
 @final
-class _Saved:
+class Saved:
     """Stands in a graph for a tensor that will be computed again.
 
     Attributes:
@@ -58,7 +58,7 @@ class TwiceRun:
     """A call that can run again.
 
     Args:
-        again: What a second run calls, with the arguments of the first.
+        again: What a second run calls, with this object and the arguments of the first.
         args: Of the call.
         kwargs: Of the call.
         device: Where the block is, if not where its inputs are; None on the host.
@@ -76,9 +76,9 @@ class TwiceRun:
     ) -> None:
         self._run = again
         self._inputs = _Inputs(args, kwargs)
-        self._saved: list[weakref.ref[_Saved]] = []
+        self._saved: list[weakref.ref[Saved]] = []
         self._again: _Again | None = None
-        self.taken: list[tuple[_Saved, Tensor]] | None = None
+        self.taken: list[tuple[Saved, Tensor]] | None = None
         device = self._inputs.device or device
         self._drawn = DrawnFrom(device)
         self._autocast = _autocast_state("cpu" if device is None else device.type)
@@ -102,14 +102,14 @@ class TwiceRun:
         assert self._again is not None
         self._again.give(tensors)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
+    def _pack(self, tensor: Tensor) -> Saved:
+        saved = Saved(tensor)
         self._saved.append(weakref.ref(saved))
         if self.taken is not None:
             self.taken.append((saved, tensor))
         return saved
 
-    def _unpack(self, saved: _Saved) -> Tensor:
+    def _unpack(self, saved: Saved) -> Tensor:
         if saved.kept is not None:
             return saved.kept
         value = saved.value
@@ -133,7 +133,7 @@ class TwiceRun:
                 _autocast_as(self._autocast),
                 self._device_context,
             ):
-                self._run(*args, **kwargs)
+                self._run(self, *args, **kwargs)
         except _Enough as ended:
             if ended.args[0] is not again:  # of a block around this one
                 raise
@@ -151,7 +151,7 @@ class _Again:
 
     __slots__ = ("_needed", "_saved", "position", "values")
 
-    def __init__(self, saved: list[weakref.ref[_Saved]]) -> None:
+    def __init__(self, saved: list[weakref.ref[Saved]]) -> None:
         self._saved = saved
         # Up to the last one that is waited for; who was let go of is not.
         needed = len(saved)

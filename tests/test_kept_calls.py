@@ -1,0 +1,287 @@
+"""Selective recompute keeps results where they are made, and sees nothing else of the block."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recomputed import GPT, GPTBlock, Live, image_loss, make, token_loss, tokens, train
+from torchfast import Recompute, RecomputeOptions
+from torchfast._core.compare import differences
+from torchfast.memory.kept_calls import KeptPlaces, Stretch
+from torchfast.memory.kept_results import KeptResults, op_class
+
+EVERYTHING = RecomputeOptions(selective=True, share=1.0)
+
+
+class Ran(TorchDispatchMode):
+    """Notes the expensive operations that really run."""
+
+    def __init__(self):
+        super().__init__()
+        self.kinds = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if kind := op_class(func):
+            self.kinds.append(kind)
+        return func(*args, **(kwargs or {}))
+
+
+def ran_in_backward(model, loss_fn, batch):
+    loss_fn(model, batch).backward()  # the first call is measured
+    loss = loss_fn(model, batch)
+    with Ran() as ran:
+        loss.backward()
+    return ran.kinds
+
+
+def autocast_loss(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return token_loss(model, batch)
+
+
+class Entered(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Shared(nn.Module):
+    """One layer, called twice; one behind a view, one with a frozen weight, one without a bias."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.one = nn.Linear(32, 32)
+        self.two, self.frozen = nn.Linear(32, 32, bias=False), nn.Linear(32, 32)
+        self.frozen.weight.requires_grad_(False)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        y = self.one(torch.tanh(self.drop(self.one(x))))
+        y = self.two(y.transpose(0, 1)).transpose(0, 1)
+        return x + torch.sin(self.frozen(torch.exp(-y.square())))
+
+
+class Square(nn.Module):
+    """Its input and its weight have the same number of elements, and no cast tells them apart."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.line, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        half = x[0, :8].repeat(4, 1)
+        return x + torch.tanh(self.last(torch.tanh(self.line(half)))).mean()
+
+
+class Written(nn.Module):
+    """Writes to what a layer returned."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + torch.sin(self.two(F.relu(self.one(x), inplace=True)))
+
+
+class Sometimes(nn.Module):
+    """Runs otherwise in every second call."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.num_calls = 0
+
+    def forward(self, x):
+        if torch._C._current_graph_task_id() == -1:
+            self.num_calls += 1
+        if self.num_calls % 2:
+            return x + torch.sin(self.two(torch.tanh(self.one(x))))
+        return x + torch.sin(self.one(torch.tanh(self.two(self.two(x)))))
+
+
+class Patched(GPTBlock):
+    """A leaf has a forward of its own, another one is called with a keyword."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout=dropout)
+        own = self.up.forward
+        self.up.forward = lambda x: own(x) * 2
+
+    def forward(self, x):
+        return x + self.down(input=F.gelu(self.up(self.out(self.norm1(x)))))
+
+
+class Between(nn.Module):
+    """Products before its first leaf, behind its last one, and under a mode of its own."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.line, self.drop = nn.Linear(32, 32), nn.Dropout(dropout)
+
+    def forward(self, x):
+        y = torch.tanh(torch.exp(-(x @ x.mT)) @ x)
+        with Entered():
+            y = self.drop(self.line(y))
+            y = torch.sin(y @ y.mT) @ y
+        return x + F.scaled_dot_product_attention(y[:, None], x[:, None], x[:, None])[:, 0].sin()
+
+
+@pytest.mark.parametrize("loss_fn", [token_loss, autocast_loss])
+@pytest.mark.parametrize("block", [GPTBlock, Between, Shared, Square, Written, Sometimes, Patched])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_bits(block, loss_fn, share):
+    results = []
+    for is_recomputed in (False, True):
+        torch.manual_seed(0)
+        model = GPT(block=block, dropout=0.2)
+        if is_recomputed:
+            with Recompute(model, RecomputeOptions(selective=True, share=share)):
+                results.append(train(model, loss_fn, tokens(), steps=4))
+        else:
+            results.append(train(model, loss_fn, tokens(), steps=4))
+    assert differences(*results) == []
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("loss_fn", [token_loss, autocast_loss])
+def test_what_is_kept_does_not_run_again(loss_fn):
+    counts = []
+    for what in ("blocks", EVERYTHING):
+        model, _, batch = make("gpt")
+        with Recompute(model, what):
+            kinds = ran_in_backward(model, loss_fn, batch)
+        counts.append((kinds.count("attention"), kinds.count("product")))
+    # Of the products of each block, the last is never waited for.
+    assert counts[0][0] - counts[1][0] == 3
+    assert counts[0][1] - counts[1][1] == 3 * 3
+
+
+def test_convolutions_do_not_run_again():
+    model, _, batch = make("resnet")
+    with Recompute(model, EVERYTHING):
+        assert ran_in_backward(model, image_loss, batch).count("convolution") == 0
+
+
+def test_only_attention_is_looked_for(monkeypatch):
+    """The products are those of layers, whose calls are left out."""
+    seen = []
+    keeping = KeptResults.keeping
+
+    def noted(self):
+        seen.append(self._choice)
+        return keeping(self)
+
+    monkeypatch.setattr(KeptResults, "keeping", noted)
+    model, loss_fn, batch = make("gpt")
+    with Recompute(model, EVERYTHING):
+        for _ in range(2):
+            loss_fn(model, batch).backward()
+    assert seen == [(True,)] * 5  # the first block's first call is measured
+
+
+def test_casts_are_made_again_and_not_kept():
+    def kept(share):
+        model, _, batch = make("gpt")
+        with Recompute(model, RecomputeOptions(selective=True, share=share)) as recompute:
+            autocast_loss(model, batch).backward()
+            with Live() as live:
+                loss = autocast_loss(model, batch)
+            held = live.live_bytes([*model.parameters(), batch, loss])
+            return held, recompute._kinds[0].choice.kept_bytes
+
+    (nothing, _), (something, said) = kept(0.0), kept(1.0)
+    assert something - nothing == 3 * said
+
+
+def test_the_leaves_are_as_they_were():
+    model, loss_fn, batch = make("gpt")
+    with Recompute(model, EVERYTHING):
+        for _ in range(2):
+            loss = loss_fn(model, batch)
+            inner = [m for b in model.blocks for m in b.modules() if m is not b]
+            assert not any("forward" in vars(module) for module in inner)
+            loss.backward()
+            assert not any("forward" in vars(module) for module in inner)
+
+
+def test_an_error_within_leaves_nothing_behind():
+    model, _, batch = make("gpt")
+    depth = torch._C._len_torch_dispatch_stack()
+    with Recompute(model, EVERYTHING):
+        token_loss(model, batch).backward()
+        model.blocks[1].out.weight.data = torch.ones(3, 3)
+        with pytest.raises(RuntimeError, match="shape"):
+            token_loss(model, batch)
+    assert torch._C._len_torch_dispatch_stack() == depth
+    assert "forward" not in vars(model.blocks[1].out)
+
+
+class UnderModes(GPTBlock):
+    """Enters modes that end in another stretch than they begin in."""
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        with Entered():
+            parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        with Entered():
+            q, k, v = parts.permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.drop(self.out(mixed.transpose(1, 2).reshape(x.shape)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+def test_modes_that_the_block_enters_itself():
+    torch.manual_seed(0)
+    model = GPT(block=UnderModes, dropout=0.2)
+    expected = train(copy.deepcopy(model), token_loss, tokens())
+    with Recompute(model, EVERYTHING):
+        assert differences(expected, train(model, token_loss, tokens())) == []
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_leaves_that_the_compiler_looks_at_are_left_alone(is_module):
+    class Partly(GPTBlock):
+        def __init__(self, dropout=0.0):
+            super().__init__(dropout=dropout)
+            if is_module:
+                self.up.compile(backend=counting)
+            else:
+                self.mlp = torch.compile(self.mixed, backend=counting)
+
+        def mixed(self, x):
+            return self.down(F.gelu(self.up(x)))
+
+        def forward(self, x):
+            return x + (self.mixed if is_module else self.mlp)(torch.sin(self.out(self.norm2(x))))
+
+    compiled = []
+
+    def counting(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    expected = train(GPT(block=Partly), token_loss, tokens())
+    num_compiled = len(compiled)
+    torch.manual_seed(0)
+    model = GPT(block=Partly)
+    with Recompute(model, EVERYTHING):
+        assert differences(expected, train(model, token_loss, tokens())) == []
+    assert len(compiled) <= 2 * max(1, num_compiled)
+
+
+def test_the_places_of_results():
+    start, inside, behind = Stretch(), Stretch("a", 0, True), Stretch("a", 0)
+    order = [start, inside, behind, Stretch("b.c", 0, True), Stretch("b.c", 0)]
+    places = KeptPlaces.of((True, False, False, True), (inside, inside, start, behind), order)
+    assert places.kept == {inside: (True, False), behind: (True,)}
+    assert places.leaves == (("a", ["a"]), ("b.c", ["b", "c"]))
+    assert KeptPlaces.of((False,), (inside,), order).leaves == ()

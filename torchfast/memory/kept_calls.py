@@ -1,0 +1,291 @@
+"""Where in a block the results are made that selective recompute keeps, and keeping them there.
+
+To see every operation of a block from Python costs more host time than the block. So a dispatch
+mode stands only where a result is kept, and mostly none has to. A block is a row of stretches: the
+calls of its leaves (modules without children), and what it does between one and the next. Its first
+call, which runs without recompute, shows in which of them the results to keep are made.
+
+- In a call of ``nn.Linear`` or a convolution nothing has to be seen: the result is noted as it
+  comes out. The second run leaves the call out, and tells autograd's places for it what they wait
+  for: the layer's input, which has been computed again by then, and its weight, cast where
+  autocast did.
+- In other leaves, and between leaves, where attention is, a dispatch mode stands for that stretch.
+
+In a block that holds compiled parts the leaves are left alone, since the compiler looks at them:
+the dispatch mode stands around all of it, and under it what is compiled stays compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchfast.memory.kept_results import KeptResults
+from torchfast.memory.noted_call import NotedCall, can_be_noted
+from torchfast.memory.second_run import TwiceRun
+
+
+class Stretch(NamedTuple):
+    """A part of a block's run.
+
+    Attributes:
+        leaf: The path in the block of the leaf that was called last; ``""`` before the first one.
+        number: Of that call, among those of this leaf.
+        is_inside: Whether that call is under way.
+    """
+
+    leaf: str = ""
+    number: int = 0
+    is_inside: bool = False
+
+
+@dataclass(frozen=True)
+class KeptPlaces:
+    """The results to keep, by where they are made.
+
+    Attributes:
+        kept: For each stretch that makes some, which of its expensive operations they are of.
+        leaves: The paths of the leaves that begin or end one of these stretches, and their names.
+    """
+
+    kept: dict[Stretch, tuple[bool, ...]]
+    leaves: tuple[tuple[str, list[str]], ...]
+
+    @classmethod
+    def of(
+        cls, kept: Sequence[bool], made_in: Sequence[Stretch], order: Sequence[Stretch]
+    ) -> KeptPlaces:
+        """Return the places of results.
+
+        Args:
+            kept: For each expensive operation of a call, whether its result is kept.
+            made_in: The stretch of each.
+            order: All stretches of the call.
+        """
+        by_stretch: dict[Stretch, list[bool]] = {}
+        for keep, stretch in zip(kept, made_in, strict=True):
+            by_stretch.setdefault(stretch, []).append(keep)
+        places = {stretch: tuple(those) for stretch, those in by_stretch.items() if any(those)}
+        leaves = {stretch.leaf for stretch in places}
+        for before, after in pairwise(order):
+            if before in places and not before.is_inside:
+                leaves.add(after.leaf)
+        return cls(places, tuple((path, path.split(".")) for path in sorted(leaves - {""})))
+
+    def leaves_in(self, block: nn.Module) -> dict[str, nn.Module]:
+        """Return the leaves of one of the blocks, as they stand there now."""
+        found = {}
+        for path, names in self.leaves:
+            module: nn.Module | None = block
+            for name in names:
+                module = None if module is None else module._modules.get(name)
+            if module is not None:
+                found[path] = module
+        return found
+
+
+def leaves_of(block: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a block that have no children, by path; none if it has compiled parts.
+
+    What has a ``forward`` of its own is left as it is.
+    """
+    leaves = {}
+    for path, module in block.named_modules():
+        if module._compiled_call_impl is not None or any(map(_is_compiled, vars(module).values())):
+            return {}
+        if path and not module._modules and "forward" not in vars(module):
+            leaves[path] = module
+    return leaves
+
+
+def _is_compiled(value: Any) -> bool:
+    # Of what ``torch.compile`` returns for a function or a module.
+    return callable(value) and hasattr(value, "_torchdynamo_orig_callable")
+
+
+@contextmanager
+def _in_the_way(
+    leaves: dict[str, nn.Module], around: Callable[[str, nn.Module, Any, Any, Any], Any]
+) -> Iterator[None]:
+    """Let calls of leaves, on this thread, go through a function."""
+    thread = threading.get_ident()
+
+    def standing_in(path: str, module: nn.Module) -> Callable[..., Any]:
+        # By the class of now: sharding gives a module another one.
+        run: Any = type(module).forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return run(module, *args, **kwargs)
+            return around(path, module, run, args, kwargs)
+
+        return forward
+
+    changed = []
+    try:
+        for path, module in leaves.items():
+            attributes = vars(module)
+            if "forward" not in attributes:
+                attributes["forward"] = standing_in(path, module)
+                changed.append(attributes)
+        yield
+    finally:
+        for attributes in changed:
+            attributes.pop("forward", None)
+
+
+@final
+class Stretches:
+    """Notes the stretches of a call.
+
+    Attributes:
+        now: The one that is under way.
+        order: All so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = Stretch()
+        self.order = [self.now]
+        self._numbers: dict[str, int] = {}
+
+    @contextmanager
+    def noting(self, block: nn.Module) -> Iterator[None]:
+        """Note those of the call in the body."""
+        with _in_the_way(leaves_of(block), self._around):
+            yield
+
+    def _around(self, path: str, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+        number = self._numbers.get(path, 0)
+        self._numbers[path] = number + 1
+        self._is_in(Stretch(path, number, is_inside=True))
+        result = run(module, *args, **kwargs)
+        self._is_in(Stretch(path, number))
+        return result
+
+    def _is_in(self, stretch: Stretch) -> None:
+        self.now = stretch
+        self.order.append(stretch)
+
+
+@final
+class KeptCalls:
+    """What one call of a block keeps.
+
+    Args:
+        places: Where.
+        block: The block.
+    """
+
+    __slots__ = ("_leaves", "_places", "_results")
+
+    def __init__(self, places: KeptPlaces, block: nn.Module) -> None:
+        self._places, self._leaves = places, places.leaves_in(block)
+        self._results: dict[Stretch, KeptResults | NotedCall] = {}
+
+    @contextmanager
+    def keeping(self, twice: TwiceRun) -> Iterator[None]:
+        """Keep the results that are made in the body."""
+        run = _Run(self._places.kept, self._results, twice, is_again=False)
+        with run.under_way(self._leaves):
+            yield
+
+    @contextmanager
+    def giving(self, twice: TwiceRun) -> Iterator[None]:
+        """Give them, each once, instead of computing them."""
+        run = _Run(self._places.kept, self._results, twice, is_again=True)
+        with run.under_way(self._leaves):
+            yield
+
+
+@final
+class _Run:
+    """A run of a block that is under way."""
+
+    __slots__ = ("_depth", "_is_again", "_kept", "_mode", "_numbers", "_results", "_twice")
+
+    def __init__(
+        self,
+        kept: dict[Stretch, tuple[bool, ...]],
+        results: dict[Stretch, KeptResults | NotedCall],
+        twice: TwiceRun,
+        *,
+        is_again: bool,
+    ) -> None:
+        self._kept, self._results, self._twice = kept, results, twice
+        self._is_again = is_again
+        self._numbers: dict[str, int] = {}
+        self._mode: TorchDispatchMode | None = None
+        self._depth = torch._C._len_torch_dispatch_stack()
+
+    @contextmanager
+    def under_way(self, leaves: dict[str, nn.Module]) -> Iterator[None]:
+        with _in_the_way(leaves, self._around):
+            try:
+                self._begin(Stretch())
+                yield
+            finally:
+                self._end()
+
+    def _around(self, path: str, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+        self._end()
+        number = self._numbers.get(path, 0)
+        self._numbers[path] = number + 1
+        # Under a mode that somebody has entered within the block, nothing is kept.
+        if torch._C._len_torch_dispatch_stack() != self._depth:
+            return run(module, *args, **kwargs)
+        inside = Stretch(path, number, is_inside=True)
+        kept = self._kept.get(inside)
+        if kept is None:
+            result = run(module, *args, **kwargs)
+        elif kept == (True,) and can_be_noted(module, args, kwargs):
+            result = self._noted(inside, module, run, args[0])
+        else:
+            with self._mode_of(inside, kept):
+                result = run(module, *args, **kwargs)
+        self._begin(Stretch(path, number))
+        return result
+
+    def _noted(self, inside: Stretch, module: Any, run: Any, x: Tensor) -> Any:
+        twice, weight = self._twice, module.weight
+        if self._is_again:
+            noted = self._results.get(inside)
+            if not isinstance(noted, NotedCall) or not noted.fits(twice, x, weight):
+                return run(module, x)
+            del self._results[inside]  # its memory is free as soon as the backward has used it
+            return noted.given(twice, x, weight)
+        position = twice.position
+        taken = twice.taken = []
+        try:
+            result = run(module, x)
+        finally:
+            twice.taken = None
+        if type(result) is Tensor:
+            self._results[inside] = NotedCall(result, x, weight, position, taken)
+        return result
+
+    def _begin(self, stretch: Stretch) -> None:
+        kept = self._kept.get(stretch)
+        if kept is not None and torch._C._len_torch_dispatch_stack() == self._depth:
+            self._mode = self._mode_of(stretch, kept)
+            self._mode.__enter__()
+
+    def _end(self) -> None:
+        # Not below a mode that somebody has entered since.
+        if self._mode is not None and torch._C._len_torch_dispatch_stack() == self._depth + 1:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+    def _mode_of(self, stretch: Stretch, kept: tuple[bool, ...]) -> TorchDispatchMode:
+        if not self._is_again:
+            new = self._results[stretch] = KeptResults(kept)
+            return new.keeping()
+        results = self._results.get(stretch)
+        return (results if isinstance(results, KeptResults) else KeptResults(kept)).giving()
