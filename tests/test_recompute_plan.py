@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from recomputed import GPT, live_bytes, make, token_loss, tokens
+from recomputed import GPT, GPTBlock, live_bytes, make, token_loss, tokens
 from torchfast import Recompute, RecomputeChoice, RecomputePlan, plan_recompute
 from torchfast._core.compare import differences
 from torchfast.memory.kept_results import Result, choose_kept
@@ -51,6 +51,56 @@ def test_the_model_is_as_it_was():
     assert torch.equal(rng, torch.get_rng_state())
     assert not any(module.training for module in model.modules())
     assert [dict(vars(module)) for module in model.modules()] == attributes
+
+
+def test_each_choice_is_timed_as_it_runs(monkeypatch):
+    """Turn by turn, by steps that really recompute: here each block's run takes a second."""
+    clock, standing = [0.0], []
+    monkeypatch.setattr("torchfast.memory.recompute_plan.time.perf_counter", lambda: clock[0])
+
+    class Slow(GPTBlock):
+        def forward(self, x):
+            clock[0] += 1.0
+            if torch._C._current_graph_task_id() == -1:
+                standing.append("forward" in vars(self))
+            return super().forward(x)
+
+    model = GPT(layers=4, block=Slow)
+    plan = plan_recompute(model, token_loss, tokens(), memory_gb=1.0, repeats=2)
+    seconds = {choice.name: choice.step_ms / 1e3 for choice in plan.choices}
+    assert seconds == {
+        "none": 4, "selective, one of 4": 5, "blocks, one of 4": 5, "selective, one of 2": 6,
+        "blocks, one of 2": 6, "selective": 8, "blocks": 8,
+    }  # fmt: skip
+    assert list(seconds.values()) == sorted(seconds.values())
+    assert plan.is_eager
+    assert "times are of eager steps" in str(plan)
+    assert all(choice.is_measured for choice in plan.choices)
+    # What stood in the way in each step, behind the one that counts: none is first in each turn.
+    steps = [tuple(standing[n : n + 4]) for n in range(4, len(standing), 4)]
+    assert [any(step) for step in steps] == [False, *[True] * 6] * 3
+
+
+def test_a_choice_that_does_not_fit_into_the_device_is_estimated(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("torchfast.memory.recompute_plan.time.perf_counter", lambda: clock[0])
+    # The blocks' own times are taken by another clock.
+    monkeypatch.setattr("torchfast._core.reading.time.perf_counter", lambda: clock[0])
+
+    class Large(GPTBlock):
+        def forward(self, x):
+            clock[0] += 1.0
+            if "forward" not in vars(self) and torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("a block that keeps everything")
+            return super().forward(x)
+
+    model = GPT(layers=4, block=Large)
+    plan = plan_recompute(model, token_loss, tokens(), memory_gb=1.0, repeats=1)
+    found = {choice.name: (choice.is_measured, choice.step_ms / 1e3) for choice in plan.choices}
+    assert found["blocks"] == (True, 8)
+    assert found["none"] == (False, 4)
+    assert not found["blocks, one of 2"][0]
+    assert str(plan).count("time estimated") == 5
 
 
 def plan_of(memory_bytes, fixed=100):

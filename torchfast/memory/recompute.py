@@ -86,16 +86,8 @@ class Recompute(Closing):
         self.options = options
         self._model = weakref.ref(model)
         self._name = type(model).__name__
-        chosen = chosen_blocks(model, options)
-        self._blocks: list[BlockForward] = []
-        self._kinds: list[BlockKind] = []
-        for members in equal_kinds(chosen):
-            names = abbreviated(path for path, _ in members)
-            number = f"{len(members)} blocks of " if len(members) > 1 else ""
-            class_name = type(members[0][1]).__name__
-            kind = BlockKind(f"{number}{class_name} ({names})", options)
-            self._kinds.append(kind)
-            self._blocks += [BlockForward(path, module, kind) for path, module in members]
+        self._blocks = block_forwards(chosen_blocks(model, options), options)
+        self._kinds = list(dict.fromkeys(block.kind for block in self._blocks))
         for block in self._blocks:
             block.install(self)
         self._is_closed = False
@@ -142,6 +134,19 @@ class Recompute(Closing):
         """Return the model's class and what is recomputed of it."""
         names = "closed" if self._is_closed else ", ".join(kind.names for kind in self._kinds)
         return f"Recompute({self._name}: {names})"
+
+
+def block_forwards(
+    blocks: list[tuple[str, nn.Module]], options: RecomputeOptions
+) -> list[BlockForward]:
+    """Return what is to stand in modules, given with their paths; equal ones are of one kind."""
+    found = []
+    for members in equal_kinds(blocks):
+        names = abbreviated(path for path, _ in members)
+        number = f"{len(members)} blocks of " if len(members) > 1 else ""
+        kind = BlockKind(f"{number}{type(members[0][1]).__name__} ({names})", options)
+        found += [BlockForward(path, module, kind) for path, module in members]
+    return found
 
 
 def chosen_blocks(model: nn.Module, options: RecomputeOptions) -> list[tuple[str, nn.Module]]:

@@ -1,9 +1,11 @@
 """Which recompute a model needs to fit into a memory, and what it costs: measured, not guessed.
 
-A few forwards and backwards of the model are run with all its blocks recomputed, so that a model
-that does not fit without can be measured too. From what they save, by block, and from what their
-forwards and the expensive operations in them take, it follows what a step keeps and takes under
-each choice: nothing recomputed, all blocks, every second one, whole or selective.
+The choices are: nothing recomputed, all blocks, every second one, every fourth, whole or selective.
+
+What a step keeps follows from one forward with all blocks recomputed, so it is known of a model
+that does not fit without, too. What it takes is measured: each choice runs a few eager steps, as it
+would in training, and all of them take turns, since a machine's pace wanders. Only where a step
+does not fit into the device is its time estimated, from what the blocks' forwards take.
 
 Bytes are counted on the tensors that autograd saves, each storage once. What a step needs beside
 them and beside parameters, gradients and optimizer state is not counted: the largest temporary
@@ -14,10 +16,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,8 +31,9 @@ from torchfast._core.device import resolve_device
 from torchfast._core.loss import check_differentiable, unpack_loss
 from torchfast._core.untouched import untouched
 from torchfast.memory.block_costs import BlockCosts, Storages, tensors_in
+from torchfast.memory.block_forward import BlockForward
 from torchfast.memory.kept_results import choose_kept
-from torchfast.memory.recompute import chosen_blocks, why_not
+from torchfast.memory.recompute import block_forwards, chosen_blocks, why_not
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.recompute_probe import BlockProbe, ProbedCall
 
@@ -47,6 +50,8 @@ class RecomputeChoice:
         saved_bytes: What a forward keeps for the backward.
         step_ms: What forward and backward take.
         fits: Whether a step fits into the memory.
+        is_measured: Whether ``step_ms`` is measured; it is estimated where a step did not fit into
+            the device.
     """
 
     name: str
@@ -54,6 +59,7 @@ class RecomputeChoice:
     saved_bytes: int
     step_ms: float
     fits: bool
+    is_measured: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +70,14 @@ class RecomputePlan:
         choices: From the fastest.
         fixed_bytes: Parameters, buffers, gradients and optimizer state.
         memory_bytes: What there is.
+        is_eager: Whether the times are of eager steps. In a graph recompute costs less, since no
+            host has to launch the second forward.
     """
 
     choices: tuple[RecomputeChoice, ...]
     fixed_bytes: int
     memory_bytes: int
+    is_eager: bool = True
 
     @property
     def choice(self) -> RecomputeChoice | None:
@@ -82,6 +91,7 @@ class RecomputePlan:
         for choice in self.choices:
             share = choice.saved_bytes / max(1, plain.saved_bytes)
             mark = "  <- chosen" if choice is self.choice else "" if choice.fits else "  too large"
+            mark = mark if choice.is_measured else f"{mark}  (time estimated)"
             lines.append(
                 f"{choice.name:<24} {choice.saved_bytes / 2**30:>10.4f} {share:>8.2f} "
                 f"{choice.step_ms:>9.2f} {choice.step_ms / plain.step_ms:>8.2f}{mark}"
@@ -91,6 +101,8 @@ class RecomputePlan:
             f"beside what is saved: {fixed:.4f} GiB of parameters, gradients and optimizer state; "
             f"memory: {memory:.4f} GiB"
         )
+        if self.is_eager:
+            lines.append("times are of eager steps; in a graph recompute costs less")
         if self.choice is None:
             least = min(self.choices, key=lambda choice: choice.saved_bytes)
             needed = (self.fixed_bytes + least.saved_bytes) / 2**30
@@ -119,18 +131,18 @@ def plan_recompute(
     """Measure a model and find the cheapest recompute with which its step fits into a memory.
 
     Args:
-        model: Run a few times in training mode, forward and backward. Its gradients, buffers and
-            mode, and the random generators, are put back.
+        model: Run in training mode, forward and backward, ``repeats + 1`` times for each choice.
+            Its gradients, buffers and mode, and the random generators, are put back.
         loss_fn: As a `Trainer` takes it.
         batch: A batch, or a micro-batch where gradients are accumulated.
         memory_gb: What there is for a step, in GB of 10**9 bytes.
         optimizer: Whose state takes memory too; before its first step it is estimated.
         autocast: The dtype of autocast, if the step is to train under it.
         device: Where to measure; None means where the parameters are.
-        repeats: How many steps are timed.
+        repeats: How many steps of each choice are timed.
 
     Returns:
-        The choices, from the fastest. Times are of an eager step.
+        The choices, from the fastest. Times are of eager steps.
 
     Raises:
         TypeError: Not a module, or not a loss function.
@@ -171,21 +183,113 @@ def plan_recompute(
             with probe.counting():
                 step()
                 _wait(where)
-            times, whole = _timed(step, probe, model, where, repeats)
+            ways = [None, *_options(len(blocks))]
+            times = _timed(step, ways, blocks, model, where, repeats)
+            estimates = (
+                _estimated(step, probe, model, where, repeats) if None in times else _NO_ESTIMATES
+            )
     finally:
         for module, training in modes:
             module.training = training
-    return _plan(probe, times, whole, model, optimizer, int(size * 1e9))
+    fixed, memory_bytes = fixed_bytes(model, optimizer), int(size * 1e9)
+    found = []
+    for options, ms in zip(ways, times, strict=True):
+        chosen = set(probe.paths[:: options.every]) if options is not None else set()
+        saved, more_ms = _predicted(probe, estimates.by_call, chosen, options)
+        found.append(
+            RecomputeChoice(
+                name=_name(options),
+                recompute=False if options is None else options.shortest,
+                saved_bytes=saved,
+                step_ms=estimates.plain_ms + more_ms if ms is None else ms,
+                fits=fixed + saved <= memory_bytes,
+                is_measured=ms is not None,
+            )
+        )
+    found.sort(key=lambda choice: choice.step_ms)
+    return RecomputePlan(choices=tuple(found), fixed_bytes=fixed, memory_bytes=memory_bytes)
 
 
 def _timed(
+    step: Callable[[], None],
+    ways: list[RecomputeOptions | None],
+    blocks: list[tuple[str, nn.Module]],
+    model: nn.Module,
+    device: torch.device,
+    repeats: int,
+) -> list[float | None]:
+    """Return what a step takes in each way, of which the first is none; None if it did not fit."""
+    arms = [
+        [] if options is None else block_forwards(blocks[:: options.every], options)
+        for options in ways
+    ]
+    turns: list[list[float] | None] = [[] for _ in ways]
+    for turn in range(repeats + 1):
+        for number, arm in enumerate(arms):
+            taken = turns[number]
+            if taken is None:
+                continue
+            model.zero_grad(set_to_none=True)
+            _wait(device)
+            start = time.perf_counter()
+            try:
+                with _standing(arm):
+                    step()
+            except torch.OutOfMemoryError:
+                turns[number] = None
+                continue
+            _wait(device)
+            if turn:  # the first one warms up, and is where selective chooses
+                taken.append((time.perf_counter() - start) * 1e3)
+    # By the quotients of turns: it is what stays the same while a machine's pace wanders. Nothing
+    # is faster than to recompute nothing; what looks so is noise.
+    base = next((taken for taken in turns if taken is not None), [])
+    base_ms = statistics.median(base) if base else 0.0
+    floor = 1.0 if turns[0] is not None else 0.0
+    return [
+        None
+        if taken is None
+        else base_ms
+        * max(floor, statistics.median(ms / other for ms, other in zip(taken, base, strict=True)))
+        for taken in turns
+    ]
+
+
+@contextmanager
+def _standing(blocks: list[BlockForward]) -> Iterator[None]:
+    """Let the blocks recompute in the body."""
+    try:
+        for block in blocks:
+            block.install(blocks[0].kind)
+        yield
+    finally:
+        for block in blocks:
+            block.undo()
+
+
+class _Estimates(NamedTuple):
+    """Times for ways that did not fit.
+
+    Attributes:
+        by_call: What the forward of each call of a block takes; empty if none is needed.
+        plain_ms: What a step without recompute would take.
+    """
+
+    by_call: list[float]
+    plain_ms: float
+
+
+_NO_ESTIMATES = _Estimates([], 0.0)
+
+
+def _estimated(
     step: Callable[[], None],
     probe: BlockProbe,
     model: nn.Module,
     device: torch.device,
     repeats: int,
-) -> tuple[list[float], float]:
-    """Return the time of each call of a block, and of a step in which all are recomputed."""
+) -> _Estimates:
+    """Return the times of blocks' forwards, from steps in which all are recomputed."""
     by_call, wholes = [], []
     for _ in range(repeats + 1):
         model.zero_grad(set_to_none=True)
@@ -198,36 +302,9 @@ def _timed(
         wholes.append((time.perf_counter() - start) * 1e3)
         by_call.append(probe.take_times())
     # The first one warms up.
-    return [statistics.median(ms) for ms in zip(*by_call[1:], strict=True)], statistics.median(
-        wholes[1:]
-    )
-
-
-def _plan(
-    probe: BlockProbe,
-    times: list[float],
-    whole_ms: float,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    memory_bytes: int,
-) -> RecomputePlan:
-    plain_ms = max(whole_ms - sum(times), whole_ms / 10)
-    fixed = fixed_bytes(model, optimizer)
-    found = []
-    for options in (None, *_options(len(probe.paths))):
-        chosen = set(probe.paths[:: options.every]) if options is not None else set()
-        saved, more_ms = _predicted(probe, times, chosen, options)
-        found.append(
-            RecomputeChoice(
-                name=_name(options),
-                recompute=False if options is None else options.shortest,
-                saved_bytes=saved,
-                step_ms=plain_ms + more_ms,
-                fits=fixed + saved <= memory_bytes,
-            )
-        )
-    found.sort(key=lambda choice: choice.step_ms)
-    return RecomputePlan(choices=tuple(found), fixed_bytes=fixed, memory_bytes=memory_bytes)
+    times = [statistics.median(ms) for ms in zip(*by_call[1:], strict=True)]
+    whole_ms = statistics.median(wholes[1:])
+    return _Estimates(times, max(whole_ms - sum(times), whole_ms / 10))
 
 
 def _options(num_blocks: int) -> Iterable[RecomputeOptions]:
@@ -256,7 +333,7 @@ def _predicted(
     shared: Storages = dict(probe.outside)
     own_bytes, more_ms = 0, 0.0
     first = {call.kind: call for call in reversed(probe.calls)}
-    for call, ms in zip(probe.calls, times, strict=True):
+    for call, ms in zip(probe.calls, times or [0.0] * len(probe.calls), strict=True):
         cost = probe.costs[call.kind]
         if call.path in chosen:
             assert options is not None
