@@ -264,7 +264,8 @@ def test_leaves_that_the_compiler_looks_at_are_left_alone(is_module):
     compiled = []
 
     def counting(graph, _):
-        compiled.append(graph)
+        if "linear" in graph.code:
+            compiled.append(graph)
         return graph.forward
 
     torch._dynamo.reset()
@@ -275,7 +276,7 @@ def test_leaves_that_the_compiler_looks_at_are_left_alone(is_module):
     model = GPT(block=Partly)
     with Recompute(model, EVERYTHING):
         assert differences(expected, train(model, token_loss, tokens())) == []
-    assert len(compiled) <= 2 * max(1, num_compiled)
+    assert len(compiled) <= 2 * num_compiled
 
 
 def test_the_places_of_results():

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from torchfast._core.reading import Mark, Marks
+from torchfast.memory.kept_calls import Stretch, Stretches
+from torchfast.memory.kept_norms import Norm
 from torchfast.memory.kept_results import OpClass, Result, flops_of, op_class
 
 Storages = dict[int, int]
@@ -33,14 +35,18 @@ class BlockCosts:
         inputs: Storages of the tensors it was called with.
         results: Its expensive operations.
         result_storages: What each of these returned, as storages.
-        made_in: Where each of these ran.
+        made_in: In which stretch of the block each of these ran.
+        order: All stretches.
+        norms: The norms among the results, which are the last ones.
     """
 
     saved: Storages
     inputs: Storages
     results: tuple[Result, ...]
     result_storages: tuple[Storages, ...]
-    made_in: tuple[Any, ...] = ()
+    made_in: tuple[Stretch, ...]
+    order: tuple[Stretch, ...]
+    norms: tuple[Norm, ...]
 
     @property
     def saved_bytes(self) -> int:
@@ -61,7 +67,6 @@ class CostMeter:
         module: The block, or the model that holds it: whose parameters do not count.
         device: Where it runs, to time the operations; None times nothing.
         others: Tensors that do not count either.
-        where: Says where in a call it is.
     """
 
     def __init__(
@@ -69,16 +74,14 @@ class CostMeter:
         module: nn.Module,
         device: torch.device | None = None,
         others: Iterable[Tensor] = (),
-        where: Callable[[], object] = lambda: None,
     ) -> None:
-        self._where = where
         self._not_counted = storages([*module.parameters(), *module.buffers(), *others])
         self._marks = None if device is None else Marks(device)
 
     def run(
-        self, function: Callable[..., Any], args: Any, kwargs: Any
+        self, block: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, Callable[[], BlockCosts]]:
-        """Call a function.
+        """Call a function that is the forward of a block.
 
         Returns:
             What it returned, and what gives the costs, once the device has come so far. That keeps
@@ -86,26 +89,40 @@ class CostMeter:
         """
         saved: Storages = {}
         num_saved = 0
+        stretches = Stretches()
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal num_saved
             num_saved += 1
-            saved.update(self.counted([tensor]))
-            return tensor
+            found = self.counted([tensor])
+            saved.update(found)
+            stretches.saves(found)
+            return tensor.detach()
 
-        noting = _Noting(lambda: num_saved, self._marks, self._where)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), noting:
+        noting = _Noting(lambda: num_saved, self._marks, stretches)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with stretches.noting(block), hooks, noting:
             result = function(*args, **kwargs)
 
         inputs = self.counted(tensors_in((args, kwargs)))
 
         def costs() -> BlockCosts:
+            norms = stretches.norms()
+            noted = noting.noted
             return BlockCosts(
                 saved=saved,
                 inputs=inputs,
-                results=tuple(noted.result(num_saved, self._marks) for noted in noting.noted),
-                result_storages=tuple(noted.storages for noted in noting.noted),
+                results=(
+                    *(one.result(num_saved, self._marks) for one in noted),
+                    *(norm.result for norm in norms),
+                ),
+                result_storages=(
+                    *(one.storages for one in noted),
+                    *(norm.storages for norm in norms),
+                ),
                 made_in=tuple(noting.made_in),
+                order=tuple(stretches.order),
+                norms=tuple(norms),
             )
 
         return result, costs
@@ -133,7 +150,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 @final
 class _Noted:
-    __slots__ = ("_alive", "flops", "kind", "marks", "num_saved", "size_bytes", "storages")
+    __slots__ = (
+        "_alive", "flops", "kind", "marks", "moved_bytes", "num_saved", "size_bytes", "storages",
+    )  # fmt: skip
 
     def __init__(
         self, kind: OpClass, args: Any, out: Any, num_saved: int, marks: tuple[Mark, Mark] | None
@@ -143,13 +162,14 @@ class _Noted:
         self._alive = [tensor.detach() for tensor in tensors_in(out)]
         self.storages = storages(self._alive)
         self.size_bytes = sum(self.storages.values())
+        self.moved_bytes = sum(tensor.nbytes for tensor in (*tensors_in(args), *self._alive))
         self.num_saved, self.marks = num_saved, marks
 
     def result(self, num_saved: int, marks: Marks | None) -> Result:
         # What is computed when everything is saved is not waited for: the second run ends there.
         is_needed = self.num_saved < num_saved
         ms = 0.0 if marks is None or self.marks is None else marks.between_ms(*self.marks)
-        return Result(self.kind, self.size_bytes, self.flops, is_needed, ms)
+        return Result(self.kind, self.size_bytes, self.flops, is_needed, ms, self.moved_bytes)
 
 
 @final
@@ -157,12 +177,12 @@ class _Noting(TorchDispatchMode):
     """Notes the expensive operations that run under it."""
 
     def __init__(
-        self, num_saved: Callable[[], int], marks: Marks | None, where: Callable[[], object]
+        self, num_saved: Callable[[], int], marks: Marks | None, stretches: Stretches
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted: list[_Noted] = []
-        self.made_in: list[object] = []
-        self._num_saved, self._marks, self._where = num_saved, marks, where
+        self.made_in: list[Stretch] = []
+        self._num_saved, self._marks, self._stretches = num_saved, marks, stretches
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -172,6 +192,7 @@ class _Noting(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = op_class(func)
+        self._stretches.runs(tensors_in((args, kwargs)))
         if kind is None:
             return func(*args, **(kwargs or {}))
         before = None if self._marks is None else self._marks.now()
@@ -179,5 +200,5 @@ class _Noting(TorchDispatchMode):
         num_saved = self._num_saved()
         marks = None if self._marks is None or before is None else (before, self._marks.now())
         self.noted.append(_Noted(kind, args, out, num_saved, marks))
-        self.made_in.append(self._where())
+        self.made_in.append(self._stretches.now)
         return out

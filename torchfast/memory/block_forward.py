@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from torchfast._core.stand_in import StandIn
 from torchfast.memory.block_costs import CostMeter
-from torchfast.memory.kept_calls import KeptCalls, KeptPlaces, Stretches
+from torchfast.memory.kept_calls import KeptCalls, KeptPlaces
 from torchfast.memory.kept_results import KeptChoice, choose_kept, policy
 from torchfast.memory.kv_caches import has_cache, holds_past, without_cache
 from torchfast.memory.recompute_options import RecomputeOptions
@@ -71,14 +71,12 @@ class BlockKind:
 
     def measured(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a first call as it is, and choose what later ones keep."""
-        stretches = Stretches()
-        meter = CostMeter(module, where=lambda: stretches.now)
-        with stretches.noting(module):
-            result, costs_of = meter.run(run, args, kwargs)
+        result, costs_of = CostMeter(module).run(module, run, args, kwargs)
         costs = costs_of()
         share = self.options.share
-        self.choice = choose_kept(costs.results, costs.saved_bytes, costs.input_bytes, share)
-        self.places = KeptPlaces.of(self.choice.kept, costs.made_in, stretches.order)
+        choice = choose_kept(costs.results, costs.saved_bytes, costs.input_bytes, share)
+        self.choice = choice
+        self.places = KeptPlaces.of(choice.kept, costs.made_in, costs.order, costs.norms)
         return result
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchfast.memory.kept_norms import Deferred, Norm, NormWatch
 from torchfast.memory.kept_results import KeptResults
 from torchfast.memory.noted_call import NotedCall, can_be_noted
 from torchfast.memory.second_run import TwiceRun
@@ -54,31 +55,44 @@ class KeptPlaces:
     Attributes:
         kept: For each stretch that makes some, which of its expensive operations they are of.
         leaves: The paths of the leaves that begin or end one of these stretches, and their names.
+        norms: The calls of norms that are left out.
+        readers: For each call that reads one of them, which.
     """
 
     kept: dict[Stretch, tuple[bool, ...]]
     leaves: tuple[tuple[str, list[str]], ...]
+    norms: frozenset[Stretch]
+    readers: dict[Stretch, Stretch]
 
     @classmethod
     def of(
-        cls, kept: Sequence[bool], made_in: Sequence[Stretch], order: Sequence[Stretch]
+        cls,
+        kept: Sequence[bool],
+        made_in: Sequence[Stretch],
+        order: Sequence[Stretch],
+        norms: Sequence[Norm] = (),
     ) -> KeptPlaces:
         """Return the places of results.
 
         Args:
-            kept: For each expensive operation of a call, whether its result is kept.
-            made_in: The stretch of each.
+            kept: For each expensive operation of a call, and for each norm, whether its result is
+                kept.
+            made_in: The stretch of each operation.
             order: All stretches of the call.
+            norms: The norms.
         """
         by_stretch: dict[Stretch, list[bool]] = {}
-        for keep, stretch in zip(kept, made_in, strict=True):
+        for keep, stretch in zip(kept, made_in, strict=False):
             by_stretch.setdefault(stretch, []).append(keep)
         places = {stretch: tuple(those) for stretch, those in by_stretch.items() if any(those)}
-        leaves = {stretch.leaf for stretch in places}
+        left_out = [norm for norm, keep in zip(norms, kept[len(made_in) :], strict=True) if keep]
+        readers = {reader: norm.made_in for norm in left_out for reader in norm.readers}
+        leaves = {stretch.leaf for stretch in (*places, *readers, *readers.values())}
         for before, after in pairwise(order):
             if before in places and not before.is_inside:
                 leaves.add(after.leaf)
-        return cls(places, tuple((path, path.split(".")) for path in sorted(leaves - {""})))
+        paths = tuple((path, path.split(".")) for path in sorted(leaves - {""}))
+        return cls(places, paths, frozenset(readers.values()), readers)
 
     def leaves_in(self, block: nn.Module) -> dict[str, nn.Module]:
         """Return the leaves of one of the blocks, as they stand there now."""
@@ -155,6 +169,19 @@ class Stretches:
         self.now = Stretch()
         self.order = [self.now]
         self._numbers: dict[str, int] = {}
+        self._norms = NormWatch()
+
+    def saves(self, storages: dict[int, int]) -> None:
+        """Note what autograd saves now."""
+        self._norms.saves(self.now, storages)
+
+    def runs(self, tensors: list[Tensor]) -> None:
+        """Note what an operation reads that runs now."""
+        self._norms.runs(self.now, tensors)
+
+    def norms(self) -> list[Norm]:
+        """Return the norms that can be left out."""
+        return self._norms.found()
 
     @contextmanager
     def noting(self, block: nn.Module) -> Iterator[None]:
@@ -165,8 +192,11 @@ class Stretches:
     def _around(self, path: str, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
         number = self._numbers.get(path, 0)
         self._numbers[path] = number + 1
-        self._is_in(Stretch(path, number, is_inside=True))
+        inside = Stretch(path, number, is_inside=True)
+        self._is_in(inside)
+        self._norms.enters(inside, module, args)
         result = run(module, *args, **kwargs)
+        self._norms.returned(inside, module, args, result)
         self._is_in(Stretch(path, number))
         return result
 
@@ -193,14 +223,14 @@ class KeptCalls:
     @contextmanager
     def keeping(self, twice: TwiceRun) -> Iterator[None]:
         """Keep the results that are made in the body."""
-        run = _Run(self._places.kept, self._results, twice, is_again=False)
+        run = _Run(self._places, self._results, twice, is_again=False)
         with run.under_way(self._leaves):
             yield
 
     @contextmanager
     def giving(self, twice: TwiceRun) -> Iterator[None]:
         """Give them, each once, instead of computing them."""
-        run = _Run(self._places.kept, self._results, twice, is_again=True)
+        run = _Run(self._places, self._results, twice, is_again=True)
         with run.under_way(self._leaves):
             yield
 
@@ -209,17 +239,23 @@ class KeptCalls:
 class _Run:
     """A run of a block that is under way."""
 
-    __slots__ = ("_depth", "_is_again", "_kept", "_mode", "_numbers", "_results", "_twice")
+    __slots__ = (
+        "_depth", "_is_again", "_kept", "_mode", "_norms", "_numbers", "_places", "_results",
+        "_twice",
+    )  # fmt: skip
 
     def __init__(
         self,
-        kept: dict[Stretch, tuple[bool, ...]],
+        places: KeptPlaces,
         results: dict[Stretch, KeptResults | NotedCall],
         twice: TwiceRun,
         *,
         is_again: bool,
     ) -> None:
-        self._kept, self._results, self._twice = kept, results, twice
+        self._places, self._results, self._twice = places, results, twice
+        self._kept = places.kept
+        # Of each norm what it returned, and what its readers keep of that.
+        self._norms: dict[Stretch, tuple[Any, list[Tensor]]] = {}
         self._is_again = is_again
         self._numbers: dict[str, int] = {}
         self._mode: TorchDispatchMode | None = None
@@ -243,24 +279,21 @@ class _Run:
             return run(module, *args, **kwargs)
         inside = Stretch(path, number, is_inside=True)
         kept = self._kept.get(inside)
-        if kept is None:
+        is_named = inside in self._places.norms or inside in self._places.readers
+        if (kept == (True,) or is_named) and can_be_noted(module, args, kwargs):
+            noted = self._left_out if self._is_again else self._noted
+            result = noted(inside, module, run, args[0])
+        elif kept is None:
             result = run(module, *args, **kwargs)
-        elif kept == (True,) and can_be_noted(module, args, kwargs):
-            result = self._noted(inside, module, run, args[0])
         else:
             with self._mode_of(inside, kept):
                 result = run(module, *args, **kwargs)
         self._begin(Stretch(path, number))
         return result
 
-    def _noted(self, inside: Stretch, module: Any, run: Any, x: Tensor) -> Any:
-        twice, weight = self._twice, module.weight
-        if self._is_again:
-            noted = self._results.get(inside)
-            if not isinstance(noted, NotedCall) or not noted.fits(twice, x, weight):
-                return run(module, x)
-            del self._results[inside]  # its memory is free as soon as the backward has used it
-            return noted.given(twice, x, weight)
+    def _noted(self, inside: Stretch, module: nn.Module, run: Any, x: Tensor) -> Any:
+        twice = self._twice
+        out, holds = self._norms.get(self._places.readers.get(inside, inside), (None, None))
         position = twice.position
         taken = twice.taken = []
         try:
@@ -268,8 +301,27 @@ class _Run:
         finally:
             twice.taken = None
         if type(result) is Tensor:
-            self._results[inside] = NotedCall(result, x, weight, position, taken)
+            self._results[inside] = NotedCall(
+                module, x, result, position, taken,
+                keeps=self._kept.get(inside) == (True,), holds=holds if out is x else None,
+            )  # fmt: skip
+            if inside in self._places.norms:
+                self._norms[inside] = result, []
         return result
+
+    def _left_out(self, inside: Stretch, module: nn.Module, run: Any, x: Tensor) -> Any:
+        twice, there = self._twice, self._results.get(inside)
+        noted = there if isinstance(there, NotedCall) and there.fits(twice, module, x) else None
+        if type(x) is Deferred and (noted is None or not noted.holds):
+            x = x.computed().detach().requires_grad_(x.requires_grad)
+        if noted is None:
+            return run(module, x)
+        if inside in self._places.norms:
+            return noted.deferred(twice, module, x, run)
+        if not noted.keeps:
+            return run(module, noted.fed(x))
+        del self._results[inside]  # its memory is free as soon as the backward has used it
+        return noted.given(twice, module, x)
 
     def _begin(self, stretch: Stretch) -> None:
         kept = self._kept.get(stretch)

@@ -29,7 +29,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
-OpClass: TypeAlias = Literal["attention", "product", "convolution"]
+OpClass: TypeAlias = Literal["attention", "product", "convolution", "norm"]
+
+# About what a device computes in the time in which it moves a byte: an H100 or H200 in bf16.
+_FLOPS_PER_BYTE = 170
 
 _PRODUCTS = frozenset(
     f"aten::{name}"
@@ -85,6 +88,7 @@ class Result(NamedTuple):
         flops: To compute it again.
         is_needed: Whether the backward waits for it; the last product of a block often is not.
         ms: How long it took; 0 if that was not measured.
+        moved_bytes: Read and written to compute it again.
     """
 
     kind: OpClass
@@ -92,6 +96,12 @@ class Result(NamedTuple):
     flops: float
     is_needed: bool = True
     ms: float = 0.0
+    moved_bytes: int = 0
+
+    @property
+    def cost(self) -> float:
+        """What it takes to compute it again, in operations."""
+        return self.flops + _FLOPS_PER_BYTE * self.moved_bytes
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,7 @@ class KeptChoice:
             ("attention", "attention"),
             ("product", "products"),
             ("convolution", "convolutions"),
+            ("norm", "norms"),
         ):
             of_kind = [
                 kept for r, kept in zip(self.results, self.kept, strict=True) if r.kind == kind
@@ -153,7 +164,7 @@ def choose_kept(
 
     def worth(number: int) -> tuple[bool, int, int]:
         result = results[number]
-        per_byte = result.flops / max(1, result.size_bytes)
+        per_byte = result.cost / max(1, result.size_bytes)
         # Products of one depth cost the same for a byte: the largest first fill the room best.
         return result.kind == "attention", round(per_byte), result.size_bytes
 

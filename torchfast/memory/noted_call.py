@@ -1,10 +1,10 @@
-"""A call of a layer whose result is kept, and which a second run leaves out.
+"""A call of a layer that a second run leaves out, or feeds with what has been kept.
 
-A linear layer or a convolution makes its result from its input and its weight, and these are also
-what autograd saves in the call: as they are, seen with other dimensions, or cast where autocast is
-on. So the second run has no need of the call: the input stands there again, the weight still does,
-and from them come the tensors that the first run saved, by the same casts. What else autograd saved
-is kept.
+A linear layer, a convolution or a norm makes its result from its input and its parameters, and
+these are also what autograd saves in the call: as they are, seen with other dimensions, or cast
+where autocast is on. So the second run has no need of the call: the input stands there again, the
+parameters still do, and from them come the tensors that the first run saved, by the same casts.
+What else autograd saved, such as the statistics of a norm, is kept.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from torchfast.memory.kept_norms import NORMS, Deferred, Like
 from torchfast.memory.second_run import Saved, TwiceRun
 
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS)
 
 
 def can_be_noted(module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -25,37 +26,28 @@ def can_be_noted(module: nn.Module, args: Any, kwargs: Any) -> bool:
         type(module) in _LAYERS
         and len(args) == 1
         and not kwargs
-        and type(args[0]) is Tensor
-        and type(module.weight) in (nn.Parameter, Tensor)
+        and type(args[0]) in (Tensor, Deferred)
+        and all(type(p) in (nn.Parameter, Tensor, type(None)) for p in module._parameters.values())
         and torch._C._functorch.peek_interpreter_stack() is None
     )
-
-
-class _Layout(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Layout:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 class _Recipe(NamedTuple):
     """How to make what autograd saved: cast one of the sources, look at it with other dimensions.
 
     Attributes:
-        is_weight: Whether it is of the weight; else of the input.
+        source: Its number: the input is 0, the parameters follow.
         dtype: To cast to; None to take it as it is.
         layout: Shape, stride and offset; None where they are the source's.
     """
 
-    is_weight: bool
+    source: int
     dtype: torch.dtype | None
     layout: tuple[torch.Size, tuple[int, ...], int] | None
 
-    def made_from(self, source: Tensor) -> Tensor:
-        made = source.detach() if self.dtype is None else source.detach().to(self.dtype)
+    def made_from(self, sources: list[Tensor]) -> Tensor:
+        source = sources[self.source].detach()
+        made = source if self.dtype is None else source.to(self.dtype)
         if self.layout is None:
             return made
         shape, stride, offset = self.layout
@@ -67,69 +59,121 @@ class NotedCall:
     """A call of the first run.
 
     Args:
-        result: What it returned.
+        module: The layer.
         x: Its input.
-        weight: Of the layer.
+        result: What it returned.
         position: How many tensors autograd had saved before.
         taken: What autograd saved in it.
+        keeps: Whether the result is kept.
+        holds: What other readers of its input have kept of it; None if it is not to be kept.
+
+    Attributes:
+        keeps: Whether the result is kept.
     """
 
-    __slots__ = ("_layouts", "_position", "_recipes", "_requires_grad", "_result", "_version")
+    __slots__ = (
+        "_held", "_like", "_likes", "_position", "_recipes", "_requires_grad", "_result",
+        "_version", "keeps",
+    )  # fmt: skip
 
     def __init__(
         self,
-        result: Tensor,
+        module: nn.Module,
         x: Tensor,
-        weight: Tensor,
+        result: Tensor,
         position: int,
         taken: list[tuple[Saved, Tensor]],
+        *,
+        keeps: bool,
+        holds: list[Tensor] | None = None,
     ) -> None:
-        self._result, self._requires_grad = result.detach(), result.requires_grad
+        self._result = result.detach()
+        if not keeps:  # the count of writes, and no memory
+            self._result.data = result.new_empty(0)
+        self.keeps = keeps
         self._version = result._version
+        self._like, self._requires_grad = Like.of(result), result.requires_grad
         self._position = position
-        self._layouts = _Layout.of(x), _Layout.of(weight)
-        self._recipes = [_recipe(tensor, x, weight) for _, tensor in taken]
-        for (saved, tensor), recipe in zip(taken, self._recipes, strict=True):
+        sources = _sources(module, x)
+        self._likes = [Like.of(source) for source in sources]
+        self._recipes = [_recipe(tensor, sources) for _, tensor in taken]
+        self._held: Tensor | None = None
+        for place, (saved, tensor) in enumerate(taken):
+            recipe = self._recipes[place]
             if recipe is None:
-                saved.kept = tensor.detach()
+                saved.keep(tensor)
+            elif recipe.source == 0 and holds is not None:
+                self._held = _shared(tensor, holds)
+                saved.keep(self._held)
+                self._recipes[place] = None
 
-    def fits(self, twice: TwiceRun, x: Tensor, weight: Tensor) -> bool:
+    @property
+    def holds(self) -> bool:
+        """Whether what autograd saves of the input is kept."""
+        return self._held is not None
+
+    def fits(self, twice: TwiceRun, module: nn.Module, x: Tensor) -> bool:
         """Whether the second run has come to this call, and nobody has written to its result."""
         return (
             twice.position == self._position
             and self._result._version == self._version
-            and self._layouts == (_Layout.of(x), _Layout.of(weight))
+            and self._likes == [Like.of(source) for source in _sources(module, x)]
         )
 
-    def given(self, twice: TwiceRun, x: Tensor, weight: Tensor) -> Tensor:
+    def given(self, twice: TwiceRun, module: nn.Module, x: Tensor) -> Tensor:
         """Give autograd's places what they wait for, and return the result."""
-        twice.give(
-            [
-                None if recipe is None else recipe.made_from(weight if recipe.is_weight else x)
-                for recipe in self._recipes
-            ]
-        )
+        self._give(twice, module, x)
         return self._result.requires_grad_(self._requires_grad)
 
+    def deferred(self, twice: TwiceRun, module: nn.Module, x: Tensor, run: Any) -> Tensor:
+        """Give autograd's places what they wait for, and return what will be the result."""
+        self._give(twice, module, x)
+        return Deferred(lambda: run(module, x), self._like, requires_grad=self._requires_grad)
 
-def _recipe(saved: Tensor, x: Tensor, weight: Tensor) -> _Recipe | None:
+    def fed(self, x: Tensor) -> Tensor:
+        """Return what is kept of the input in its place."""
+        if self._held is None or not self._held.is_contiguous():
+            return x
+        return self._held.view(x.shape).detach().requires_grad_(x.requires_grad)
+
+    def _give(self, twice: TwiceRun, module: nn.Module, x: Tensor) -> None:
+        sources = _sources(module, x)
+        twice.give([None if r is None else r.made_from(sources) for r in self._recipes])
+
+
+def _sources(module: nn.Module, x: Tensor) -> list[Tensor]:
+    return [x, *(p for p in module._parameters.values() if p is not None)]
+
+
+def _shared(tensor: Tensor, holds: list[Tensor]) -> Tensor:
+    """Return what another reader of the same norm has kept: equal, so once is enough."""
+    like = Like.of(tensor)
+    for held in holds:
+        if Like.of(held) == like:
+            return held
+    holds.append(tensor.detach())
+    return holds[-1]
+
+
+def _recipe(saved: Tensor, sources: list[Tensor]) -> _Recipe | None:
     """Return how to make what was saved in a call; None if that is not known."""
     if type(saved) not in (Tensor, nn.Parameter) or saved.layout is not torch.strided:
         return None
     storage = saved.untyped_storage()
-    for is_weight, source, other in ((False, x, weight), (True, weight, x)):
+    for number, source in enumerate(sources):
         if saved.dtype is source.dtype:
             if storage._cdata != source.untyped_storage()._cdata:
                 continue
             dtype, offset = None, int(saved.storage_offset() - source.storage_offset())
         # A cast of this one, by its size, and of nothing else.
-        elif saved.numel() == source.numel() != other.numel() and source.is_floating_point():
-            if storage.nbytes() != saved.nbytes:
+        elif saved.numel() == source.numel() and source.is_floating_point():
+            same_size = sum(other.numel() == saved.numel() for other in sources)
+            if same_size > 1 or storage.nbytes() != saved.nbytes:
                 continue
             dtype, offset = saved.dtype, int(saved.storage_offset())
         else:
             continue
         if offset == 0 and saved.shape == source.shape and saved.stride() == source.stride():
-            return _Recipe(is_weight, dtype, None)
-        return _Recipe(is_weight, dtype, (saved.shape, saved.stride(), offset))
+            return _Recipe(number, dtype, None)
+        return _Recipe(number, dtype, (saved.shape, saved.stride(), offset))
     return None

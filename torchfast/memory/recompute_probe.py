@@ -119,7 +119,7 @@ class BlockProbe:
                 before = (attributes["forward"],) if "forward" in attributes else ()
                 run: Any = before[0] if before else module.forward
                 there.append((attributes, before))
-                attributes["forward"] = self._probed(path, run)
+                attributes["forward"] = self._probed(path, module, run)
             yield
         finally:
             for attributes, before in there:
@@ -127,7 +127,7 @@ class BlockProbe:
                 if before:
                     attributes["forward"] = before[0]
 
-    def _probed(self, path: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _probed(self, path: str, block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
         kind = self._kind_of[path]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ class BlockProbe:
             args, kwargs = without_cache(args, kwargs)
             call = ProbedCall(path, kind)
             if self._counts and kind not in self._costs:
-                result, self._costs[kind] = self._meter.run(run, args, kwargs)
+                result, self._costs[kind] = self._meter.run(block, run, args, kwargs)
             else:
                 was_inside, self._is_inside = self._is_inside, True
                 before = self._marks.now()

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchfast._core.rng import DrawnFrom
+from torchfast.memory.kept_norms import Deferred
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -45,12 +46,18 @@ class Saved:
         kept: Kept since the first run, for every use.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "kept", "shape", "value")
+    __slots__ = ("__weakref__", "device", "dtype", "kept", "shape", "value", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.value: Tensor | None = None
         self.kept: Tensor | None = None
+        self.version = 0
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep a tensor for every use, outside of the graph."""
+        self.kept = tensor.detach()
+        self.version = tensor._version
 
 
 @final
@@ -111,6 +118,8 @@ class TwiceRun:
 
     def _unpack(self, saved: Saved) -> Tensor:
         if saved.kept is not None:
+            if saved.kept._version != saved.version:
+                raise RuntimeError(_written("what a block keeps", saved.kept, saved.version))
             return saved.kept
         value = saved.value
         if value is None:
@@ -163,6 +172,8 @@ class _Again:
         self.values: list[Tensor] = []
 
     def pack(self, tensor: Tensor) -> int | Tensor:
+        if type(tensor) is Deferred:
+            tensor = tensor.computed()
         position = self.position
         if position >= len(self._saved):
             raise RuntimeError(_other(f"it saved more than {len(self._saved)} tensors"))
@@ -212,6 +223,14 @@ def _other(found: str) -> str:
         f"a block computed something else when it ran again in the backward: {found}; let its "
         "forward depend on its inputs, parameters and torch's random numbers alone, or leave the "
         "block out of recompute"
+    )
+
+
+def _written(what: str, tensor: Tensor, version: int) -> str:
+    return (
+        f"{what} that is recomputed has been modified by an inplace operation before its backward: "
+        f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected "
+        f"{version}; write to a clone instead"
     )
 
 
@@ -273,11 +292,7 @@ class _Input:
     def restored(self, unpack: Any) -> Tensor:
         tensor: Tensor = self._packed if unpack is None else unpack(self._packed)
         if self._version is not None and tensor._version != self._version:
-            raise RuntimeError(
-                "an input of a block that is recomputed has been modified by an inplace operation "
-                f"between its forward and its backward: a tensor of shape {tuple(tensor.shape)} is "
-                f"at version {tensor._version}, expected {self._version}; write to a clone instead"
-            )
+            raise RuntimeError(_written("an input of a block", tensor, self._version))
         return tensor.detach().requires_grad_() if self._requires_grad else tensor
 
 

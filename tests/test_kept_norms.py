@@ -1,0 +1,254 @@
+"""Norms that nobody but linear layers reads are left out of the second run, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recomputed import GPT, GPTBlock, Live, token_loss, tokens, train
+from torchfast import Recompute, RecomputeOptions
+from torchfast._core.compare import differences
+from torchfast.memory.kept_norms import Deferred, Like
+
+EVERYTHING = RecomputeOptions(selective=True, share=1.0)
+NORMS = ("aten::native_layer_norm", "aten::_fused_rms_norm")
+
+
+class Ran(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def autocast_loss(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return token_loss(model, batch)
+
+
+def norms_in_backward(model, loss_fn, batch):
+    loss_fn(model, batch).backward()
+    loss = loss_fn(model, batch)
+    with Ran() as ran:
+        loss.backward()
+    return sum(name in NORMS for name in ran.names)
+
+
+class Separate(nn.Module):
+    """Three layers read one norm, as in a Llama."""
+
+    def __init__(self, dropout=0.0, norm=nn.LayerNorm):
+        super().__init__()
+        self.norm1, self.norm2 = norm(32), norm(32)
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.last = nn.Linear(32, 32)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        q, k, v = (layer(h)[:, None] for layer in (self.q, self.k, self.v))
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v)[:, 0]))
+        return x + torch.tanh(self.last(self.norm2(x)))
+
+
+class WithoutWeights(Separate):
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout, lambda width: nn.LayerNorm(width, elementwise_affine=False))
+
+
+class Gated(Separate):
+    """Layers alone read the norm in the first call; in later ones others do as well."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.num_calls = 0
+
+    def forward(self, x):
+        if torch._C._current_graph_task_id() == -1:
+            self.num_calls += 1
+        h = self.norm1(x)
+        y = self.q(h) + self.k(h)
+        match self.num_calls % 4:
+            case 1:
+                y = y * 2
+            case 2:
+                y = y + h
+            case 3:
+                y = y + self.v(h.transpose(0, 1)).transpose(0, 1) * torch.tanh(h)
+            case 0:
+                y = y + self.k(h[..., :32].roll(1, 1)) + Scaled.apply(h)
+        return x + torch.sin(y)
+
+
+class Scaled(torch.autograd.Function):
+    """Saves what it gets, and reads it where torch's own modes do not see it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class Halves(nn.Module):
+    """Two layers read parts of a norm that look alike."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.num_calls = 0
+
+    def forward(self, x):
+        if torch._C._current_graph_task_id() == -1:
+            self.num_calls += 1
+        h = self.norm(x)
+        if self.num_calls == 1:
+            return x + torch.sin(self.one(h) * self.two(h))
+        low, high = h[:2], h[2:]
+        return x + torch.sin(self.one(low) * self.two(high)).repeat(2, 1, 1)
+
+
+@pytest.mark.parametrize("loss_fn", [token_loss, autocast_loss])
+@pytest.mark.parametrize("block", [GPTBlock, Separate, WithoutWeights, Gated, Halves])
+@pytest.mark.parametrize("share", [0.35, 0.5, 1.0])
+def test_bits(block, loss_fn, share):
+    results = []
+    for is_recomputed in (False, True):
+        torch.manual_seed(0)
+        model = GPT(block=block, dropout=0.2)
+        if is_recomputed:
+            with Recompute(model, RecomputeOptions(selective=True, share=share)):
+                results.append(train(model, loss_fn, tokens(), steps=6))
+        else:
+            results.append(train(model, loss_fn, tokens(), steps=6))
+    assert differences(*results) == []
+
+
+@pytest.mark.parametrize("loss_fn", [token_loss, autocast_loss])
+@pytest.mark.parametrize("block", [GPTBlock, Separate, WithoutWeights])
+def test_norms_do_not_run_again(block, loss_fn):
+    counts = []
+    for what in ("blocks", EVERYTHING):
+        torch.manual_seed(0)
+        model = GPT(block=block)
+        with Recompute(model, what):
+            counts.append(norms_in_backward(model, loss_fn, tokens()))
+    assert counts == [6, 0]
+
+
+def test_layers_that_run_again_take_what_is_kept_of_the_norm():
+    """Whatever the share: a norm that is kept does not run, be its readers kept or not."""
+    was_fed = False
+    for share in (0.3, 0.35, 0.4, 0.5, 0.6):
+        torch.manual_seed(0)
+        model = GPT(block=Separate)
+        options = RecomputeOptions(selective=True, share=share)
+        with Recompute(model, options) as recompute:
+            num_run = norms_in_backward(model, autocast_loss, tokens())
+            choice = recompute._kinds[0].choice
+        kinds = {"norm": [], "product": [], "attention": []}
+        for result, kept in zip(choice.results, choice.kept, strict=True):
+            kinds[result.kind].append(kept)
+        assert num_run == 3 * kinds["norm"].count(False)
+        was_fed |= kinds["norm"][0] and not all(kinds["product"][:3])
+    assert was_fed
+
+
+def test_what_is_kept_is_once_what_all_readers_see():
+    def held(share):
+        torch.manual_seed(0)
+        model, batch = GPT(block=Separate), tokens()
+        options = RecomputeOptions(selective=True, share=share)
+        with Recompute(model, options) as recompute:
+            autocast_loss(model, batch).backward()
+            with Live() as live:
+                loss = autocast_loss(model, batch)
+            kept = live.live_bytes([*model.parameters(), batch, loss])
+            return kept, recompute._kinds[0].choice
+
+    (nothing, _), (something, choice) = held(0.0), held(1.0)
+    norms = [result for result in choice.results if result.kind == "norm"]
+    assert len(norms) == 2
+    numel = 4 * 16 * 32
+    # Half of its width, and two statistics for each token.
+    assert {norm.size_bytes for norm in norms} == {numel * 2 + 4 * 16 * 2 * 4}
+    assert something - nothing == 3 * choice.kept_bytes
+
+
+class Reused(nn.Module):
+    """Writes to a norm's result when the layer has read it."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.line = nn.LayerNorm(32), nn.Linear(32, 32)
+        self.is_written = False
+
+    def forward(self, x):
+        h = self.norm(x)
+        y = self.line(h)
+        if self.is_written:
+            h.mul_(0.5)
+        return x + torch.sin(y)
+
+
+def test_a_kept_tensor_that_is_written_to_is_an_error_as_without():
+    model = GPT(block=Reused)
+    for what in (None, EVERYTHING):
+        recompute = None if what is None else Recompute(model, what)
+        for block in model.blocks:
+            block.is_written = False
+        token_loss(model, tokens()).backward()
+        for block in model.blocks:
+            block.is_written = True
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            token_loss(model, tokens()).backward()
+        if recompute is not None:
+            recompute.close()
+
+
+def test_what_is_not_kept_itself_may_be_written_to():
+    """Under autocast the layer keeps a cast of it."""
+    results = []
+    for what in (None, EVERYTHING):
+        torch.manual_seed(0)
+        model = GPT(block=Reused)
+        recompute = None if what is None else Recompute(model, what)
+        autocast_loss(model, tokens()).backward()
+        for block in model.blocks:
+            block.is_written = True
+        results.append(train(model, autocast_loss, tokens()))
+        if recompute is not None:
+            recompute.close()
+    assert differences(*results) == []
+
+
+def test_a_deferred_tensor_is_computed_once_when_somebody_looks():
+    made = []
+
+    def compute():
+        made.append(1)
+        return torch.arange(6.0).view(2, 3)
+
+    def deferred():
+        return Deferred(compute, Like.of(torch.empty(2, 3)), requires_grad=True)
+
+    tensor = deferred()
+    assert (tensor.shape, tensor.dtype, tensor.requires_grad) == ((2, 3), torch.float32, True)
+    assert not made
+    assert torch.equal((tensor + 1).detach(), torch.arange(1.0, 7.0).view(2, 3))
+    assert torch.equal(tensor.view(6)[1:3].detach(), torch.tensor([1.0, 2.0]))
+    assert made == [1]
+    (tensor.exp().sum() + (deferred() @ torch.ones(3)).sum()).backward()
+    torch.testing.assert_close(tensor.grad, torch.arange(6.0).view(2, 3).exp())
+    assert torch.equal(torch.zeros(2, 3).copy_(deferred()).detach(), compute())
