@@ -57,12 +57,14 @@ class KeptPlaces:
         leaves: The paths of the leaves that begin or end one of these stretches, and their names.
         norms: The calls of norms that are left out.
         readers: For each call that reads one of them, which.
+        noted: The calls of leaves that are noted as they come out, if these are layers.
     """
 
     kept: dict[Stretch, tuple[bool, ...]]
     leaves: tuple[tuple[str, list[str]], ...]
     norms: frozenset[Stretch]
     readers: dict[Stretch, Stretch]
+    noted: frozenset[Stretch]
 
     @classmethod
     def of(
@@ -92,7 +94,9 @@ class KeptPlaces:
             if before in places and not before.is_inside:
                 leaves.add(after.leaf)
         paths = tuple((path, path.split(".")) for path in sorted(leaves - {""}))
-        return cls(places, paths, frozenset(readers.values()), readers)
+        one = {s for s, those in places.items() if s.is_inside and those == (True,)}
+        noted = frozenset((*one, *readers, *readers.values()))
+        return cls(places, paths, frozenset(readers.values()), readers, noted)
 
     def leaves_in(self, block: nn.Module) -> dict[str, nn.Module]:
         """Return the leaves of one of the blocks, as they stand there now."""
@@ -279,8 +283,11 @@ class _Run:
             return run(module, *args, **kwargs)
         inside = Stretch(path, number, is_inside=True)
         kept = self._kept.get(inside)
-        is_named = inside in self._places.norms or inside in self._places.readers
-        if (kept == (True,) or is_named) and can_be_noted(module, args, kwargs):
+        if self._is_again:
+            can = len(args) == 1 and not kwargs and type(self._results.get(inside)) is NotedCall
+        else:
+            can = inside in self._places.noted and can_be_noted(module, args, kwargs)
+        if can:
             noted = self._left_out if self._is_again else self._noted
             result = noted(inside, module, run, args[0])
         elif kept is None:
@@ -311,7 +318,7 @@ class _Run:
 
     def _left_out(self, inside: Stretch, module: nn.Module, run: Any, x: Tensor) -> Any:
         twice, there = self._twice, self._results.get(inside)
-        noted = there if isinstance(there, NotedCall) and there.fits(twice, module, x) else None
+        noted = there if isinstance(there, NotedCall) and there.fits(twice, x) else None
         if type(x) is Deferred and (noted is None or not noted.holds):
             x = x.computed().detach().requires_grad_(x.requires_grad)
         if noted is None:

@@ -72,8 +72,8 @@ class NotedCall:
     """
 
     __slots__ = (
-        "_held", "_like", "_likes", "_position", "_recipes", "_requires_grad", "_result",
-        "_version", "keeps",
+        "_dtype", "_held", "_like", "_position", "_recipes", "_requires_grad", "_result", "_shape",
+        "_stride", "_version", "keeps",
     )  # fmt: skip
 
     def __init__(
@@ -92,32 +92,38 @@ class NotedCall:
             self._result.data = result.new_empty(0)
         self.keeps = keeps
         self._version = result._version
-        self._like, self._requires_grad = Like.of(result), result.requires_grad
+        # A keeper's own shape tells; of what is left out there is nothing else that knows it.
+        self._like = None if keeps or holds is not None else Like.of(result)
+        self._requires_grad = result.requires_grad
         self._position = position
-        sources = _sources(module, x)
-        self._likes = [Like.of(source) for source in sources]
-        self._recipes = [_recipe(tensor, sources) for _, tensor in taken]
+        self._shape, self._stride, self._dtype = x.shape, x.stride(), x.dtype
         self._held: Tensor | None = None
-        for place, (saved, tensor) in enumerate(taken):
-            recipe = self._recipes[place]
+        sources = _sources(module, x)
+        storages = [source.untyped_storage()._cdata for source in sources]
+        self._recipes: list[_Recipe | None] = []
+        for saved, tensor in taken:
+            recipe = _recipe(tensor, sources, storages)
             if recipe is None:
                 saved.keep(tensor)
             elif recipe.source == 0 and holds is not None:
                 self._held = _shared(tensor, holds)
                 saved.keep(self._held)
-                self._recipes[place] = None
+                recipe = None
+            self._recipes.append(recipe)
 
     @property
     def holds(self) -> bool:
         """Whether what autograd saves of the input is kept."""
         return self._held is not None
 
-    def fits(self, twice: TwiceRun, module: nn.Module, x: Tensor) -> bool:
+    def fits(self, twice: TwiceRun, x: Tensor) -> bool:
         """Whether the second run has come to this call, and nobody has written to its result."""
         return (
             twice.position == self._position
             and self._result._version == self._version
-            and self._likes == [Like.of(source) for source in _sources(module, x)]
+            and self._shape == x.shape
+            and self._dtype is x.dtype
+            and self._stride == x.stride()
         )
 
     def given(self, twice: TwiceRun, module: nn.Module, x: Tensor) -> Tensor:
@@ -128,6 +134,7 @@ class NotedCall:
     def deferred(self, twice: TwiceRun, module: nn.Module, x: Tensor, run: Any) -> Tensor:
         """Give autograd's places what they wait for, and return what will be the result."""
         self._give(twice, module, x)
+        assert self._like is not None
         return Deferred(lambda: run(module, x), self._like, requires_grad=self._requires_grad)
 
     def fed(self, x: Tensor) -> Tensor:
@@ -155,25 +162,25 @@ def _shared(tensor: Tensor, holds: list[Tensor]) -> Tensor:
     return holds[-1]
 
 
-def _recipe(saved: Tensor, sources: list[Tensor]) -> _Recipe | None:
+def _recipe(saved: Tensor, sources: list[Tensor], storages: list[int]) -> _Recipe | None:
     """Return how to make what was saved in a call; None if that is not known."""
     if type(saved) not in (Tensor, nn.Parameter) or saved.layout is not torch.strided:
         return None
     storage = saved.untyped_storage()
-    for number, source in enumerate(sources):
-        if saved.dtype is source.dtype:
-            if storage._cdata != source.untyped_storage()._cdata:
-                continue
-            dtype, offset = None, int(saved.storage_offset() - source.storage_offset())
-        # A cast of this one, by its size, and of nothing else.
-        elif saved.numel() == source.numel() and source.is_floating_point():
-            same_size = sum(other.numel() == saved.numel() for other in sources)
-            if same_size > 1 or storage.nbytes() != saved.nbytes:
-                continue
-            dtype, offset = saved.dtype, int(saved.storage_offset())
-        else:
-            continue
-        if offset == 0 and saved.shape == source.shape and saved.stride() == source.stride():
-            return _Recipe(number, dtype, None)
-        return _Recipe(number, dtype, (saved.shape, saved.stride(), offset))
-    return None
+    if storage._cdata in storages:
+        number, dtype = storages.index(storage._cdata), None
+        offset = int(saved.storage_offset() - sources[number].storage_offset())
+    else:
+        # A cast of the one that has its size, and of nothing else.
+        of_its_size = [n for n, one in enumerate(sources) if one.numel() == saved.numel()]
+        if len(of_its_size) != 1 or storage.nbytes() != saved.nbytes:
+            return None
+        number, dtype, offset = of_its_size[0], saved.dtype, int(saved.storage_offset())
+        if dtype is sources[number].dtype or not sources[number].is_floating_point():
+            return None
+    source = sources[number]
+    if dtype is None and saved.dtype is not source.dtype:
+        return None
+    if offset == 0 and saved.shape == source.shape and saved.stride() == source.stride():
+        return _Recipe(number, dtype, None)
+    return _Recipe(number, dtype, (saved.shape, saved.stride(), offset))
