@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu.requirements import requires
 from recomputed import GPT, GPTBlock, ResNet, image_loss, images, live_bytes, token_loss, tokens
@@ -65,6 +66,102 @@ def test_bits_eagerly_and_in_a_graph(deterministic, name, what, precision):
     captured, report = run(name, Plan(precision=precision, recompute=what, cuda_graph=True))
     assert report.counters["replays"] >= 1, str(report)
     assert differences(expected, captured) == []
+
+
+@pytest.mark.parametrize(
+    "what", ["blocks", "selective", RecomputeOptions(selective=True, share=1.0)]
+)
+@pytest.mark.parametrize("name", ["gpt", "flash"])
+def test_the_generators_go_on_as_without(name, what):
+    net, loss_fn, data = NETS[name]
+    states = []
+    for recompute in (None, what):
+        torch.manual_seed(0)
+        model = net().cuda().train()
+        handle = None if recompute is None else Recompute(model, recompute)
+        drawn = []
+        for number in range(4):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = loss_fn(model, on_gpu(data(seed=number)))
+            loss.backward()
+            drawn += [torch.cuda.get_rng_state(), torch.get_rng_state(), loss.detach()]
+        if handle is not None:
+            handle.close()
+        states.append(drawn)
+    assert differences(*states) == []
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+def test_a_capture_by_hand(deterministic, what):
+    """Forward and backward in a graph of the user's own: as eager steps, masks included."""
+
+    def made():
+        torch.manual_seed(0)
+        return GPT(dropout=0.2).cuda().train()
+
+    batches = [tokens(seed=n).cuda() for n in range(5)]
+
+    def step(model, batch):
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = token_loss(model, batch)
+        return loss, torch.autograd.grad(loss, list(model.parameters()))
+
+    model = made()
+    torch.cuda.manual_seed(7)
+    expected = [step(model, batch) for batch in batches]
+
+    model = made()
+    with Recompute(model, what):
+        static = batches[0].clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step(model, static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss, gradients = step(model, static)
+        torch.cuda.manual_seed(7)
+        for batch, (expected_loss, expected_gradients) in zip(batches, expected, strict=True):
+            static.copy_(batch)
+            graph.replay()
+            assert torch.equal(loss, expected_loss)
+            assert all(map(torch.equal, gradients, expected_gradients))
+
+
+class Ran(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_what_selective_keeps_does_not_run_again(precision):
+    torch.manual_seed(0)
+    model, batch = GPT().cuda(), tokens().cuda()
+
+    def loss():
+        with torch.autocast("cuda", precision, enabled=precision is not None):
+            return token_loss(model, batch)
+
+    def counted():
+        loss().backward()
+        once_more = loss()
+        with Ran() as ran:
+            once_more.backward()
+        forwards = [name for name in ran.names if "backward" not in name]
+        norms = sum(name == "aten::native_layer_norm" for name in forwards)
+        return norms, sum("_scaled_dot_product" in name for name in forwards)
+
+    with Recompute(model, "blocks"):
+        assert counted() == (6, 3)
+    with Recompute(model, RecomputeOptions(selective=True, share=1.0)):
+        assert counted() == (0, 0)
 
 
 class Dropping(nn.Module):
@@ -142,6 +239,7 @@ def test_the_planner_says_what_the_device_holds():
                 kept = live_bytes(model, token_loss, batch)
         assert choice.saved_bytes == pytest.approx(kept, rel=0.1), choice.name
         assert choice.step_ms > 0
+        assert choice.is_measured
     times = {choice.name: choice.step_ms for choice in plan.choices}
     assert times["none"] <= times["blocks"]
 

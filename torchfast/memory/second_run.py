@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -119,7 +119,7 @@ class TwiceRun:
     def _unpack(self, saved: Saved) -> Tensor:
         if saved.kept is not None:
             if saved.kept._version != saved.version:
-                raise RuntimeError(_written("what a block keeps", saved.kept, saved.version))
+                _fail_written("what a block keeps", saved.kept, saved.version)
             return saved.kept
         value = saved.value
         if value is None:
@@ -176,7 +176,7 @@ class _Again:
             tensor = tensor.computed()
         position = self.position
         if position >= len(self._saved):
-            raise RuntimeError(_other(f"it saved more than {len(self._saved)} tensors"))
+            _fail(f"it saved more than {len(self._saved)} tensors")
         self.position = position + 1
         saved = self._saved[position]()
         if saved is None:
@@ -186,12 +186,10 @@ class _Again:
             or saved.dtype is not tensor.dtype
             or saved.device != tensor.device
         ):
-            raise RuntimeError(
-                _other(
-                    f"saved tensor {position} was {saved.dtype} of shape {tuple(saved.shape)} on "
-                    f"{saved.device} and is {tensor.dtype} of shape {tuple(tensor.shape)} on "
-                    f"{tensor.device}"
-                )
+            _fail(
+                f"saved tensor {position} was {saved.dtype} of shape {tuple(saved.shape)} on "
+                f"{saved.device} and is {tensor.dtype} of shape {tuple(tensor.shape)} on "
+                f"{tensor.device}"
             )
         if saved.kept is None:
             saved.value = tensor
@@ -214,20 +212,19 @@ class _Again:
 
     def check_complete(self) -> None:
         if self.position < self._needed:
-            found = f"it saved {self.position} tensors instead of {len(self._saved)}"
-            raise RuntimeError(_other(found))
+            _fail(f"it saved {self.position} tensors instead of {len(self._saved)}")
 
 
-def _other(found: str) -> str:
-    return (
+def _fail(found: str) -> NoReturn:
+    raise RuntimeError(
         f"a block computed something else when it ran again in the backward: {found}; let its "
         "forward depend on its inputs, parameters and torch's random numbers alone, or leave the "
         "block out of recompute"
     )
 
 
-def _written(what: str, tensor: Tensor, version: int) -> str:
-    return (
+def _fail_written(what: str, tensor: Tensor, version: int) -> NoReturn:
+    raise RuntimeError(
         f"{what} that is recomputed has been modified by an inplace operation before its backward: "
         f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected "
         f"{version}; write to a clone instead"
@@ -292,7 +289,7 @@ class _Input:
     def restored(self, unpack: Any) -> Tensor:
         tensor: Tensor = self._packed if unpack is None else unpack(self._packed)
         if self._version is not None and tensor._version != self._version:
-            raise RuntimeError(_written("an input of a block", tensor, self._version))
+            _fail_written("an input of a block", tensor, self._version)
         return tensor.detach().requires_grad_() if self._requires_grad else tensor
 
 
