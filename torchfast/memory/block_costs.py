@@ -38,6 +38,7 @@ class BlockCosts:
         made_in: In which stretch of the block each of these ran.
         order: All stretches.
         norms: The norms among the results, which are the last ones.
+        attention: The numbers of the results that calls of torch's attention are.
     """
 
     saved: Storages
@@ -47,6 +48,7 @@ class BlockCosts:
     made_in: tuple[Stretch, ...]
     order: tuple[Stretch, ...]
     norms: tuple[Norm, ...]
+    attention: tuple[int, ...]
 
     @property
     def saved_bytes(self) -> int:
@@ -123,6 +125,7 @@ class CostMeter:
                 made_in=tuple(noting.made_in),
                 order=tuple(stretches.order),
                 norms=tuple(norms),
+                attention=tuple(noting.attention),
             )
 
         return result, costs
@@ -182,6 +185,7 @@ class _Noting(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted: list[_Noted] = []
         self.made_in: list[Stretch] = []
+        self.attention: list[int] = []
         self._num_saved, self._marks, self._stretches = num_saved, marks, stretches
 
     @classmethod
@@ -201,4 +205,6 @@ class _Noting(TorchDispatchMode):
         marks = None if self._marks is None or before is None else (before, self._marks.now())
         self.noted.append(_Noted(kind, args, out, num_saved, marks))
         self.made_in.append(self._stretches.now)
+        if kind == "attention" and self._stretches.is_in_attention:
+            self.attention.append(len(self.made_in) - 1)
         return out

@@ -76,7 +76,9 @@ class BlockKind:
         share = self.options.share
         choice = choose_kept(costs.results, costs.saved_bytes, costs.input_bytes, share)
         self.choice = choice
-        self.places = KeptPlaces.of(choice.kept, costs.made_in, costs.order, costs.norms)
+        self.places = KeptPlaces.of(
+            choice.kept, costs.made_in, costs.order, costs.norms, costs.attention
+        )
         return result
 
 

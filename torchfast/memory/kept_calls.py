@@ -9,7 +9,9 @@ call, which runs without recompute, shows in which of them the results to keep a
   comes out. The second run leaves the call out, and tells autograd's places for it what they wait
   for: the layer's input, which has been computed again by then, and its weight, cast where
   autocast did.
-- In other leaves, and between leaves, where attention is, a dispatch mode stands for that stretch.
+- Between leaves a call of torch's attention is noted alike, by `AtAttention`.
+- Other results, of leaves of other kinds or between leaves, are seen by a dispatch mode, which
+  stands for that stretch.
 
 In a block that holds compiled parts the leaves are left alone, since the compiler looks at them:
 the dispatch mode stands around all of it, and under it what is compiled stays compiled.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, final
@@ -28,9 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchfast._core.rng import DrawnFrom
+from torchfast.memory.caller_mode import AtAttention, draws, has_compiled, inputs_of
 from torchfast.memory.kept_norms import Deferred, Norm, NormWatch
 from torchfast.memory.kept_results import KeptResults
-from torchfast.memory.noted_call import NotedCall, can_be_noted
+from torchfast.memory.noted_call import NotedCall, can_be_noted, sources_of
 from torchfast.memory.second_run import TwiceRun
 
 
@@ -58,6 +62,7 @@ class KeptPlaces:
         norms: The calls of norms that are left out.
         readers: For each call that reads one of them, which.
         noted: The calls of leaves that are noted as they come out, if these are layers.
+        attention: The stretches of which nothing is kept but what torch's attention returned.
     """
 
     kept: dict[Stretch, tuple[bool, ...]]
@@ -65,6 +70,7 @@ class KeptPlaces:
     norms: frozenset[Stretch]
     readers: dict[Stretch, Stretch]
     noted: frozenset[Stretch]
+    attention: frozenset[Stretch]
 
     @classmethod
     def of(
@@ -73,6 +79,7 @@ class KeptPlaces:
         made_in: Sequence[Stretch],
         order: Sequence[Stretch],
         norms: Sequence[Norm] = (),
+        attention: Sequence[int] = (),
     ) -> KeptPlaces:
         """Return the places of results.
 
@@ -82,6 +89,7 @@ class KeptPlaces:
             made_in: The stretch of each operation.
             order: All stretches of the call.
             norms: The norms.
+            attention: The numbers of the operations that are calls of torch's attention.
         """
         by_stretch: dict[Stretch, list[bool]] = {}
         for keep, stretch in zip(kept, made_in, strict=False):
@@ -96,7 +104,11 @@ class KeptPlaces:
         paths = tuple((path, path.split(".")) for path in sorted(leaves - {""}))
         one = {s for s, those in places.items() if s.is_inside and those == (True,)}
         noted = frozenset((*one, *readers, *readers.values()))
-        return cls(places, paths, frozenset(readers.values()), readers, noted)
+        called = {made_in[number] for number in attention}
+        alone = frozenset(
+            s for s, those in places.items() if s in called and not s.is_inside and len(those) == 1
+        )
+        return cls(places, paths, frozenset(readers.values()), readers, noted, alone)
 
     def leaves_in(self, block: nn.Module) -> dict[str, nn.Module]:
         """Return the leaves of one of the blocks, as they stand there now."""
@@ -167,6 +179,7 @@ class Stretches:
     Attributes:
         now: The one that is under way.
         order: All so far.
+        is_in_attention: Whether a call of torch's attention is under way.
     """
 
     def __init__(self) -> None:
@@ -174,6 +187,7 @@ class Stretches:
         self.order = [self.now]
         self._numbers: dict[str, int] = {}
         self._norms = NormWatch()
+        self.is_in_attention = False
 
     def saves(self, storages: dict[int, int]) -> None:
         """Note what autograd saves now."""
@@ -190,8 +204,20 @@ class Stretches:
     @contextmanager
     def noting(self, block: nn.Module) -> Iterator[None]:
         """Note those of the call in the body."""
-        with _in_the_way(leaves_of(block), self._around):
+        leaves = leaves_of(block)
+        looks = bool(leaves) and not has_compiled()
+        with (
+            _in_the_way(leaves, self._around),
+            AtAttention(self._at_attention) if looks else nullcontext(),
+        ):
             yield
+
+    def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.is_in_attention = inputs_of(args, kwargs) is not None
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.is_in_attention = False
 
     def _around(self, path: str, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
         number = self._numbers.get(path, 0)
@@ -244,8 +270,8 @@ class _Run:
     """A run of a block that is under way."""
 
     __slots__ = (
-        "_depth", "_is_again", "_kept", "_mode", "_norms", "_numbers", "_places", "_results",
-        "_twice",
+        "_depth", "_function_depth", "_is_again", "_kept", "_looking", "_mode", "_norms", "_now",
+        "_numbers", "_places", "_results", "_twice",
     )  # fmt: skip
 
     def __init__(
@@ -264,6 +290,9 @@ class _Run:
         self._numbers: dict[str, int] = {}
         self._mode: TorchDispatchMode | None = None
         self._depth = torch._C._len_torch_dispatch_stack()
+        self._looking: AtAttention | None = None
+        self._function_depth = torch._C._len_torch_function_stack()
+        self._now = Stretch()
 
     @contextmanager
     def under_way(self, leaves: dict[str, nn.Module]) -> Iterator[None]:
@@ -279,7 +308,10 @@ class _Run:
         number = self._numbers.get(path, 0)
         self._numbers[path] = number + 1
         # Under a mode that somebody has entered within the block, nothing is kept.
-        if torch._C._len_torch_dispatch_stack() != self._depth:
+        if (
+            torch._C._len_torch_dispatch_stack() != self._depth
+            or torch._C._len_torch_function_stack() != self._function_depth
+        ):
             return run(module, *args, **kwargs)
         inside = Stretch(path, number, is_inside=True)
         kept = self._kept.get(inside)
@@ -309,7 +341,7 @@ class _Run:
             twice.taken = None
         if type(result) is Tensor:
             self._results[inside] = NotedCall(
-                module, x, result, position, taken,
+                sources_of(module, x), result, position, taken,
                 keeps=self._kept.get(inside) == (True,), holds=holds if out is x else None,
             )  # fmt: skip
             if inside in self._places.norms:
@@ -328,19 +360,63 @@ class _Run:
         if not noted.keeps:
             return run(module, noted.fed(x))
         del self._results[inside]  # its memory is free as soon as the backward has used it
-        return noted.given(twice, module, x)
+        return noted.given(twice, sources_of(module, x))
+
+    def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        twice, stretch = self._twice, self._now
+        inputs, there = inputs_of(args, kwargs), self._results.get(stretch)
+        if inputs is None:
+            return func(*args, **kwargs)
+        if self._is_again:
+            if type(there) is not NotedCall or not there.fits(twice, inputs[0]):
+                return func(*args, **kwargs)
+            del self._results[stretch]
+            return there.given(twice, inputs)
+        if there is not None:
+            return func(*args, **kwargs)
+        position = twice.position
+        taken = twice.taken = []
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            twice.taken = None
+        # Not where it is computed in parts, of which each saves something.
+        most = sum(tensor.nbytes for tensor in inputs) + 2 * result.nbytes
+        if type(result) is Tensor and sum(tensor.nbytes for _, tensor in taken) <= most:
+            drawn = DrawnFrom(None if result.device.type == "cpu" else result.device)
+            self._results[stretch] = NotedCall(
+                inputs, result, position, taken, keeps=True,
+                drawn=drawn if draws(args, kwargs) else None,
+            )  # fmt: skip
+        return result
 
     def _begin(self, stretch: Stretch) -> None:
         kept = self._kept.get(stretch)
-        if kept is not None and torch._C._len_torch_dispatch_stack() == self._depth:
-            self._mode = self._mode_of(stretch, kept)
-            self._mode.__enter__()
+        if kept is None or torch._C._len_torch_dispatch_stack() != self._depth:
+            return
+        if self._looks_at(stretch):
+            if torch._C._len_torch_function_stack() == self._function_depth:
+                self._now, self._looking = stretch, AtAttention(self._at_attention)
+                self._looking.__enter__()  # type: ignore[no-untyped-call]
+            return
+        self._mode = self._mode_of(stretch, kept)
+        self._mode.__enter__()
+
+    def _looks_at(self, stretch: Stretch) -> bool:
+        """Whether to look for calls of attention there, and not for operations."""
+        if self._is_again:
+            return not isinstance(self._results.get(stretch), KeptResults)
+        return stretch in self._places.attention and not has_compiled()
 
     def _end(self) -> None:
         # Not below a mode that somebody has entered since.
         if self._mode is not None and torch._C._len_torch_dispatch_stack() == self._depth + 1:
             self._mode.__exit__(None, None, None)
             self._mode = None
+        depth = self._function_depth + 1
+        if self._looking is not None and torch._C._len_torch_function_stack() == depth:
+            self._looking.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._looking = None
 
     def _mode_of(self, stretch: Stretch, kept: tuple[bool, ...]) -> TorchDispatchMode:
         if not self._is_again:

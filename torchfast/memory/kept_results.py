@@ -195,19 +195,31 @@ def flops_of(kind: OpClass, args: Sequence[Any], out: Any) -> float:
 class _Entry:
     """A result, what it was when it was kept, and the generator behind it."""
 
-    __slots__ = ("_generator", "_versions", "func", "value")
+    __slots__ = ("_generator", "_seen", "_versions", "func", "value")
 
     def __init__(
         self, func: Any, value: Any, generator: tuple[torch.device, Tensor] | None
     ) -> None:
         self.func = func
         self.value = tree_map_only(Tensor, _alias, value)
-        self._versions = _versions(self.value)
+        self._seen = [self.value]
+        self._versions = _versions(self._seen)
         self._generator = generator
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in its memory."""
+        key = tensor.untyped_storage()._cdata
+        held = (t for t in tree_leaves(self.value) if isinstance(t, Tensor))
+        return any(t.untyped_storage()._cdata == key for t in held)
+
+    def also_watch(self, tensor: Tensor) -> None:
+        """Count the writes to another view of it, which counts for itself."""
+        self._seen.append(_alias(tensor))
+        self._versions = _versions(self._seen)
 
     def given(self) -> Any:
         """Return the result, if it is still what it was; None if not."""
-        if _versions(self.value) != self._versions:
+        if _versions(self._seen) != self._versions:
             return None
         if self._generator is not None:
             device, state = self._generator
@@ -251,7 +263,12 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op_class(func) is None:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func is torch.ops.aten._unsafe_view.default:  # as ``matmul`` returns what it made
+                for entry in self._entries:
+                    if entry is not None and entry.holds(args[0]):
+                        entry.also_watch(out)
+            return out
         number = len(self._entries)
         if number >= len(self._choice) or not self._choice[number]:
             self._entries.append(None)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from torchfast._core.rng import DrawnFrom
 from torchfast.memory.kept_norms import NORMS, Deferred, Like
 from torchfast.memory.second_run import Saved, TwiceRun
 
@@ -59,34 +60,35 @@ class NotedCall:
     """A call of the first run.
 
     Args:
-        module: The layer.
-        x: Its input.
+        sources: What it is made from: the input, and the parameters; of attention, its inputs.
         result: What it returned.
         position: How many tensors autograd had saved before.
         taken: What autograd saved in it.
         keeps: Whether the result is kept.
         holds: What other readers of its input have kept of it; None if it is not to be kept.
+        drawn: Where the generators stand behind it, if it draws.
 
     Attributes:
         keeps: Whether the result is kept.
     """
 
     __slots__ = (
-        "_dtype", "_held", "_like", "_position", "_recipes", "_requires_grad", "_result", "_shape",
-        "_stride", "_version", "keeps",
+        "_drawn", "_dtype", "_held", "_like", "_position", "_recipes", "_requires_grad",
+        "_result", "_shape", "_stride", "_version", "keeps",
     )  # fmt: skip
 
     def __init__(
         self,
-        module: nn.Module,
-        x: Tensor,
+        sources: list[Tensor],
         result: Tensor,
         position: int,
         taken: list[tuple[Saved, Tensor]],
         *,
         keeps: bool,
         holds: list[Tensor] | None = None,
+        drawn: DrawnFrom | None = None,
     ) -> None:
+        self._drawn = drawn
         self._result = result.detach()
         if not keeps:  # the count of writes, and no memory
             self._result.data = result.new_empty(0)
@@ -96,9 +98,9 @@ class NotedCall:
         self._like = None if keeps or holds is not None else Like.of(result)
         self._requires_grad = result.requires_grad
         self._position = position
+        x = sources[0]
         self._shape, self._stride, self._dtype = x.shape, x.stride(), x.dtype
         self._held: Tensor | None = None
-        sources = _sources(module, x)
         storages = [source.untyped_storage()._cdata for source in sources]
         self._recipes: list[_Recipe | None] = []
         for saved, tensor in taken:
@@ -126,14 +128,16 @@ class NotedCall:
             and self._stride == x.stride()
         )
 
-    def given(self, twice: TwiceRun, module: nn.Module, x: Tensor) -> Tensor:
+    def given(self, twice: TwiceRun, sources: list[Tensor]) -> Tensor:
         """Give autograd's places what they wait for, and return the result."""
-        self._give(twice, module, x)
+        self._give(twice, sources)
+        if self._drawn is not None:
+            self._drawn.restore()
         return self._result.requires_grad_(self._requires_grad)
 
     def deferred(self, twice: TwiceRun, module: nn.Module, x: Tensor, run: Any) -> Tensor:
         """Give autograd's places what they wait for, and return what will be the result."""
-        self._give(twice, module, x)
+        self._give(twice, sources_of(module, x))
         assert self._like is not None
         return Deferred(lambda: run(module, x), self._like, requires_grad=self._requires_grad)
 
@@ -143,12 +147,12 @@ class NotedCall:
             return x
         return self._held.view(x.shape).detach().requires_grad_(x.requires_grad)
 
-    def _give(self, twice: TwiceRun, module: nn.Module, x: Tensor) -> None:
-        sources = _sources(module, x)
+    def _give(self, twice: TwiceRun, sources: list[Tensor]) -> None:
         twice.give([None if r is None else r.made_from(sources) for r in self._recipes])
 
 
-def _sources(module: nn.Module, x: Tensor) -> list[Tensor]:
+def sources_of(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return what a layer makes its result from."""
     return [x, *(p for p in module._parameters.values() if p is not None)]
 
 
@@ -168,7 +172,12 @@ def _recipe(saved: Tensor, sources: list[Tensor], storages: list[int]) -> _Recip
         return None
     storage = saved.untyped_storage()
     if storage._cdata in storages:
-        number, dtype = storages.index(storage._cdata), None
+        there = [n for n, one in enumerate(storages) if one == storage._cdata]
+        # Views of one memory, such as the queries and keys of one product: take it as it is seen.
+        same = (n for n in there if Like.of(sources[n]) == Like.of(saved))
+        at = saved.storage_offset()
+        number = next((n for n in same if sources[n].storage_offset() == at), there[0])
+        dtype: torch.dtype | None = None
         offset = int(saved.storage_offset() - sources[number].storage_offset())
     else:
         # A cast of the one that has its size, and of nothing else.
