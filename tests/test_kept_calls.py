@@ -13,8 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recomputed import GPT, GPTBlock, Live, image_loss, make, token_loss, tokens, train
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
+from torchfast._core.rng import DrawnFrom
+from torchfast.memory.caller_mode import draws
 from torchfast.memory.kept_calls import KeptPlaces, Stretch
 from torchfast.memory.kept_results import KeptResults, op_class
+from torchfast.memory.noted_call import NotedCall
 
 EVERYTHING = RecomputeOptions(selective=True, share=1.0)
 
@@ -331,6 +334,29 @@ def test_leaves_that_the_compiler_looks_at_are_left_alone(is_module):
     with Recompute(model, EVERYTHING):
         assert differences(expected, train(model, token_loss, tokens())) == []
     assert len(compiled) <= 2 * num_compiled
+
+
+def test_what_draws_and_is_left_out_leaves_the_generator_behind_it():
+    """As attention with dropout does on a GPU; on a CPU it is computed in parts."""
+
+    class Second:
+        position = 0
+
+        def give(self, tensors):
+            assert tensors == []
+
+    x = torch.ones(3)
+    torch.rand(2)
+    behind = DrawnFrom(None)
+    expected = torch.rand(4)
+    call = NotedCall([x], x + 1, 0, [], keeps=True, drawn=behind)
+    torch.manual_seed(1)
+    assert call.fits(Second(), x)
+    assert torch.equal(call.given(Second(), [x]), x + 1)
+    assert torch.equal(torch.rand(4), expected)
+    assert draws((x, x, x, None, 0.1), {})
+    assert draws((x, x, x), {"dropout_p": 0.1})
+    assert not draws((x, x, x), {"is_causal": True})
 
 
 def test_the_places_of_results():
