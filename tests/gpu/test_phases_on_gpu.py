@@ -201,7 +201,7 @@ def test_replays_of_a_late_host_are_told_by_the_dozen():
     for name in ("forward", "backward", "update"):
         assert (found[name].source, warm_up[name].source) == ("measured", "from warm-up")
         assert found[name].num_samples > 12
-        assert found[name].p50_ms < 0.7 * warm_up[name].p50_ms
+        assert found[name].p50_ms < warm_up[name].p50_ms
 
 
 @pytest.mark.usefixtures("deterministic")

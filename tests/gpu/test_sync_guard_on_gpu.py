@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
+from gpu.syncs import forbid_syncs
 from gpu.test_syncs import CASES, Net, loss_fn, make_batch
 from host_waits import (
     KINDS,
@@ -51,13 +52,13 @@ def places(guard):
 def has_waited(compiled):
     """Whether torch itself sees a call wait."""
     said = ""
-    torch.cuda.set_sync_debug_mode("error")
+    forbid_syncs(True)
     try:
         compiled(batch().requires_grad_())
     except RuntimeError as error:
         said = str(error)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        forbid_syncs(False)
     assert "synchronizing CUDA operation" in said or not said
     return bool(said)
 
