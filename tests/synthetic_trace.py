@@ -75,11 +75,12 @@ class SyntheticTrace:
         at=None,
         stream=7,
         us=2.0,
+        tid=MAIN,
     ):
         """A copy whose call takes so long."""
         number = next(self._numbers)
         at = start - self.ahead if at is None else at
-        self._add("cuda_runtime", "cudaMemcpyAsync", at, at + us, MAIN, correlation=number)
+        self._add("cuda_runtime", "cudaMemcpyAsync", at, at + us, tid, correlation=number)
         self._work("gpu_memcpy", f"Memcpy {kind}", start, end, number, stream, 0, bytes=num)
 
     def _work(self, cat, name, start, end, number, stream, device, **more):

@@ -14,18 +14,18 @@ STEPS, KERNELS = 6, 20
 GEMM = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"
 
 
-def loop(launch_us, kernel_us, waits=(), log_bytes=0):
-    """A host that launches one kernel after another and waits behind some of each step's."""
+def loop(launch_us, kernel_us, waits=(), log_bytes=0, *, log_every=1, steps=STEPS):
+    """A host that launches one kernel after another and waits behind some of a step's."""
     made = SyntheticTrace()
     now = free = 0.0
-    for step in range(STEPS):
+    for step in range(steps):
         begin = now
         for number in range(KERNELS):
             start = max(free, now + 5.0)
             free = start + (kernel_us[number] if isinstance(kernel_us, list) else kernel_us)
             made.kernel(start, free, GEMM, at=now, op="aten::mm")
             now += launch_us
-            if number in waits:
+            if number in waits and step % log_every == log_every - 1:
                 asked = now
                 if log_bytes:
                     made.copy(
@@ -112,6 +112,44 @@ def test_a_host_that_the_profiler_makes_slower_is_taken_at_its_own_pace(tmp_path
 
 def host_step_us(figures):
     return figures.host_phases["rest"] / figures.num_steps
+
+
+@pytest.mark.parametrize("steps", [4, 5, 10])
+@pytest.mark.parametrize("log_every", [2, 3])
+@pytest.mark.parametrize("slower", [1.0, 1.5])
+def test_a_wait_in_some_steps_is_not_taken_for_the_profiler(tmp_path, steps, log_every, slower):
+    """The usual step before the profiler did not wait; nor does the usual one in the trace."""
+    uneven = [8.0] * 10 + [60.0] * 10
+    made = loop(30.0 * slower, uneven, (KERNELS - 1,), log_every=log_every, steps=steps)
+    trace = read(made, tmp_path)
+    figures = measure_trace(trace, untraced_us=30.0 * KERNELS)
+    assert figures.pace == pytest.approx(1.0 / slower, rel=0.02)
+    own = loop(30.0, uneven, (KERNELS - 1,), log_every=log_every, steps=steps)
+    without = figures_of(loop(30.0, uneven, steps=steps), tmp_path)
+    more = figures_of(own, tmp_path).idle_us - without.idle_us
+    assert figures.waits_us == pytest.approx(more, rel=0.25)
+
+
+def test_threads_that_fetch_batches_ahead_make_nobody_late(tmp_path):
+    """They wait for batches, and for their copies to the device, while the main thread works."""
+    alone = loop(30.0, 10.0)
+    trace = read(alone, tmp_path)
+    wanted = measure_trace(trace), measure_trace(trace, untraced_us=300.0)
+    made = loop(30.0, 10.0)
+    made.annotation("torchfast.data_wait", 0.0, STEPS * 600.0, tid=300)
+    for step in range(STEPS):
+        begin = step * 600.0
+        made.copy(
+            begin + 20.0, begin + 24.0, "HtoD (Pinned -> Device)", stream=9, at=begin + 9, tid=300
+        )
+        made.call("cudaEventSynchronize", begin + 13.0, begin + 590.0, tid=300)
+    trace = read(made, tmp_path)
+    found = measure_trace(trace), measure_trace(trace, untraced_us=300.0)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.waits_us == 0.0
+        assert one.pace == pytest.approx(other.pace, abs=0.01)
+        assert one.share(one.late_us) == pytest.approx(other.share(other.late_us), abs=0.02)
+        assert judge(one, ()).name == "launch-bound"
 
 
 def test_a_host_that_waits_for_batches_is_not_made_faster(tmp_path):

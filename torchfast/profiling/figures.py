@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, final
 from torchfast.profiling import kernels
 from torchfast.profiling.gaps import Gap, busy_of, find_gaps
 from torchfast.profiling.intervals import Interval, intersection, length, union
-from torchfast.profiling.playback import play
+from torchfast.profiling.playback import play, usual
 from torchfast.profiling.projection import Launched, PhaseTime, phase_of, phase_times, project
 from torchfast.profiling.trace import HostSpan, Trace
 from torchfast.profiling.waits import waits_to_play
@@ -241,10 +241,16 @@ def _at_own_pace(
 ) -> tuple[float, float, float]:
     """Return what waits and what else of the host cost the device, and the host's own pace."""
     by_host = sum(idle.get(cause, 0.0) for cause in BY_HOST)
-    data = [(s.start, s.end) for s in trace.spans if phase_of(s) == "data_wait"]
-    slowdown = max(1.0, host.step_us / host.untraced_us) if host.untraced_us else 1.0
+    main, steps = trace.main_thread(), trace.steps
+    # A thread that fetches ahead waits for batches all the time, and nobody for it.
+    own = [s for s in trace.spans if s.thread == main]
+    data = [(s.start, s.end) for s in own if phase_of(s) == "data_wait"]
+    slowdown = 1.0
+    if host.untraced_us and steps:
+        slowdown = max(1.0, usual([s.end - s.start for s in steps]) / host.untraced_us)
+    ends = [*(s.start for s in steps), steps[-1].end] if steps else []
     waits = waits_to_play(trace)
-    found = play(launched, waits, data, slowdown)
+    found = play(launched, waits, data, slowdown, ends)
     as_traced = found if found.pace == 1.0 else play(launched, waits, data)
     if not as_traced.idle_us:
         return 0.0, by_host, found.pace

@@ -10,15 +10,17 @@ So the host's calls are played again on a model of the device, in which a piece 
 it has been launched and what came before it has ended, and in which a wait ends when what it waited
 for has. First with everything the host did between its waits taking a share of its time, the
 `pace`, such that a step takes what it took before the profiler began; time in which the host waited
-for a batch is left as it is. Then without the waits and the operators that made them: what the
-device is idle less is what the waits cost.
+for a batch is left as it is. Steps are not all alike: one in ten may wait for the device, to log.
+So a usual step is held against a usual one, and not the mean of all. Then the same is played
+without the waits and the operators that made them: what the device is idle less is what the waits
+cost.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple, final
 
 from torchfast.profiling.intervals import Interval, intersection, length, union
@@ -28,6 +30,8 @@ from torchfast.profiling.trace import HostCall
 # A profiler that makes the host less slower than this is no matter.
 _SAME_PACE: Final = 0.97
 _LEAST_PACE: Final = 0.02
+# What an event of the host is.
+_LAUNCH, _WAIT, _STEP = range(3)
 # The clocks of host and device are matched to about this.
 _CLOCKS_US: Final = 1.0
 
@@ -60,6 +64,7 @@ def play(
     waits: Sequence[Wait],
     data_waits: Iterable[Interval] = (),
     slowdown: float = 1.0,
+    steps: Sequence[float] = (),
 ) -> Played:
     """Return for how long one device is idle, with and without the waits of the host.
 
@@ -67,16 +72,22 @@ def play(
         launched: The work of one device.
         waits: The waits of all threads that launch.
         data_waits: When the host waited for a batch.
-        slowdown: How much longer a step took under the profiler than before it began.
+        slowdown: How much longer a step took under the profiler than before it began, a usual one.
+        steps: When each step begins on the host, and when the last ends; without, all is one step.
     """
-    return _Playback(launched, waits, union(data_waits)).at(1.0 / slowdown)
+    return _Playback(launched, waits, union(data_waits), steps).at(1.0 / slowdown)
+
+
+def usual(steps_us: Sequence[float]) -> float:
+    """Return what a step takes that waits for no more than most do: the lower quartile."""
+    return sorted(steps_us)[len(steps_us) // 4]
 
 
 class _Event(NamedTuple):
-    """A launch, or the end of a wait, in the order of the host."""
+    """A launch, the end of a wait, or that of a step, in the order of the host."""
 
     moment: float
-    is_wait: bool
+    kind: int
     work: int  # its number in the order of the device; of a wait, that of what it waited for
     own_us: float  # what the host needs for a wait for nothing
 
@@ -86,7 +97,11 @@ class _Playback:
     """The calls of the host and the work of a device."""
 
     def __init__(
-        self, launched: Sequence[Launched], waits: Sequence[Wait], data: list[Interval]
+        self,
+        launched: Sequence[Launched],
+        waits: Sequence[Wait],
+        data: list[Interval],
+        steps: Sequence[float],
     ) -> None:
         run = sorted(launched, key=lambda each: each.work.start)
         reached = float("-inf")
@@ -98,7 +113,7 @@ class _Playback:
             reached = max(reached, each.work.end)
             ends.append(reached)
         events = [
-            _Event(each.call.start, False, index, 0.0)
+            _Event(each.call.start, _LAUNCH, index, 0.0)
             for index, each in enumerate(run)
             if each.call is not None
         ]
@@ -108,8 +123,11 @@ class _Playback:
             over = wait.call.start if index < 0 else max(wait.call.start, ends[index])
             own_us = max(0.0, wait.call.end - over)
             if wait.call.end >= begin:
-                events.append(_Event(wait.call.end, True, index, own_us))
+                events.append(_Event(wait.call.end, _WAIT, index, own_us))
+        events += [_Event(moment, _STEP, -1, 0.0) for moment in steps]
         self._events = sorted(events)
+        # Time begins with the first launch, though the step around it began before.
+        self._first = next((i for i, e in enumerate(self._events) if e.kind != _STEP), 0)
         moments = [event.moment for event in self._events]
         calls = union((wait.call.start, wait.call.end) for wait in waits)
         around = union(wait.operator for wait in waits)
@@ -138,19 +156,24 @@ class _Playback:
         return high
 
     def _play(self, pace: float, *, waits: bool) -> tuple[float, float, float]:
-        """Return the time in all, the device's idle time, and the host's time."""
+        """Return the time in all, the device's idle time, and the host's for a usual step."""
         times = self._as_it_was if waits else self._without
         us = self._us
         ready = [0.0] * len(us)  # what has no launch here was launched before
         ends = [0.0] * len(us)
-        host = free = idle = 0.0
+        free = idle = 0.0
         done = 0
+        ended: list[float] = []
         before = times[0] if times else (0.0, 0.0)
+        begin = times[self._first] if times else before
+        host = pace * (before[0] - begin[0]) + before[1] - begin[1]
         for event, (own, data) in zip(self._events, times, strict=True):
             host += pace * (own - before[0]) + data - before[1]
             before = own, data
-            if not event.is_wait:
+            if event.kind == _LAUNCH:
                 ready[event.work] = host
+            elif event.kind == _STEP:
+                ended.append(host)
             elif waits:
                 # Work is done in the order of the device, of which this is the last that ended.
                 while done <= event.work:
@@ -163,7 +186,8 @@ class _Playback:
         for index in range(done, len(us)):
             idle += max(0.0, ready[index] - free)
             free = max(free, ready[index]) + us[index]
-        return max(host, free), idle, host
+        steps_us = [after - before for before, after in pairwise(ended)]
+        return max(host, free), idle, usual(steps_us or [host])
 
 
 def _host_time(

@@ -168,8 +168,8 @@ def waits_of(trace: Trace) -> list[HostCall]:
     begin = steps[0].start if steps else float("-inf")
     end = steps[-1].end if steps else float("inf")
     inside = [c for c in trace.calls if begin <= c.start <= end]
-    # A thread that only copies into pinned memory, or watches, may wait: it makes nobody late.
-    done = {work.correlation for work in trace.work}
+    # A thread that only copies, to pinned memory or to the device, may wait: it makes nobody late.
+    done = {work.correlation for work in trace.work if work.kind == "kernel"}
     working = {c.thread for c in inside if c.correlation in done} | {trace.main_thread()}
     # A copy to memory that is not pinned is called asynchronous and yet returns when it is done.
     pageable = {
