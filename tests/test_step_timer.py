@@ -8,6 +8,7 @@ import pytest
 
 from simulated_queue import SimulatedQueue, percentiles, run_step, skip_first, timed
 from torchfast import phase
+from torchfast._core.phases import REPLAY
 from torchfast._core.step_times import PhaseTimes
 from torchfast.profiling.step_timer import MOST_PENDING
 
@@ -191,6 +192,22 @@ def test_a_name_that_the_table_has_is_told_apart(timer, queue, name):
     assert found["forward"].source == "measured"
     assert found["step"].p50_ms == 5.0
     assert "replay" not in found.to_dict()
+
+
+@pytest.mark.parametrize("name", ["step", "other", "replay"])
+def test_a_phase_of_ones_own_inside_of_a_graph_is_told_apart_too(timer, queue, name):
+    skip_first(timer, queue)
+    timer.begin_step()
+    with phase(REPLAY):
+        queue.spend(5.0)
+    timer.end_step()
+    timer.note_steps([6.0])
+    timer.note_replays([{name: 2.0}])
+    queue.let_pass()
+    rows = timer.times().phases
+    found = {row.name: row.p50_ms for row in rows}
+    assert len(rows) == len(found)
+    assert (found[f"{name} (yours)"], found["step"], found["replay"]) == (2.0, 6.0, 5.0)
 
 
 # --- for log records ------------------------------------------------------------------------------

@@ -268,8 +268,8 @@ class StepTimer:
             return None
         if name is REPLAY:
             sample.kind = "replay"
-        elif name in _TAKEN:
-            name += " (yours)"
+        else:
+            name = _told_apart(name)
         started = time.perf_counter()
         part = _Part(name, sample, sample.innermost, self._marks.now())
         sample.parts.append(part)
@@ -313,7 +313,7 @@ class StepTimer:
         sources: dict[str, Source] = {COMMUNICATION: "beside the step"} if self._talks else {}
         rows = _rows(list(self._replays) if is_replayed else eager, sources)
         if is_replayed:
-            inside = self._inside
+            inside = [{_told_apart(n): ms for n, ms in t.items()} for t in self._inside]
             if self._talks:  # a graph tells of those only that are in the step's own queue
                 inside = [{n: ms for n, ms in t.items() if n != COMMUNICATION} for t in inside]
             for samples, source in ((inside, _MEASURED), (eager, _FROM_WARM_UP)):
@@ -398,6 +398,11 @@ def _rows(
         PhaseTimes.of(name, [t.get(name, 0.0) for t in samples], sources.get(name, usual))
         for name in names
     ]
+
+
+def _told_apart(name: str) -> str:
+    """Return how the phase of a step is called in the table, which has rows of its own."""
+    return f"{name} (yours)" if name in _TAKEN else name
 
 
 def _place(row: PhaseTimes) -> tuple[int, int]:
