@@ -22,6 +22,7 @@ import multiprocessing
 import random
 import statistics
 import time
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
@@ -114,6 +115,7 @@ class Process:
     """An arm's process, which is given its turns."""
 
     def __init__(self, watched: Watched) -> None:
+        self.watched = watched
         context = multiprocessing.get_context("spawn")
         self.pipe, far_end = context.Pipe()
         self.process = context.Process(target=watched.train, args=(far_end,), daemon=True)
@@ -122,29 +124,52 @@ class Process:
         self.turns_ms: list[float] = []
 
     def answer(self) -> Any:
-        """Return what the process says next."""
-        if not self.pipe.poll(LIMIT_S):
-            raise TimeoutError(f"an arm said nothing for {LIMIT_S:.0f} s")
-        return self.pipe.recv()
+        """Return what the process says next.
+
+        Raises:
+            TimeoutError: It says nothing.
+            RuntimeError: It has ended.
+        """
+        try:
+            if not self.pipe.poll(LIMIT_S):
+                raise TimeoutError(f"{self.watched} said nothing for {LIMIT_S:.0f} s")
+            return self.pipe.recv()
+        except EOFError:
+            self.process.join(LIMIT_S)
+            raise RuntimeError(
+                f"{self.watched} ended before its turns did, with exit code "
+                f"{self.process.exitcode}; what it printed says why"
+            ) from None
 
     def turn(self, steps: int) -> float:
         """Return the time of a step, over so many."""
-        self.pipe.send(steps)
+        self._ask_for(steps)
         ms: float = self.answer()
         return ms
 
     def end(self) -> dict[str, Any]:
         """End the fit; return what was counted in it."""
-        self.pipe.send(0)
+        self._ask_for(0)
         counted: dict[str, Any] = self.answer()
         self.process.join(LIMIT_S)
         return counted
 
+    def kill(self) -> None:
+        """End the process, whatever it does, and wait until it is gone."""
+        self.process.kill()
+        self.process.join()
+
+    def _ask_for(self, steps: int) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # of one that has ended: `answer`
+            self.pipe.send(steps)
+
 
 def measured(mode: str, args: Any) -> list[dict[str, Any]]:
     """Return a row for each arm."""
-    processes = {arm: Process(Watched(arm, mode, args.size, args.device)) for arm in ARMS}
+    processes: dict[str, Process] = {}
     try:
+        for arm in ARMS:
+            processes[arm] = Process(Watched(arm, mode, args.size, args.device))
         for process in processes.values():
             process.answer()  # of the warm-up
         steps = max(4, round(args.block_s * 1e3 / processes["no times"].turn(8)))
@@ -164,7 +189,7 @@ def measured(mode: str, args: Any) -> list[dict[str, Any]]:
         return rows
     finally:
         for process in processes.values():
-            process.process.kill()
+            process.kill()
 
 
 def figures(turns_ms: list[float], other_ms: list[float] | None) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import signal
 
 import pytest
 import torch
@@ -56,6 +58,32 @@ def test_watching(run):
     assert ["forward" in row["samples"] for row in rows] == [False, True, True, True]
     assert all(row["steps"] > watching.WARM_UP_STEPS + 2 * row["steps_of_a_turn"] for row in rows)
     assert "as it is" in printed
+
+
+def test_a_watched_process_that_ends_is_told_of_and_none_is_left(monkeypatch):
+    """That is on a device that nobody has; the first waits for its turn meanwhile."""
+    made = []
+
+    class Process(watching.Process):
+        def __init__(self, watched):
+            if watched.arm == "guard":
+                raise OSError("no more processes")
+            device = "cpu" if watched.arm == "no times" else "nowhere"
+            super().__init__(watched._replace(device=device))
+            made.append(self)
+
+    monkeypatch.setattr(watching, "Process", Process)
+    args = argparse.Namespace(size="smoke", device="cpu", rounds=1, block_s=0.01)
+    monkeypatch.setattr(watching, "ARMS", ("no times", "guard"))
+    with pytest.raises(OSError, match="no more"):
+        watching.measured("eager", args)
+    monkeypatch.setattr(watching, "ARMS", ("no times", "as it is"))
+    told = r"arm='as it is'.* ended before its turns did, with exit code 1;"
+    with pytest.raises(RuntimeError, match=told):
+        watching.measured("eager", args)
+    assert [each.process.exitcode for each in made] == [-signal.SIGKILL, -signal.SIGKILL, 1]
+    with pytest.raises(RuntimeError, match=told):
+        made[-1].turn(1)
 
 
 def test_a_floor_is_not_moved_by_neighbours():
