@@ -114,6 +114,16 @@ def host_step_us(figures):
     return figures.host_phases["rest"] / figures.num_steps
 
 
+@pytest.mark.parametrize("faster", [0.95, 0.8, 0.1])
+def test_a_device_that_was_slower_is_not_taken_for_the_host(tmp_path, faster):
+    """While it computes the host is ahead, and however fast it were a step would not be shorter."""
+    trace = read(loop(10.0, 30.0, waits=(KERNELS - 1,)), tmp_path)
+    step_us = trace.steps[1].end - trace.steps[1].start
+    figures = measure_trace(trace, untraced_us=faster * step_us)
+    assert figures.pace == pytest.approx(max(faster, 0.2), rel=0.01)
+    assert figures.waits_us > 0.0
+
+
 @pytest.mark.parametrize("steps", [4, 5, 10])
 @pytest.mark.parametrize("log_every", [2, 3])
 @pytest.mark.parametrize("slower", [1.0, 1.5])

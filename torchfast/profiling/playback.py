@@ -29,7 +29,8 @@ from torchfast.profiling.trace import HostCall
 
 # A profiler that makes the host less slower than this is no matter.
 _SAME_PACE: Final = 0.97
-_LEAST_PACE: Final = 0.02
+# And one that made it so much slower is not known: beyond that it is something else.
+_LEAST_PACE: Final = 0.2
 # What an event of the host is.
 _LAUNCH, _WAIT, _STEP = range(3)
 # The clocks of host and device are matched to about this.
@@ -143,9 +144,12 @@ class _Playback:
     def _own_pace(self, part: float) -> float:
         """Return what the host's own work has to take so that all takes a part of the time.
 
-        Waits do not become shorter by themselves, so that it is less than that part.
+        Waits do not become shorter by themselves, so that it is less than that part. If no host is
+        fast enough for that, the device was slower as well, and the part is all that is known.
         """
         wanted = part * self._play(1.0, waits=True)[2]
+        if self._play(_LEAST_PACE, waits=True)[2] > wanted:
+            return max(part, _LEAST_PACE)
         low, high = _LEAST_PACE, 1.0
         for _ in range(20):
             middle = (low + high) / 2
