@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recomputed import GPT, GPTBlock, Live, image_loss, make, token_loss, tokens, train
@@ -86,6 +88,34 @@ class Square(nn.Module):
     def forward(self, x):
         half = x[0, :8].repeat(4, 1)
         return x + torch.tanh(self.last(torch.tanh(self.line(half)))).mean()
+
+
+class Crossed(nn.Module):
+    """Layers read what lies in another order, and copy it when autocast has cast it."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 48), nn.Linear(32, 48, bias=False)
+        self.last = nn.Linear(48, 32)
+
+    def forward(self, x):
+        y = torch.tanh(self.one(x.float().transpose(0, 1)) * self.two(x.float().transpose(0, 1)))
+        return x + torch.sin(self.last(y.float().transpose(0, 1)))
+
+
+class Remade(nn.Module):
+    """Layers whose weights are made of other parameters before each call."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.one = nn.utils.weight_norm(nn.Linear(32, 48))
+            self.two = nn.utils.spectral_norm(nn.Linear(48, 48))
+        self.three = prune.random_unstructured(nn.Linear(48, 32), "weight", 0.5)
+
+    def forward(self, x):
+        return x + torch.sin(self.three(torch.tanh(self.two(torch.tanh(self.one(torch.cos(x)))))))
 
 
 class Written(nn.Module):
@@ -187,7 +217,10 @@ class Alone(GPTBlock):
 @pytest.mark.parametrize("loss_fn", [token_loss, autocast_loss])
 @pytest.mark.parametrize(
     "block",
-    [GPTBlock, Between, Masked, Alone, Shared, Square, Written, WrittenProduct, Sometimes, Patched],
+    [
+        *(GPTBlock, Between, Masked, Alone, Shared, Square, Crossed, Remade),
+        *(Written, WrittenProduct, Sometimes, Patched),
+    ],
 )
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_bits(has_compiled, block, loss_fn, share):

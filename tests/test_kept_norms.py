@@ -11,6 +11,8 @@ from recomputed import GPT, GPTBlock, Live, token_loss, tokens, train
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
 from torchfast.memory.kept_norms import Deferred, Like
+from torchfast.memory.noted_call import NotedCall
+from torchfast.memory.second_run import Saved
 
 EVERYTHING = RecomputeOptions(selective=True, share=1.0)
 
@@ -253,3 +255,21 @@ def test_a_deferred_tensor_is_computed_once_when_somebody_looks():
     (tensor.exp().sum() + (deferred() @ torch.ones(3)).sum()).backward()
     torch.testing.assert_close(tensor.grad, torch.arange(6.0).view(2, 3).exp())
     assert torch.equal(torch.zeros(2, 3).copy_(deferred()).detach(), compute())
+
+
+@pytest.mark.parametrize("num_parameters", [1, 2])
+def test_statistics_are_not_taken_for_a_cast_of_the_weight(num_parameters):
+    """As many tokens as the norm is wide, in bf16: on a GPU the statistics are float32."""
+
+    class Second:
+        def give(self, tensors):
+            self.given = tensors
+
+    x = torch.randn(2, 4, 8, dtype=torch.bfloat16)
+    sources = [x, *(torch.ones(8, dtype=torch.bfloat16) for _ in range(num_parameters))]
+    statistic = torch.randn(2, 4, 1)
+    saved, second = Saved(statistic), Second()
+    call = NotedCall(sources, x * 2, 0, [(saved, statistic)], keeps=True)
+    call.given(second, sources)
+    assert second.given == [None]
+    assert torch.equal(saved.kept, statistic)

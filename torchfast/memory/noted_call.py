@@ -19,6 +19,7 @@ from torchfast.memory.kept_norms import NORMS, Deferred, Like
 from torchfast.memory.second_run import Saved, TwiceRun
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS)
+_NAMES = {"weight", "bias"}
 
 
 def can_be_noted(module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -28,6 +29,8 @@ def can_be_noted(module: nn.Module, args: Any, kwargs: Any) -> bool:
         and len(args) == 1
         and not kwargs
         and type(args[0]) in (Tensor, Deferred)
+        # One that makes its weight of other parameters, by norm or mask, does not read these.
+        and _NAMES.issuperset(module._parameters)
         and all(type(p) in (nn.Parameter, Tensor, type(None)) for p in module._parameters.values())
         and torch._C._functorch.peek_interpreter_stack() is None
     )
@@ -185,7 +188,8 @@ def _recipe(saved: Tensor, sources: list[Tensor], storages: list[int]) -> _Recip
         if len(of_its_size) != 1 or storage.nbytes() != saved.nbytes:
             return None
         number, dtype, offset = of_its_size[0], saved.dtype, int(saved.storage_offset())
-        if dtype is sources[number].dtype or not sources[number].is_floating_point():
+        cast = sources[number]
+        if dtype is cast.dtype or not cast.is_floating_point() or not _lies_as(saved, cast):
             return None
     source = sources[number]
     if dtype is None and saved.dtype is not source.dtype:
@@ -193,3 +197,19 @@ def _recipe(saved: Tensor, sources: list[Tensor], storages: list[int]) -> _Recip
     if offset == 0 and saved.shape == source.shape and saved.stride() == source.stride():
         return _Recipe(number, dtype, None)
     return _Recipe(number, dtype, (saved.shape, saved.stride(), offset))
+
+
+def _lies_as(saved: Tensor, source: Tensor) -> bool:
+    """Whether all that a cast of one need be is the other: the same elements in the same order.
+
+    Of a size there is more: the statistics of a norm, or a copy that lies in another order.
+    """
+    shape, stride = saved.shape, saved.stride()
+    if shape == source.shape and stride == source.stride():
+        return True
+    if saved.dim() != 2:
+        return False
+    if source.dim() == 2:
+        return shape == source.shape[::-1] and stride == source.stride()[::-1]
+    is_flat = source.dim() > 2 and shape[1] == source.shape[-1]
+    return is_flat and saved.is_contiguous() and source.is_contiguous()
