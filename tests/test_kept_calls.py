@@ -118,6 +118,22 @@ class Remade(nn.Module):
         return x + torch.sin(self.three(torch.tanh(self.two(torch.tanh(self.one(torch.cos(x)))))))
 
 
+class Inferring(nn.Module):
+    """Computes something in inference mode, where torch counts no writes."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        with torch.inference_mode():
+            y = self.one(x)[:, None]
+            y = F.scaled_dot_product_attention(y, y, y)[:, 0]
+            scale = self.drop(y @ y.mT).mean().item()
+        return x + torch.sin(self.two(torch.tanh(self.one(self.drop(x)) * scale)))
+
+
 class Written(nn.Module):
     """Writes to what a layer returned."""
 
@@ -218,7 +234,7 @@ class Alone(GPTBlock):
 @pytest.mark.parametrize(
     "block",
     [
-        *(GPTBlock, Between, Masked, Alone, Shared, Square, Crossed, Remade),
+        *(GPTBlock, Between, Masked, Alone, Shared, Square, Crossed, Remade, Inferring),
         *(Written, WrittenProduct, Sometimes, Patched),
     ],
 )

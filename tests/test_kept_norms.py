@@ -220,12 +220,29 @@ def test_a_kept_tensor_that_is_written_to_is_an_error_as_without():
             recompute.close()
 
 
-def test_what_is_not_kept_itself_may_be_written_to():
+class ReusedBetween(Reused):
+    """Writes to it between one layer and another."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.other = nn.Linear(32, 32)
+
+    def forward(self, x):
+        h = self.norm(x)
+        y = self.line(h)
+        if self.is_written:
+            h.mul_(0.5)
+        return x + torch.sin(y * self.other(h))
+
+
+@pytest.mark.parametrize("kind", [Reused, ReusedBetween])
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_what_is_not_kept_itself_may_be_written_to(kind, share):
     """Under autocast the layer keeps a cast of it."""
     results = []
-    for what in (None, EVERYTHING):
+    for what in (None, RecomputeOptions(selective=True, share=share)):
         torch.manual_seed(0)
-        model = GPT(block=Reused)
+        model = GPT(block=kind)
         recompute = None if what is None else Recompute(model, what)
         autocast_loss(model, tokens()).backward()
         for block in model.blocks:

@@ -284,8 +284,8 @@ class _Run:
     ) -> None:
         self._places, self._results, self._twice = places, results, twice
         self._kept = places.kept
-        # Of each norm what it returned, and what its readers keep of that.
-        self._norms: dict[Stretch, tuple[Any, list[Tensor]]] = {}
+        # Of each norm what it returned, and what its readers keep of that, by the count of writes.
+        self._norms: dict[Stretch, tuple[Any, dict[int, list[Tensor]]]] = {}
         self._is_again = is_again
         self._numbers: dict[str, int] = {}
         self._mode: TorchDispatchMode | None = None
@@ -332,7 +332,8 @@ class _Run:
 
     def _noted(self, inside: Stretch, module: nn.Module, run: Any, x: Tensor) -> Any:
         twice = self._twice
-        out, holds = self._norms.get(self._places.readers.get(inside, inside), (None, None))
+        out, held = self._norms.get(self._places.readers.get(inside, inside), (None, {}))
+        holds = held.setdefault(x._version, []) if out is x else None
         position = twice.position
         taken = twice.taken = []
         try:
@@ -342,10 +343,10 @@ class _Run:
         if type(result) is Tensor:
             self._results[inside] = NotedCall(
                 sources_of(module, x), result, position, taken,
-                keeps=self._kept.get(inside) == (True,), holds=holds if out is x else None,
+                keeps=self._kept.get(inside) == (True,), holds=holds,
             )  # fmt: skip
             if inside in self._places.norms:
-                self._norms[inside] = result, []
+                self._norms[inside] = result, {}
         return result
 
     def _left_out(self, inside: Stretch, module: nn.Module, run: Any, x: Tensor) -> Any:
@@ -365,7 +366,7 @@ class _Run:
     def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         twice, stretch = self._twice, self._now
         inputs, there = inputs_of(args, kwargs), self._results.get(stretch)
-        if inputs is None:
+        if inputs is None or torch.is_inference_mode_enabled():
             return func(*args, **kwargs)
         if self._is_again:
             if type(there) is not NotedCall or not there.fits(twice, inputs[0]):

@@ -270,7 +270,8 @@ class _Keeping(TorchDispatchMode):
                         entry.also_watch(out)
             return out
         number = len(self._entries)
-        if number >= len(self._choice) or not self._choice[number]:
+        is_kept = number < len(self._choice) and self._choice[number]
+        if not is_kept or torch.is_inference_mode_enabled():  # in which no writes are counted
             self._entries.append(None)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)

@@ -33,6 +33,7 @@ def can_be_noted(module: nn.Module, args: Any, kwargs: Any) -> bool:
         and _NAMES.issuperset(module._parameters)
         and all(type(p) in (nn.Parameter, Tensor, type(None)) for p in module._parameters.values())
         and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch.is_inference_mode_enabled()  # in which no writes are counted
     )
 
 
