@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,6 +135,26 @@ class Inferring(nn.Module):
         return x + torch.sin(self.two(torch.tanh(self.one(self.drop(x)) * scale)))
 
 
+class Force(nn.Module):
+    """Takes gradients of what layers and attention return, twice."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.one, self.two, self.last = (nn.Linear(32, 32) for _ in range(3))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        for _ in range(2):
+            y = torch.tanh(self.drop(self.one(self.norm(x))))[:, None]
+            with sdpa_kernel(SDPBackend.MATH):  # which has second derivatives
+                y = self.two(F.scaled_dot_product_attention(y, y, y)[:, 0])
+            energy = (torch.sin(y) + x.square()).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            x = x + torch.sin(self.last(force))
+        return x
+
+
 class Written(nn.Module):
     """Writes to what a layer returned."""
 
@@ -234,7 +255,7 @@ class Alone(GPTBlock):
 @pytest.mark.parametrize(
     "block",
     [
-        *(GPTBlock, Between, Masked, Alone, Shared, Square, Crossed, Remade, Inferring),
+        *(GPTBlock, Between, Masked, Alone, Shared, Square, Crossed, Remade, Inferring, Force),
         *(Written, WrittenProduct, Sometimes, Patched),
     ],
 )
@@ -396,7 +417,7 @@ def test_what_draws_and_is_left_out_leaves_the_generator_behind_it():
 
     x = torch.ones(3)
     torch.rand(2)
-    behind = DrawnFrom(None)
+    behind = DrawnFrom()
     expected = torch.rand(4)
     call = NotedCall([x], x + 1, 0, [], keeps=True, drawn=behind)
     torch.manual_seed(1)

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from recomputed import Counted, Live
 from torchfast import Recompute, RecomputeOptions
+from torchfast._core import rng
 from torchfast.memory.second_run import TwiceRun
 
 
@@ -205,6 +207,22 @@ def test_autocast_and_the_device_context_are_as_they_were():
     assert seen[2] == seen[3]
 
 
+def test_the_generators_of_all_devices_are_set_back(monkeypatch):
+    states = {torch.device("cuda", index): index for index in range(3)}
+    seen = []
+    monkeypatch.setattr(rng, "device_rng_state", states.__getitem__)
+    monkeypatch.setattr(rng, "set_device_rng_state", states.__setitem__)
+    with FakeTensorMode():
+        x, y, z = (torch.empty(2, device=device) for device in ("cuda:0", "cpu", "cuda:1"))
+        call = TwiceRun(print, (x, [y, z, x]), {}, torch.device("cuda", 2))
+    for device in states:
+        states[device] += 10
+    with call._drawn.again():
+        seen = [*states.values()]
+    assert seen == [0, 1, 2]
+    assert [*states.values()] == [10, 11, 12]
+
+
 def test_a_cast_of_the_second_run_is_not_cached_beyond_it():
     x, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
 
@@ -222,6 +240,7 @@ def test_hooks_around_get_the_inputs_and_nothing_else():
     packed = []
 
     def pack(tensor):
+        assert not torch.is_grad_enabled()
         packed.append(tuple(tensor.shape))
         return tensor.detach().numpy().copy(), tensor.requires_grad
 

@@ -92,20 +92,20 @@ class DrawnFrom:
     Cheaper than `get_rng_state`, and safe within the capture of a graph.
 
     Args:
-        device: Whose default generator counts beside the host's; None for the host's alone.
+        devices: Whose default generators count beside the host's.
     """
 
-    __slots__ = ("_device", "_host", "_index")
+    __slots__ = ("_devices", "_host", "_states")
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._index = None if device is None else device
+    def __init__(self, *devices: torch.device) -> None:
+        self._devices = devices
         self._host = torch.get_rng_state()
-        self._device = None if device is None else device_rng_state(device)
+        self._states = [device_rng_state(device) for device in devices]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Let the body draw what was drawn from there; what comes behind it goes on as before."""
-        now = DrawnFrom(self._index)
+        now = DrawnFrom(*self._devices)
         self.restore()
         try:
             yield
@@ -115,8 +115,8 @@ class DrawnFrom:
     def restore(self) -> None:
         """Set the generators to there."""
         torch.set_rng_state(self._host)
-        if self._index is not None and self._device is not None:
-            set_device_rng_state(self._index, self._device)
+        for device, state in zip(self._devices, self._states, strict=True):
+            set_device_rng_state(device, state)
 
 
 def device_rng_state(device: torch.device) -> torch.Tensor:

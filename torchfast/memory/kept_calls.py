@@ -260,6 +260,9 @@ class KeptCalls:
     @contextmanager
     def giving(self, twice: TwiceRun) -> Iterator[None]:
         """Give them, each once, instead of computing them."""
+        if twice.has_backward:
+            yield
+            return
         run = _Run(self._places, self._results, twice, is_again=True)
         with run.under_way(self._leaves):
             yield
@@ -304,6 +307,8 @@ class _Run:
                 self._end()
 
     def _around(self, path: str, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
+        if self._twice.has_backward:  # and this may be the second run for it
+            return run(module, *args, **kwargs)
         self._end()
         number = self._numbers.get(path, 0)
         self._numbers[path] = number + 1
@@ -366,7 +371,7 @@ class _Run:
     def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         twice, stretch = self._twice, self._now
         inputs, there = inputs_of(args, kwargs), self._results.get(stretch)
-        if inputs is None or torch.is_inference_mode_enabled():
+        if inputs is None or twice.has_backward or torch.is_inference_mode_enabled():
             return func(*args, **kwargs)
         if self._is_again:
             if type(there) is not NotedCall or not there.fits(twice, inputs[0]):
@@ -384,7 +389,7 @@ class _Run:
         # Not where it is computed in parts, of which each saves something.
         most = sum(tensor.nbytes for tensor in inputs) + 2 * result.nbytes
         if type(result) is Tensor and sum(tensor.nbytes for _, tensor in taken) <= most:
-            drawn = DrawnFrom(None if result.device.type == "cpu" else result.device)
+            drawn = DrawnFrom() if result.device.type == "cpu" else DrawnFrom(result.device)
             self._results[stretch] = NotedCall(
                 inputs, result, position, taken, keeps=True,
                 drawn=drawn if draws(args, kwargs) else None,

@@ -72,10 +72,13 @@ class TwiceRun:
 
     Attributes:
         taken: While it is a list, the first run puts what autograd saves there as well.
+        has_backward: Whether there was a backward within the forward. It goes through the graph of
+            each run, in which nothing may be left out, then.
     """
 
     __slots__ = (
-        "_again", "_autocast", "_device_context", "_drawn", "_inputs", "_run", "_saved", "taken",
+        "_again", "_autocast", "_device_context", "_drawn", "_inputs", "_is_first", "_run",
+        "_saved", "has_backward", "taken",
     )  # fmt: skip
 
     def __init__(
@@ -86,17 +89,22 @@ class TwiceRun:
         self._saved: list[weakref.ref[Saved]] = []
         self._again: _Again | None = None
         self.taken: list[tuple[Saved, Tensor]] | None = None
-        device = self._inputs.device or device
-        self._drawn = DrawnFrom(device)
-        self._autocast = _autocast_state("cpu" if device is None else device.type)
+        self._is_first = self.has_backward = False
+        devices = self._inputs.devices
+        if device is not None and device not in devices:
+            devices.append(device)
+        self._drawn = DrawnFrom(*devices)
+        self._autocast = _autocast_state(devices[0].type if devices else "cpu")
         self._device_context = _device_context()
 
     def first(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run for the first time, and save nothing but the inputs and what is kept."""
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        self._is_first = True
         try:
             return run(*args, **kwargs)
         finally:
+            self._is_first = False
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     @property
@@ -117,6 +125,7 @@ class TwiceRun:
         return saved
 
     def _unpack(self, saved: Saved) -> Tensor:
+        self.has_backward |= self._is_first
         if saved.kept is not None:
             if saved.kept._version != saved.version:
                 _fail_written("what a block keeps", saved.kept, saved.version)
@@ -236,14 +245,14 @@ class _Inputs:
     """What a block was called with, as autograd would save it.
 
     Attributes:
-        device: Of the first tensor that is not the host's; None if there is none.
+        devices: Of its tensors, without the host; each once.
     """
 
-    __slots__ = ("_leaves", "_structure", "_unpack", "device")
+    __slots__ = ("_leaves", "_structure", "_unpack", "devices")
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._structure: Any = None
-        self.device: torch.device | None = None
+        self.devices: list[torch.device] = []
         leaves: Any = (*args, *kwargs.values())
         if all(isinstance(leaf, Tensor) or type(leaf) in _PLAIN for leaf in leaves):
             names = tuple(kwargs)
@@ -259,11 +268,13 @@ class _Inputs:
         ]
 
     def _kept(self, tensor: Tensor, hooks: Any) -> _Input:
-        if self.device is None and tensor.device.type not in ("cpu", "meta"):
-            self.device = tensor.device
+        device = tensor.device
+        if device not in self.devices and device.type not in ("cpu", "meta"):
+            self.devices.append(device)
         requires_grad = tensor.requires_grad
         if hooks is not None:
-            return _Input(hooks[0](tensor), None, requires_grad)
+            with torch.no_grad():  # as autograd calls them
+                return _Input(hooks[0](tensor), None, requires_grad)
         version = None if tensor.is_inference() else tensor._version
         # Without its place in the graph, in which a block that writes to it would put itself.
         return _Input(tensor.detach() if requires_grad else tensor, version, requires_grad)
