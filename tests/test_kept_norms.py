@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -272,6 +274,57 @@ def test_a_deferred_tensor_is_computed_once_when_somebody_looks():
     (tensor.exp().sum() + (deferred() @ torch.ones(3)).sum()).backward()
     torch.testing.assert_close(tensor.grad, torch.arange(6.0).view(2, 3).exp())
     assert torch.equal(torch.zeros(2, 3).copy_(deferred()).detach(), compute())
+
+
+def test_what_reads_the_memory_of_a_deferred_tensor_finds_it():
+    def deferred():
+        like = Like.of(torch.empty(2, 3))
+        return Deferred(lambda: torch.arange(6.0).view(2, 3), like, requires_grad=True).detach()
+
+    expected = torch.arange(6.0).view(2, 3)
+    tensor = deferred()
+    memory = (ctypes.c_float * 6).from_address(tensor.data_ptr())
+    assert [*memory] == expected.flatten().tolist()
+    assert deferred().untyped_storage().nbytes() == 24
+    assert deferred().tolist() == expected.tolist()
+    assert (deferred().numpy() == expected.numpy()).all()
+    assert torch.equal(torch.from_dlpack(deferred()), expected)
+
+
+class LookedAt(nn.Module):
+    """Looks at its norm in later calls, where autocast is off."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.line = nn.LayerNorm(32), nn.Linear(32, 32)
+        self.is_looked_at = False
+
+    def forward(self, x):
+        h = self.norm(x)
+        y = self.line(h)
+        if self.is_looked_at:
+            with torch.autocast("cpu", enabled=False):
+                y = y + torch.tanh(h)
+        return x + torch.sin(y)
+
+
+def test_a_norm_that_is_computed_after_all_is_computed_under_its_own_autocast(monkeypatch):
+    found, forward = [], nn.LayerNorm.forward
+
+    def noted(self, x):
+        found.append(torch.is_autocast_enabled("cpu"))
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", noted)
+    model = GPT(block=LookedAt)
+    with Recompute(model, EVERYTHING):
+        autocast_loss(model, tokens()).backward()
+        for block in model.blocks:
+            block.is_looked_at = True
+        autocast_loss(model, tokens()).backward()
+    # In two forwards of three blocks, and for who looks in the backward of the second one.
+    assert all(found)
+    assert len(found) == 3 + 3 + 3
 
 
 @pytest.mark.parametrize("num_parameters", [1, 2])

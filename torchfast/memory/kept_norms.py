@@ -63,6 +63,28 @@ class Deferred(Tensor):
                 self._real = self._compute().detach()
         return self._real
 
+    # What reads the memory and not the tensor, as kernels of other libraries do.
+
+    @override
+    def data_ptr(self) -> int:
+        return self.computed().data_ptr()
+
+    @override
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.computed().untyped_storage()
+
+    @override
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.computed().numpy(*args, **kwargs)
+
+    @override
+    def tolist(self) -> Any:
+        return self.computed().tolist()
+
+    @override
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.computed().__dlpack__(*args, **kwargs)
+
     @classmethod
     @override
     def __torch_dispatch__(  # type: ignore[override]

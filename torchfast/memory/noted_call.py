@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.kept_norms import NORMS, Deferred, Like
-from torchfast.memory.second_run import Saved, TwiceRun
+from torchfast.memory.second_run import Saved, TwiceRun, autocast_as, autocast_state
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS)
 _NAMES = {"weight", "bias"}
@@ -143,7 +143,13 @@ class NotedCall:
         """Give autograd's places what they wait for, and return what will be the result."""
         self._give(twice, sources_of(module, x))
         assert self._like is not None
-        return Deferred(lambda: run(module, x), self._like, requires_grad=self._requires_grad)
+        autocast = autocast_state(x.device.type)
+
+        def compute() -> Any:
+            with autocast_as(autocast):  # whoever looks may have turned it off
+                return run(module, x)
+
+        return Deferred(compute, self._like, requires_grad=self._requires_grad)
 
     def fed(self, x: Tensor) -> Tensor:
         """Return what is kept of the input in its place."""

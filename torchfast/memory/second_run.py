@@ -94,7 +94,7 @@ class TwiceRun:
         if device is not None and device not in devices:
             devices.append(device)
         self._drawn = DrawnFrom(*devices)
-        self._autocast = _autocast_state(devices[0].type if devices else "cpu")
+        self._autocast = autocast_state(devices[0].type if devices else "cpu")
         self._device_context = _device_context()
 
     def first(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class TwiceRun:
             with (
                 torch.enable_grad(),
                 self._drawn.again(),
-                _autocast_as(self._autocast),
+                autocast_as(self._autocast),
                 self._device_context,
             ):
                 self._run(self, *args, **kwargs)
@@ -316,10 +316,10 @@ def _device_context() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-_Autocast = tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]
+Autocast = tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]
 
 
-def _autocast_state(kind: str) -> _Autocast:
+def autocast_state(kind: str) -> Autocast:
     """Return how autocast is set for the host and for a kind of device."""
     kinds = (
         ("cpu",) if kind == "cpu" or not torch.amp.is_autocast_available(kind) else (kind, "cpu")
@@ -331,10 +331,10 @@ def _autocast_state(kind: str) -> _Autocast:
 
 
 @contextmanager
-def _autocast_as(state: _Autocast) -> Iterator[None]:
+def autocast_as(state: Autocast) -> Iterator[None]:
     """Let autocast be as it was; what it casts in the body is not cached beyond."""
     states, caches = state
-    now = _autocast_state(states[0][0])
+    now = autocast_state(states[0][0])
     if now == state:
         yield
         return
