@@ -130,6 +130,33 @@ def test_a_capture_by_hand(deterministic, what):
             assert all(map(torch.equal, gradients, expected_gradients))
 
 
+class RMSBlock(GPTBlock):
+    """As in a Llama."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout=dropout)
+        self.norm1, self.norm2 = nn.RMSNorm(32), nn.RMSNorm(32)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_as_many_tokens_as_the_norm_is_wide(deterministic, share):
+    """In bf16 the statistics of a norm are float32, and of the size of its weight then."""
+    torch.manual_seed(0)
+    model = GPT(block=RMSBlock).cuda().bfloat16()
+    batch = tokens().cuda()[:2]
+    assert batch.numel() == 32
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        model(batch).float().square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients()
+    with Recompute(model, RecomputeOptions(selective=True, share=share)):
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(), expected))
+
+
 class Ran(TorchDispatchMode):
     def __init__(self):
         super().__init__()
