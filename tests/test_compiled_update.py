@@ -118,8 +118,18 @@ def graphs(step):
 
 
 def far(twins):
-    """Return what is farther from the plain loop than rounding; what has another form is too."""
-    return [d for d in twins.differences() if not d.distance < CLOSE]
+    """Return what is farther from the plain loop than rounding; what has another form is too.
+
+    Of what is larger than one, such as a momentum of centered RMSprop, rounding is a part.
+    """
+    state = twins.optimizer.state_dict()["state"]
+    sizes = {
+        f"optimizer.state.{number}.{name}": max(1.0, value.abs().max().item())
+        for number, of_parameter in state.items()
+        for name, value in of_parameter.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    return [d for d in twins.differences() if not d.distance < CLOSE * sizes.get(d.key, 1.0)]
 
 
 def twins_of(make, count=6, accumulate=1, **options):

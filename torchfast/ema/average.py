@@ -53,7 +53,6 @@ _WARM_UP = 10
 _STATE = ("ema_model", "ema")
 _VERSION = operator.attrgetter("_version")
 _DTYPE = operator.attrgetter("dtype")
-_NOTHING = nullcontext()
 
 
 @final
@@ -126,7 +125,7 @@ class WeightAverage:
 
     def around_step(self) -> AbstractContextManager[None]:
         """Follow, and leave it at that until the end: what the step does may be in a capture."""
-        return self._around_step() if self.is_on else _NOTHING
+        return self._around_step() if self.is_on else nullcontext()
 
     @contextmanager
     def _around_step(self) -> Iterator[None]:
