@@ -5,11 +5,11 @@ the shape. The first of them that the backward opens lets the block run again, a
 each the tensor that autograd saves in the same place. It ends as soon as none is missing.
 
 Torch's ``checkpoint(use_reentrant=False)`` does the same. Where the host sets the pace, what it
-does beside the block's own work costs as much as the block: this does a third of it. Every
-guarantee stands: gradients of gradients, a graph that is kept for a second backward, a backward
-within the forward, blocks within blocks, other hooks around (what a block is called with goes
-through them), an input that is overwritten is an error, and so is a second run that computes other
-tensors than the first one.
+does beside the block's own work is felt, and this does less of it. Every guarantee stands:
+gradients of gradients, a graph that is kept for a second backward, a backward within the forward,
+blocks within blocks, other hooks around (what a block is called with goes through them), an input
+that is overwritten is an error, and so is a second run that computes other tensors than the first
+one.
 
 Random numbers are drawn again: the generators of the host and of the block's device are noted
 before each call, in which a copy of 5 kB and one of 16 bytes are less than to find out whether any
