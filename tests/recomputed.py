@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchfast import Recompute, RecomputeOptions
 from torchfast.memory.block_costs import storages
 
 
@@ -176,6 +177,20 @@ def train(model, loss_fn, batch, steps=3, seed=0):
     gradients = {n: p.grad for n, p in model.named_parameters()}
     state = copy.deepcopy(model.state_dict())
     return {"losses": losses, "grads": gradients, "state": state, "rng": torch.get_rng_state()}
+
+
+def with_and_without_selective(block, loss_fn, share, steps):
+    """Train a GPT of such blocks as it is, and with selective recompute; return both results."""
+    results = []
+    for is_recomputed in (False, True):
+        torch.manual_seed(0)
+        model = GPT(block=block, dropout=0.2)
+        if is_recomputed:
+            with Recompute(model, RecomputeOptions(selective=True, share=share)):
+                results.append(train(model, loss_fn, tokens(), steps=steps))
+        else:
+            results.append(train(model, loss_fn, tokens(), steps=steps))
+    return results
 
 
 def make_or_skip(name):

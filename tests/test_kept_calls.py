@@ -13,7 +13,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recomputed import GPT, GPTBlock, Live, image_loss, make, token_loss, tokens, train
+from recomputed import (
+    GPT,
+    GPTBlock,
+    Live,
+    image_loss,
+    make,
+    token_loss,
+    tokens,
+    train,
+    with_and_without_selective,
+)
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
 from torchfast._core.rng import DrawnFrom
@@ -261,16 +271,8 @@ class Alone(GPTBlock):
 )
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_bits(has_compiled, block, loss_fn, share):
-    results = []
-    for is_recomputed in (False, True):
-        torch.manual_seed(0)
-        model = GPT(block=block, dropout=0.2)
-        if is_recomputed:
-            with Recompute(model, RecomputeOptions(selective=True, share=share)):
-                results.append(train(model, loss_fn, tokens(), steps=4))
-        else:
-            results.append(train(model, loss_fn, tokens(), steps=4))
-    assert differences(*results) == []
+    plain, selective = with_and_without_selective(block, loss_fn, share, steps=4)
+    assert differences(plain, selective) == []
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch._C._len_torch_function_stack() == 0
 

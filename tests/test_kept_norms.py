@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recomputed import GPT, GPTBlock, Live, token_loss, tokens, train
+from recomputed import (
+    GPT,
+    GPTBlock,
+    Live,
+    token_loss,
+    tokens,
+    train,
+    with_and_without_selective,
+)
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
 from torchfast.memory.kept_norms import Deferred, Like
@@ -128,16 +136,8 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("block", [GPTBlock, Separate, WithoutWeights, Gated, Halves])
 @pytest.mark.parametrize("share", [0.35, 0.5, 1.0])
 def test_bits(block, loss_fn, share):
-    results = []
-    for is_recomputed in (False, True):
-        torch.manual_seed(0)
-        model = GPT(block=block, dropout=0.2)
-        if is_recomputed:
-            with Recompute(model, RecomputeOptions(selective=True, share=share)):
-                results.append(train(model, loss_fn, tokens(), steps=6))
-        else:
-            results.append(train(model, loss_fn, tokens(), steps=6))
-    assert differences(*results) == []
+    plain, selective = with_and_without_selective(block, loss_fn, share, steps=6)
+    assert differences(plain, selective) == []
 
 
 @pytest.mark.parametrize("loss_fn", [token_loss, autocast_loss])
