@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, final
 from torchfast.profiling import kernels
 from torchfast.profiling.gaps import Gap, busy_of, find_gaps
 from torchfast.profiling.intervals import Interval, intersection, length, union
-from torchfast.profiling.playback import play, usual
+from torchfast.profiling.playback import Playback, usual
 from torchfast.profiling.projection import Launched, PhaseTime, phase_of, phase_times, project
 from torchfast.profiling.trace import HostSpan, Trace
 from torchfast.profiling.waits import waits_to_play
@@ -249,9 +249,9 @@ def _at_own_pace(
     if host.untraced_us and steps:
         slowdown = max(1.0, usual([s.end - s.start for s in steps]) / host.untraced_us)
     ends = [*(s.start for s in steps), steps[-1].end] if steps else []
-    waits = waits_to_play(trace)
-    found = play(launched, waits, data, slowdown, ends)
-    as_traced = found if found.pace == 1.0 else play(launched, waits, data)
+    playback = Playback(launched, waits_to_play(trace), data, ends)
+    found = playback.played(slowdown)
+    as_traced = found if found.pace == 1.0 else playback.played()
     if not as_traced.idle_us:
         return 0.0, by_host, found.pace
     # The model knows nothing of what the device takes from one kernel to the next, so that its

@@ -60,25 +60,6 @@ class Played(NamedTuple):
     without_waits_us: float
 
 
-def play(
-    launched: Sequence[Launched],
-    waits: Sequence[Wait],
-    data_waits: Iterable[Interval] = (),
-    slowdown: float = 1.0,
-    steps: Sequence[float] = (),
-) -> Played:
-    """Return for how long one device is idle, with and without the waits of the host.
-
-    Args:
-        launched: The work of one device.
-        waits: The waits of all threads that launch.
-        data_waits: When the host waited for a batch.
-        slowdown: How much longer a step took under the profiler than before it began, a usual one.
-        steps: When each step begins on the host, and when the last ends; without, all is one step.
-    """
-    return _Playback(launched, waits, union(data_waits), steps).at(1.0 / slowdown)
-
-
 def usual(steps_us: Sequence[float]) -> float:
     """Return what a step takes that waits for no more than most do: the lower quartile."""
     return sorted(steps_us)[len(steps_us) // 4]
@@ -94,15 +75,22 @@ class _Event(NamedTuple):
 
 
 @final
-class _Playback:
-    """The calls of the host and the work of a device."""
+class Playback:
+    """The calls of the host and the work of a device, to be played at one pace or another.
+
+    Args:
+        launched: The work of one device.
+        waits: The waits of all threads that launch.
+        data_waits: When the host waited for a batch.
+        steps: When each step begins on the host, and when the last ends; without, all is one step.
+    """
 
     def __init__(
         self,
         launched: Sequence[Launched],
         waits: Sequence[Wait],
-        data: list[Interval],
-        steps: Sequence[float],
+        data_waits: Iterable[Interval] = (),
+        steps: Sequence[float] = (),
     ) -> None:
         run = sorted(launched, key=lambda each: each.work.start)
         reached = float("-inf")
@@ -132,12 +120,19 @@ class _Playback:
         moments = [event.moment for event in self._events]
         calls = union((wait.call.start, wait.call.end) for wait in waits)
         around = union(wait.operator for wait in waits)
+        data = union(data_waits)
         self._as_it_was = _host_time(moments, calls, data)
         self._without = _host_time(moments, around, data)
 
-    def at(self, pace: float) -> Played:
-        """Return what comes of it if the host's steps take `pace` of what they took."""
-        pace = self._own_pace(pace) if pace < _SAME_PACE else 1.0
+    def played(self, slowdown: float = 1.0) -> Played:
+        """Return for how long the device is idle, with and without the waits of the host.
+
+        Args:
+            slowdown: How much longer a step took under the profiler than before it began, a usual
+                one.
+        """
+        part = 1.0 / slowdown
+        pace = self._own_pace(part) if part < _SAME_PACE else 1.0
         elapsed, idle, _ = self._play(pace, waits=True)
         return Played(pace, elapsed, idle, self._play(pace, waits=False)[1])
 
