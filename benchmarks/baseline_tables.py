@@ -32,6 +32,7 @@ HEADS = {
     "torchfast fast, not compiled": "tf fast, no comp.",
     "torchfast fast": "tf fast",
     "torchfast fast + vocabulary loss": "tf fast, voc.",
+    "torchfast fast, searched": "tf fast, searched",
 }
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 

@@ -1,6 +1,7 @@
 """What float8 and low-bit state give the Llama of the yardstick: tokens a second, memory, loss.
 
-    PYTHONPATH=. python benchmarks/below_bf16.py [--smoke] [--device cpu] [--out FILE]
+    PYTHONPATH=. python benchmarks/below_bf16.py [--smoke] [--device cpu] [--groups ...]
+        [--methods ...] [--out FILE]
 
 "float8": the step by hand (torchao's layers in the blocks, tensorwise, blocks compiled, all in one
 CUDA graph, batches on the device), ours in bf16, and ours in float8 with measured recipes;
@@ -9,6 +10,10 @@ with moments in 8 and 4 bits. Within a group all take turns, and a figure is the
 turns. "curves": each plan trains on its own for --steps on Python's standard library, the same
 batches in the same order, and losses are compared with bf16's. On a CPU float8 is emulated, nothing
 is compiled or captured, and only the numbers mean anything.
+
+The file is written after each group and each curve, and several runs may add to one: a row has the
+run that it is from. A group, or a curve (``--groups curves --methods "8 bit"``), is meant to take
+less than 250 s on an H200.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks import results
+from benchmarks.arms import median_and_quartiles
 from benchmarks.workloads import llama
 from benchmarks.workloads.definition import Batch, Workload
 from torchfast import CompileOptions, Float8Options, Plan, Trainer
@@ -71,10 +77,15 @@ class Method:
         self.times_ms.append((time.perf_counter() - started) / steps * 1e3)
         self.losses.append(loss)
 
-    def row(self, group: str, items: int) -> dict[str, Any]:
-        """Return the figures."""
+    def row(self, group: str, items: int, reference: Method) -> dict[str, Any]:
+        """Return the figures, beside those of the first method, round by round."""
         ms = statistics.median(self.times_ms)
+        pairs = zip(self.times_ms, reference.times_ms, strict=True)
+        ratio, quartiles = median_and_quartiles([own / other for own, other in pairs])
         return {
+            "reference": reference.name,
+            "ratio": ratio,
+            "ratio_quartiles": quartiles,
             "group": group,
             "method": self.name,
             "ms": ms,
@@ -298,7 +309,7 @@ def measured(group: str, chosen: dict[str, Any], work: Workload, args: Any) -> l
         # Whoever is first is another one each time.
         for position in range(len(methods)):
             methods[(position + number) % len(methods)].turn(source, args.turn_steps)
-    rows = [method.row(group, work.items_per_step) for method in methods]
+    rows = [method.row(group, work.items_per_step, methods[0]) for method in methods]
     for method in methods:
         method.runner.close()
     methods.clear()
@@ -335,6 +346,7 @@ def main() -> None:
     parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
     parser.add_argument("--smoke", action="store_true", help="the tiny model")
     parser.add_argument("--groups", nargs="*", default=names, choices=names)
+    parser.add_argument("--methods", nargs="*", help="of these names only; all, if left out")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turn-steps", type=int, default=10)
     parser.add_argument("--steps", type=int, default=500, help="of each curve")
@@ -342,29 +354,49 @@ def main() -> None:
     args = parser.parse_args()
     work = llama.workload("llama", "smoke" if args.smoke else "full")
     print(work.title)
-    rows = []
-    for group, chosen in groups(args, work).items():
-        for row in measured(group, chosen, work, args) if group in args.groups else []:
-            rows.append(row)
+    rows = earlier(args)
+    for group, every in groups(args, work).items():
+        chosen = {name: build for name, build in every.items() if is_wanted(name, args)}
+        found = measured(group, chosen, work, args) if group in args.groups and chosen else []
+        keep(args, rows, found)
+        for row in found:
             print(
                 f"{group:<12}{row['method']:<34}{row['ms']:>9.2f} ms "
                 f"{row['items_per_s']:>10,.0f} tokens/s {row['held_bytes'] / 2**30:>7.1f} GiB",
                 flush=True,
             )
-    reference: list[float] = []
     for name, plan in plans(args).items() if "curves" in args.groups else ():
-        rows.append(curve(name, plan, work, args))
-        free()
-        losses = rows[-1]["losses"]
-        reference = reference or losses
-        last = max(1, len(losses) // 10)
-        end, expected = (statistics.fmean(x[-last:]) for x in (losses, reference))
-        print(
-            f"{'curves':<12}{name:<34}{end:>9.4f} ({end / expected - 1:+.2%} from bf16)", flush=True
-        )
-    if args.out is not None:
-        settings = {"smoke": args.smoke, "rounds": args.rounds, "steps": args.steps}
-        results.write(args.out, {"settings": settings, "rows": rows})
+        if is_wanted(name, args):
+            row = curve(name, plan, work, args)
+            keep(args, rows, [row])
+            free()
+            losses = row["losses"]
+            end = statistics.fmean(losses[-max(1, len(losses) // 10) :])
+            print(f"{'curves':<12}{name:<34}{end:>9.4f}", flush=True)
+
+
+def is_wanted(name: str, args: argparse.Namespace) -> bool:
+    """Whether a method was asked for."""
+    return args.methods is None or name in args.methods
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what all rows of a file have in common."""
+    return {"smoke": args.smoke, "rounds": args.rounds, "steps": args.steps}
+
+
+def earlier(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the rows that earlier runs left in the file, each with its run."""
+    found = results.resumed(args.out, {"settings": settings(args)}) if args.out else None
+    return {} if found is None else dict(found["rows"])
+
+
+def keep(args: argparse.Namespace, rows: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    """Put rows beside those that there are, and write all of them."""
+    run = results.this_run()
+    rows |= {f"{row['group']}: {row['method']}": {"run": run, **row} for row in found}
+    if args.out is not None and found:
+        results.write(args.out, {"settings": settings(args), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Is the code faster or slower than before? Two result files of ``yardstick.py`` say.
 
     PYTHONPATH=. python benchmarks/compare.py BEFORE.json AFTER.json
-        [--smallest 0.03] [--methods REGEX] [--workloads REGEX]
+        [--smallest 0.03] [--methods REGEX] [--workloads REGEX] [--reference METHOD]
 
 **What is compared.** Two runs see different machine speeds, so milliseconds of one run say nothing
 about another. A method's figure is its floor relative to the reference method's floor in the same
@@ -9,7 +9,9 @@ run. A neighbour on the machine only ever adds time, to some blocks and not to o
 nobody disturbs lie within half a per cent of what the code needs. So the floor is the mean of the
 lowest quarter of ``best_ms``, the best bursts of the blocks. The minimum hangs on one block and
 errs by half as much again; the median is lost where nearly half of the blocks are slow. The
-reference's own milliseconds are shown, and nothing is concluded from them.
+reference's own milliseconds are shown, and nothing is concluded from them. A reference that waits
+for the host tells little about a method that waits for the device: on a machine whose host is busy,
+choose ``--reference "by hand: graph"`` for methods that are captured.
 
 **The change** is the quotient of the two figures. Its bounds are at 95 %, by the jackknife: how far
 the figure moves when one round is left out, block and reference block together. Rounds do not show
@@ -193,6 +195,7 @@ def compare(
     smallest: float = 0.03,
     methods: str = "",
     workloads: str = "",
+    reference: str = REFERENCE,
 ) -> Comparison:
     """Compare all methods and workloads whose names match the regular expressions.
 
@@ -207,7 +210,7 @@ def compare(
             found.mismatches.append(f"{workload} is not the same workload: {differing}")
             continue
         for method in _common(before, after, ("workloads", workload, "methods"), methods, found):
-            _compare_method(before, after, workload, method, smallest, found)
+            _compare_method(before, after, workload, method, reference, smallest, found)
     if not (found.rows or found.references or found.regressions or found.mismatches):
         raise ComparisonError(
             f"{before.path}, {after.path}: nothing to compare; "
@@ -267,6 +270,7 @@ def _compare_method(
     after: ResultFile,
     workload: str,
     method: str,
+    reference: str,
     smallest: float,
     found: Comparison,
 ) -> None:
@@ -283,8 +287,9 @@ def _compare_method(
     found.regressions += [f"{name}: {growth}" for growth in _growths(before, after, place)]
     if before.get(*place, "trains", kind=bool) and not after.get(*place, "trains", kind=bool):
         found.regressions.append(f"{name}: trained before and does not now")
-    first, second = before.rounds(workload, method), after.rounds(workload, method)
-    if method == REFERENCE:
+    against = None if reference == REFERENCE else reference
+    first, second = (file.rounds(workload, method, against) for file in (before, after))
+    if method == reference:
         milliseconds = [
             f"{statistics.median(r.ms for r in rounds):.4g} ms ({file.machine()})"
             for rounds, file in ((first, before), (second, after))
@@ -317,11 +322,11 @@ def _growths(before: ResultFile, after: ResultFile, place: tuple[str, ...]) -> I
 # -- The door --------------------------------------------------------------------------------------
 
 
-def report(found: Comparison, smallest: float) -> str:
+def report(found: Comparison, smallest: float, reference: str = REFERENCE) -> str:
     """Return the comparison as text."""
     lines = [
         f"{'workload':22} {'method':34} {'before':>8} {'after':>8} {'change':>7}  "
-        f"{'bounds':15} verdict (times are relative to {REFERENCE!r})"
+        f"{'bounds':15} verdict (times are relative to {reference!r})"
     ]
     lines += [
         f"{row.workload:22} {row.method:34} {row.before:8.4f} {row.after:8.4f} "
@@ -366,6 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--smallest", type=_part, default=0.03, help="smallest change that matters")
     parser.add_argument("--methods", type=_pattern, default="", metavar="REGEX")
     parser.add_argument("--workloads", type=_pattern, default="", metavar="REGEX")
+    parser.add_argument("--reference", default=REFERENCE, metavar="METHOD")
     args = parser.parse_args(arguments)
     try:
         found = compare(
@@ -374,11 +380,12 @@ def main(arguments: list[str] | None = None) -> int:
             smallest=args.smallest,
             methods=args.methods,
             workloads=args.workloads,
+            reference=args.reference,
         )
     except ComparisonError as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
-    print(report(found, args.smallest))
+    print(report(found, args.smallest, args.reference))
     return found.status
 
 

@@ -6,7 +6,9 @@ Every rank is a process. The arms of a workload take turns in the same processes
 lie on the device, and a figure is the median of its turns, from a barrier to the end of the slowest
 rank. "graph by hand" captures forward, backward, collectives, clipping and update as one would by
 hand; "no graph" is the same loop as it is. The arms of one GPU train alone, while the others wait,
-and tell how much of an added GPU is left: the scaling is that of tokens a second.
+and tell how much of an added GPU is left: the scaling is that of tokens a second. The peak of an
+arm is its own: what the others hold meanwhile is taken off. When all have had their turns, a trace
+of the arms named in PROFILED tells on each rank how long collectives run, and how long bare.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from benchmarks import results
+from benchmarks import rank_figures, results
 from benchmarks.workloads import Batch, Workload, workload
 from torchfast import CompileOptions, Plan, Trainer
 
@@ -41,6 +43,8 @@ WORKLOADS = ("gpt-small", "gpt2", "llama")
 MAX_GRAD_NORM = 1.0
 # As many steps as DistributedDataParallel wants before a capture, and one more.
 WARM_UP_STEPS = 12
+# Of each strategy the one that is fastest, as it was timed.
+PROFILED = ("ddp, blocks compiled, torchfast", "fsdp, blocks compiled, torchfast")
 BY_BLOCKS = CompileOptions(regions="blocks")
 
 Step = Callable[[], Tensor]
@@ -53,11 +57,13 @@ class Arm(NamedTuple):
         name: What tables call it.
         make: Returns a step on one batch, given the workload, the batch and the device.
         is_alone: Whether the first rank trains by itself.
+        plan: Torchfast's, where that is what it is.
     """
 
     name: str
     make: Callable[[Workload, Batch, torch.device], tuple[Step, Callable[[], None]]]
     is_alone: bool = False
+    plan: Plan | None = None
 
 
 def autocast_loss(item: Workload, model: Any, batch: Batch, device: torch.device) -> Tensor:
@@ -126,8 +132,7 @@ def by_torchfast(
     item: Workload, batch: Batch, device: torch.device, *, plan: Plan
 ) -> tuple[Step, Callable[[], None]]:
     """Return a step of torchfast's."""
-    model = fresh(item).to(device)
-    trainer = Trainer(model, partial(adamw, item), item.loss_fn, plan, max_grad_norm=MAX_GRAD_NORM)
+    trainer = trainer_of(item, device, plan)
     if device.type == "cuda":
         for _ in range(WARM_UP_STEPS + 4):
             trainer.step(batch)
@@ -135,6 +140,12 @@ def by_torchfast(
         if plan.cuda_graph and not found.get("graphs"):
             raise RuntimeError(f"nothing was captured: {trainer.report()}")
     return partial(trainer.step, batch), trainer.close
+
+
+def trainer_of(item: Workload, device: torch.device, plan: Plan) -> Trainer:
+    """Return a trainer of a new model."""
+    model = fresh(item).to(device)
+    return Trainer(model, partial(adamw, item), item.loss_fn, plan, max_grad_norm=MAX_GRAD_NORM)
 
 
 def by_accelerate(
@@ -227,7 +238,8 @@ def arms() -> list[Arm]:
                 compile=BY_BLOCKS if compiled else False,
                 cuda_graph=True,
             )
-            found.append(Arm(f"{form}, torchfast", partial(by_torchfast, plan=plan)))
+            make = partial(by_torchfast, plan=plan)
+            found.append(Arm(f"{form}, torchfast", make, plan=plan))
     found += [Arm("fsdp, Accelerate", by_accelerate), Arm("fsdp, Lightning", by_lightning)]
     alone = plan.replace(shard=None)
     made = partial(by_torchfast, plan=alone)
@@ -247,7 +259,11 @@ def measured(
     # A few at a time: what takes turns is in memory at once.
     for begin in range(0, len(chosen), args.together):
         rows += turns(chosen[begin : begin + args.together], item, batch, args, device)
+    by_name = {arm.name: arm for arm in chosen}
     for row in rows:
+        if "ms" in row and row["arm"] in PROFILED:
+            made = partial(trainer_of, item, device, by_name[row["arm"]].plan)
+            row["communication"] = rank_figures.communication(made, batch, WARM_UP_STEPS + 4)
         if "ms" in row:
             ranks = 1 if row["is_alone"] else world
             row["items_per_s"] = ranks * item.items_per_step / row["ms"] * 1e3
@@ -258,32 +274,35 @@ def turns(
     group: list[Arm], item: Workload, batch: Batch, args: argparse.Namespace, device: torch.device
 ) -> list[dict[str, Any]]:
     """Let some arms take turns."""
-    made: list[tuple[Arm, Step | None, Callable[[], None]]] = []
+    made: list[tuple[Arm, Step | None, Callable[[], None], rank_figures.OwnMemory]] = []
     rows: dict[str, dict[str, Any]] = {}
     for arm in group:
         is_here = not arm.is_alone or dist.get_rank() == 0
         row = rows[arm.name] = {"arm": arm.name, "is_alone": arm.is_alone, "turns_ms": []}
         step, close = None, lambda: None
+        memory = rank_figures.OwnMemory(args.cuda)
         try:
             if is_here:
-                step, close = arm.make(item, batch, device)
+                with memory.making():
+                    step, close = arm.make(item, batch, device)
         except Exception:
             row["failed"] = traceback.format_exc(limit=-3)
         if not everywhere("failed" not in row):
             row.setdefault("failed", "on another rank")
             continue
-        made.append((arm, step, close))
+        made.append((arm, step, close, memory))
     for number in range(args.rounds + 1):
         for position in range(len(made)):
-            arm, step, _ = made[(position + number) % len(made)]
-            ms, loss = timed(step, args.steps, device)
+            arm, step, _, memory = made[(position + number) % len(made)]
+            with memory.turn():
+                ms, loss = timed(step, args.steps, device)
             if number:  # the first round only warms up
                 rows[arm.name]["turns_ms"].append(ms)
             rows[arm.name]["loss"] = loss
-    for arm, _, close in made:
+    for arm, _, close, memory in made:
         close()
         rows[arm.name]["ms"] = statistics.median(rows[arm.name]["turns_ms"])
-        rows[arm.name]["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9 if args.cuda else None
+        rows[arm.name]["peak_gb"] = memory.peak_gb
     del made
     gc.collect()
     if args.cuda:

@@ -11,16 +11,16 @@ def recompute(result: dict[str, Any]) -> list[str]:
     """Return a line for each model, mode and way to recompute."""
     lines = [
         "| model | step | recompute | ms | times none (quartiles) | planned "
-        "| kept for the backward, MiB | peak, MiB | same bits |",
-        "|---|---|---|---:|---:|---:|---:|---:|---|",
+        "| kept for the backward, MiB | planned | peak, MiB | same bits |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in result["rows"]:
         low, high = row["cost_quartiles"]
+        sizes = " | ".join(_mib(row[f"{what}_bytes"]) for what in ("kept", "planned", "peak"))
         lines.append(
             f"| {row['name']} | {row['mode']} | {row['recompute'] or 'none'} "
             f"| {baseline_tables.figure(row['ms'])} | {row['cost']:.3f} ({low:.3f} to {high:.3f}) "
-            f"| {row['planned_cost']:.3f} | {row['planned_bytes'] / 2**20:,.0f} "
-            f"| {_mib(row['peak_bytes'])} | {_yes(row['same_bits'])} |"
+            f"| {row['planned_cost']:.3f} | {sizes} | {_yes(row['same_bits'])} |"
         )
     return lines
 
@@ -42,6 +42,69 @@ def offload(result: dict[str, Any]) -> list[str]:
             f"| {row['sent_bytes'] / 1e9:.2f} | {share} | {_yes(row['same_bits'])} |"
         )
     return lines
+
+
+def offload_training(result: dict[str, Any]) -> list[str]:
+    """Return a line for each set of levers under which the Llama was trained."""
+    bus = result["bus_bytes_per_s"]
+    lines = [
+        f"{result['title']}; AdamW, gradients clipped.",
+        "",
+        "| step | levers | ms | times plain (quartiles) | peak, GB | of the plain peak | sent, GB "
+        f"| of what the bus ({bus / 1e9:.0f} GB/s) allows | same bits |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in result["rows"]:
+        low, high = row["time_ratio_quartiles"]
+        peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}"
+        share, carried = (
+            "" if row[key] is None else f"{row[key]:.0%}" for key in ("of_plain_peak", "of_allowed")
+        )
+        lines.append(
+            f"| {row['mode']} | {row['arm']} | {baseline_tables.figure(row['ms'])} "
+            f"| {row['time_ratio']:.3f} ({low:.3f} to {high:.3f}) | {peak} | {share} "
+            f"| {row['sent_bytes'] / 1e9:.2f} | {carried} | {_yes(row['same_bits'])} |"
+        )
+    return lines
+
+
+def largest(result: dict[str, Any]) -> list[str]:
+    """Return a line for each set of levers: the largest batch, and the largest model."""
+    rows = {(row["search"], row["levers"]): row for row in result["rows"]}
+    limit = "" if result["limit_gb"] is None else f", of which {result['limit_gb']:g} GB are used"
+    what = []
+    for search, text in (
+        ("batch", "Batch: sequences of {context:,} tokens, {layers} layers of width {width:,}."),
+        ("model", "Model: {batch} sequence of {context:,} tokens, layers of width {width:,}."),
+    ):
+        shapes = [row["shape"] for (kind, _), row in rows.items() if kind == search]
+        what += [text.format(**shape) for shape in shapes[:1]]
+    lines = [
+        f"On one device{limit}. {' '.join(what)}",
+        "",
+        "| levers | largest batch | times plain | tokens/s | largest model | times plain "
+        "| tokens/s |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for levers in dict.fromkeys(name for _, name in rows):
+        cells = [levers]
+        for search, key in (("batch", "largest"), ("model", "num_parameters")):
+            cells += _largest(rows.get((search, levers)), rows.get((search, "plain")), key)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _largest(row: dict[str, Any] | None, plain: dict[str, Any] | None, key: str) -> list[str]:
+    if row is None:
+        return [""] * 3
+    bound = "" if row["settled"] else "at least "
+    if not row["largest"]:
+        return ["nothing fits" if row["settled"] else "not found in time", "", ""]
+    size = f"{row['largest']}"
+    if key == "num_parameters":
+        size = f"{row[key] / 1e9:.2f}B ({row['largest']} layers)"
+    times = f"{row[key] / plain[key]:.2f}" if plain is not None and plain["largest"] else ""
+    return [f"{bound}{size}", times, f"{row['tokens_per_s']:,.0f}"]
 
 
 def _mib(num_bytes: int | None) -> str:

@@ -32,7 +32,7 @@ def slow_scripts(result: dict[str, Any]) -> list[str]:
     counts = result["summary"]
     lines = [
         f"Right in all: {counts['right']} of {counts['scripts']}; the class {counts['verdict']}, "
-        f"the first fault {counts['kind']}, its line {counts['line']}.",
+        f"its line {counts['line']}, the first fault {counts['kind']}.",
         "",
         "| script | what is wrong | verdict | first fault | line |",
         "|---|---|---|---|---|",
@@ -50,6 +50,22 @@ def slow_scripts(result: dict[str, Any]) -> list[str]:
         ]
         line = "" if expected["kind"] == "none" else "right" if right["line"] else "**not right**"
         lines.append(f"| {name} | {expected['why']} | {' | '.join(found)} | {line} |")
+    return lines
+
+
+def slow_to_fast(result: dict[str, Any]) -> list[str]:
+    """Return the table of a slow loop whose faults are taken out one by one."""
+    lines = [
+        "| stage | what is changed | ms a step | device busy | host waits a step | verdict |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    for row in result["rows"]:
+        used = row["utilisation"]
+        lines.append(
+            f"| {row['stage']} | {row['change']} | {figure(row['ms'])} "
+            f"| {'' if used is None else f'{used:.1%}'} | {row['host_waits']:g} "
+            f"| {row['verdict']} |"
+        )
     return lines
 
 

@@ -1,23 +1,26 @@
-"""What recompute saves and costs: a GPT and a ResNet, eager or as one graph.
+"""What recompute saves and costs: GPTs, a Llama, a ViT and ResNets, eager or as one graph.
 
-    PYTHONPATH=. python benchmarks/recompute.py [--size smoke] [--device cpu] [--out FILE]
+    PYTHONPATH=. python benchmarks/recompute.py [--models Llama ViT] [--limit-s 600]
+        [--size smoke] [--device cpu] [--out FILE]
 
-A step is forward, backward and update by a `Trainer`. All ways take turns, and a figure is the
+A step is forward, backward and update by a `TrainStep`. All ways take turns, and a figure is the
 median of its turns; the cost is the median of the quotients to no recompute, turn by turn, with its
-quartiles. "planned" and "saved" are what `plan_recompute` said before: the cost, and what a forward
-keeps for the backward; "peak" is the device's own figure, of an eager step. "same" says that the
-losses are those without recompute, bit for bit.
+quartiles. "planned" is what `plan_recompute` said before: the cost, and what a forward keeps for
+the backward. "kept" is what the allocator holds more after such a forward, "peak" by how much it
+rises in an eager step. "same" says that the losses are those without recompute, bit for bit.
+
+Each row is written as it comes. What the limit leaves no time for is named in the file.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
-from typing import Any, NamedTuple
+import time
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from benchmarks.arms import (
     Arm,
@@ -28,186 +31,101 @@ from benchmarks.arms import (
     use_deterministic_algorithms,
     write_rows,
 )
-from torchfast import Plan, RecomputePlan, Trainer, plan_recompute
+from benchmarks.recompute_models import CASES, Case, device_batch
+from torchfast import Plan, RecomputePlan, TrainStep, plan_recompute
 
 WAYS: tuple[bool | str, ...] = (False, "selective", "blocks")
 MODES = ("eager", "graph")
 
 
-class Shape(NamedTuple):
-    """A model and its batch."""
-
-    model: str
-    layers: int
-    width: int
-    batch: int
-    length: int
-
-
-SHAPES = {
-    "full": {
-        "GPT-2 small": Shape("gpt", 12, 768, 16, 1024),
-        "GPT-2 medium": Shape("gpt", 24, 1024, 8, 1024),
-        "ResNet": Shape("resnet", 16, 256, 64, 56),
-    },
-    "smoke": {"GPT": Shape("gpt", 2, 32, 2, 16), "ResNet": Shape("resnet", 2, 16, 2, 8)},
-}
-VOCABULARY = 512
-
-
-class Block(nn.Module):
-    """A block of a GPT."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.heads = max(1, width // 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor shaped as ``x``."""
-        batch, length, width = x.shape
-        parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        down: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
-        return x + down
-
-
-class Residual(nn.Module):
-    """A bottleneck of a ResNet."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        inner = width // 4
-        self.convs = nn.ModuleList(
-            nn.Conv2d(a, b, k, padding=k // 2, bias=False)
-            for a, b, k in ((width, inner, 1), (inner, inner, 3), (inner, width, 1))
-        )
-        self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (inner, inner, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor shaped as ``x``."""
-        y = x
-        for number, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            y = norm(conv(y))
-            y = F.relu(y, inplace=True) if number < 2 else F.relu(y + x)
-        return y
-
-
-class Model(nn.Module):
-    """A stack of blocks between an embedding and a head."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        is_gpt = shape.model == "gpt"
-        self.embed = (
-            nn.Embedding(VOCABULARY, shape.width) if is_gpt else nn.Conv2d(3, shape.width, 1)
-        )
-        kind = Block if is_gpt else Residual
-        self.blocks = nn.ModuleList(kind(shape.width) for _ in range(shape.layers))
-        self.head = nn.Linear(shape.width, VOCABULARY)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x if x.dim() == 3 else x.mean((2, 3)))
-        return logits
-
-
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the loss."""
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-
-
-def batch_of(shape: Shape, device: str) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets."""
-    generator = torch.Generator().manual_seed(0)
-    if shape.model == "gpt":
-        tokens = torch.randint(VOCABULARY, (shape.batch, shape.length), generator=generator)
-        return tokens.to(device), tokens.to(device)
-    pixels = torch.randn(shape.batch, 3, shape.length, shape.length, generator=generator)
-    labels = torch.randint(VOCABULARY, (shape.batch,), generator=generator)
-    return pixels.to(device), labels.to(device)
-
-
 class Way(Arm):
     """One way to recompute."""
 
-    def __init__(self, shape: Shape, mode: str, way: bool | str, device: str) -> None:
+    def __init__(self, case: Case, mode: str, way: bool | str, device: str) -> None:
         super().__init__(device)
         torch.manual_seed(0)
         self.way = way
-        model = Model(shape).to(device)
-        self.batch = batch_of(shape, device)
+        model = case.build().to(device)
+        self.batch = device_batch(case, device)
         is_cuda = device == "cuda"
         plan = Plan(
             precision="bf16" if is_cuda else "as_given", recompute=way, cuda_graph=mode == "graph"
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.trainer = Trainer(model, optimizer, loss_fn, plan)
-        self.losses = [self.trainer.step(self.batch).clone() for _ in range(6)]
-        self.peak_bytes = self._peak() if is_cuda and mode == "eager" else None
+        self.step = TrainStep(model, optimizer, case.loss_fn, plan)
+        self.losses = [self.step(self.batch).clone() for _ in range(6)]
+        looks = is_cuda and mode == "eager"
+        self.kept_bytes = self._kept() if looks else None
+        self.peak_bytes = self._peak() if looks else None
+
+    def _kept(self) -> int:
+        """Return what a forward leaves in memory for its backward; nothing that a CPU tells."""
+        self.step.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        parts = self.step.compute_loss(self.batch)
+        kept = torch.cuda.memory_allocated() - before
+        del parts  # with the loss, which holds all of it
+        return kept
 
     def _peak(self) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.losses.append(self.trainer.step(self.batch).clone())
+        self.losses.append(self.step(self.batch).clone())
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
     def run(self) -> object:
         """Train one step."""
-        return self.trainer.step(self.batch)
+        return self.step(self.batch)
 
     def close(self) -> None:
         """Give the model back."""
-        self.trainer.close()
+        self.step.close()
 
 
-def planned(shape: Shape, device: str) -> RecomputePlan:
+def planned(case: Case, device: str) -> RecomputePlan:
     """Return what the planner says."""
     torch.manual_seed(0)
-    model = Model(shape).to(device)
+    model = case.build().to(device)
     autocast = torch.bfloat16 if device == "cuda" else None
-    batch = batch_of(shape, device)
-    return plan_recompute(model, loss_fn, batch, memory_gb=80.0, autocast=autocast)
+    batch = device_batch(case, device)
+    return plan_recompute(model, case.loss_fn, batch, memory_gb=80.0, autocast=autocast)
 
 
 def measured(
-    shape: Shape, mode: str, plan: RecomputePlan, args: argparse.Namespace
+    case: Case, mode: str, plan: RecomputePlan, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Return a row for each way."""
-    arms = [Way(shape, mode, way, args.device) for way in WAYS]
+    arms: list[Way] = []
     try:
+        arms.extend(Way(case, mode, way, args.device) for way in WAYS)
         plain = arms[0]
         steps = steps_of_a_turn(plain, args.block_s, fewest=2, most=200)
         take_turns(arms, args.rounds, 1 if args.size == "smoke" else steps)
-        return [row(arm, plain, shape, mode, plan) for arm in arms]
+        return [row(arm, plain, case, mode, plan) for arm in arms]
     finally:
         for arm in arms:
             arm.close()
+        arms.clear()
+        gc.collect()
 
 
-def row(arm: Way, plain: Way, shape: Shape, mode: str, plan: RecomputePlan) -> dict[str, Any]:
+def row(arm: Way, plain: Way, case: Case, mode: str, plan: RecomputePlan) -> dict[str, Any]:
     """Return the figures of one way."""
     pairs = zip(plain.times_ms, arm.times_ms, strict=True)
     cost, quartiles = median_and_quartiles([after / before for before, after in pairs])
     choices = {choice.recompute: choice for choice in plan.choices}
     return {
         "mode": mode,
-        **shape._asdict(),
+        "shape": case.title,
         "recompute": arm.way,
         "ms": statistics.median(arm.times_ms),
         "cost": cost,
         "cost_quartiles": quartiles,
         "same_bits": all(map(torch.equal, plain.losses, arm.losses)),
+        "kept_bytes": arm.kept_bytes,
         "peak_bytes": arm.peak_bytes,
         "planned_bytes": choices[arm.way].saved_bytes,
         "planned_cost": choices[arm.way].step_ms / choices[False].step_ms,
@@ -215,36 +133,51 @@ def row(arm: Way, plain: Way, shape: Shape, mode: str, plan: RecomputePlan) -> d
     }
 
 
+def mib(num_bytes: int | None) -> str:
+    """Return bytes for a column, or a dash where the device does not tell."""
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:,.1f}"
+
+
 def main() -> None:
-    """Measure every shape, print a table and write the figures."""
+    """Measure every model, print a table and write the figures."""
     parser = parser_of(__doc__, rounds=9)
-    parser.add_argument("--size", choices=sorted(SHAPES), default="full")
+    parser.add_argument("--size", choices=sorted(CASES), default="full")
+    parser.add_argument("--models", nargs="+", choices=CASES["full"], default=list(CASES["full"]))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--block-s", type=float, default=0.5, help="seconds of a turn")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing later")
     args = parser.parse_args()
     use_deterministic_algorithms()
-    rows = []
+    started_at = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
     print(
         f"{'model':<14} {'mode':<6} {'recompute':<10} {'ms':>9} {'cost (quartiles)':>24} "
-        f"{'planned':>8} {'saved MiB':>10} {'peak MiB':>9}  bits"
+        f"{'planned':>8} {'planned MiB':>11} {'kept MiB':>10} {'peak MiB':>10}  bits"
     )
-    for name, shape in SHAPES[args.size].items():
-        plan = planned(shape, args.device)
-        for mode in MODES:
-            if mode == "graph" and args.device != "cuda":
+    modes = [mode for mode in args.modes if mode == "eager" or args.device == "cuda"]
+    for name in args.models:
+        case, plan = CASES[args.size][name], None
+        for mode in modes:
+            if time.monotonic() - started_at > args.limit_s:
+                left_out.append(f"{name}, {mode}")
+                print(f"{name:<14} {mode:<6} left out: no time was left")
                 continue
-            for found in measured(shape, mode, plan, args):
+            plan = plan or planned(case, args.device)
+            for found in measured(case, mode, plan, args):
                 rows.append({"name": name, **found})
                 low, high = found["cost_quartiles"]
                 cost = f"{found['cost']:.3f} ({low:.3f} to {high:.3f})"
-                peak = f"{found['peak_bytes'] / 2**20:,.0f}" if found["peak_bytes"] else "-"
                 print(
                     f"{name:<14} {mode:<6} {found['recompute'] or 'none':<10} {found['ms']:>9.3f} "
-                    f"{cost:>24} {found['planned_cost']:>8.3f} "
-                    f"{found['planned_bytes'] / 2**20:>10,.1f} {peak:>9}  "
+                    f"{cost:>24} {found['planned_cost']:>8.3f} {mib(found['planned_bytes']):>11} "
+                    f"{mib(found['kept_bytes']):>10} {mib(found['peak_bytes']):>10}  "
                     f"{'same' if found['same_bits'] else 'OTHER'}",
                     flush=True,
                 )
-                write_rows(args, rows)  # after each: whoever interrupts keeps what there is
+                # After each: whoever interrupts keeps what there is.
+                write_rows(args, rows, left_out=left_out)
+    write_rows(args, rows, left_out=left_out)
 
 
 if __name__ == "__main__":

@@ -61,16 +61,31 @@ class ResultFile:
         machine = self.get("machine", kind=dict)
         return f"{machine.get('gpu') or 'CPU'}, torch {machine.get('torch')}"
 
-    def rounds(self, workload: str, method: str) -> list[Round]:
-        """Return the times of a method and of the reference, round by round."""
+    def rounds(self, workload: str, method: str, reference: str | None = None) -> list[Round]:
+        """Return the times of a method and of the reference, round by round.
+
+        Args:
+            workload: Its name.
+            method: Its name.
+            reference: A method that took its turns in the same rounds; None: the file's own.
+        """
         place = ("workloads", workload, "methods", method)
         best = self._times(*place, "best_ms")
+        against = place if reference is None else (*place[:-1], reference)
+        if reference is not None and self._run(*against) != self._run(*place):
+            self.fail(*against, problem=f"was measured in another run than {method!r}")
+        prefix = "reference_" if reference is None else ""
         columns = []
-        for key in ("blocks_ms", "reference_blocks_ms", "best_ms", "reference_best_ms"):
-            column = self._times(*place, key)
+        for keys in (
+            (*place, "blocks_ms"),
+            (*against, f"{prefix}blocks_ms"),
+            (*place, "best_ms"),
+            (*against, f"{prefix}best_ms"),
+        ):
+            column = self._times(*keys)
             if len(column) != len(best):
-                problem = f"{len(column)} rounds where best_ms has {len(best)}"
-                self.fail(*place, key, problem=problem)
+                problem = f"{len(column)} rounds where best_ms of {method!r} has {len(best)}"
+                self.fail(*keys, problem=problem)
             columns.append(column)
         if len(best) < MIN_ROUNDS:
             raise ComparisonError(
@@ -78,6 +93,9 @@ class ResultFile:
                 f"of 95 %; measure at least {MIN_ROUNDS} rounds, better 30"
             )
         return [Round(*times) for times in zip(*columns, strict=True)]
+
+    def _run(self, *place: str) -> object:
+        return self.get(*place, kind=dict).get("run")
 
     def _times(self, *keys: str) -> list[float]:
         times: list[float] = self.get(*keys, kind=list)

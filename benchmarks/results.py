@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -10,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,35 @@ def machine() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "gpu": gpu,
-        "cpu_cores": os.cpu_count(),
+        "cpu_cores": len(cores()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchfast": torchfast.__version__,
         "packages": {name: v for name in PACKAGES if (v := _version(name)) is not None},
         "commit": _commit(),
     }
+
+
+def cores() -> list[int]:
+    """Return the cores that this process may run on."""
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keep other runs off a result file while this one reads it and writes it again.
+
+    A host with several GPUs can then measure on each of them into one file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)  # which lets go of it
 
 
 def write(path: Path, figures: dict[str, Any]) -> None:
@@ -117,13 +141,35 @@ def _version(package: str) -> str | None:
 
 
 def _command() -> str:
-    """Return the command that ran, without the places of its output."""
-    arguments = list(sys.argv)
-    for option in ("--out", "--plot"):
+    """Return the command that ran, without the places of its output.
+
+    The GPU and the cores that a run was confined to are in it: something else may have run on the
+    others.
+    """
+    module = sys.modules["__main__"].__spec__
+    arguments = list(sys.argv) if module is None else ["-m", module.name, *sys.argv[1:]]
+    for option in ("--out", "--plot", "--keep"):
         if option in arguments:
             position = arguments.index(option)
             del arguments[position : position + 2]
-    return "PYTHONPATH=. python " + shlex.join(arguments)
+    words = ["PYTHONPATH=."]
+    if gpus := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        words.append(f"CUDA_VISIBLE_DEVICES={gpus}")
+    mine = cores()
+    if len(mine) < (os.cpu_count() or 1):
+        words += ["taskset", "-c", _ranges(mine)]
+    return " ".join([*words, "python", shlex.join(arguments)])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return sorted numbers as ``taskset`` takes them: 0-3,8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
 def _commit() -> str:

@@ -113,7 +113,7 @@ def calls_of(trainer: Trainer, batch: Any) -> dict[str, Callable[[], object]]:
     update = trainer._step._graph
     assert update is not None
     graphs = update._graph
-    (entry,) = graphs._store.graphs
+    (entry,) = graphs.store.graphs
     glance, inputs, outputs = graphs._watch.glance(), entry.inputs, entry.outputs
     assert glance is not None
     assert inputs is not None

@@ -18,9 +18,9 @@ With ``--jobs`` some models run at a time. They import, build, compile and are c
 side, and whoever times is alone: it waits until the others are between two parts, and they wait for
 it. What a model waits does not count against its limit.
 
-``--out`` is rewritten after each model. A second run skips what the file already holds for the same
-plan, device, torch and commit; ``--fresh`` measures it again. Uncommitted changes are not told
-apart.
+``--out`` is rewritten after each model, with the seconds that all runs into it took. A second run
+skips what the file already holds for the same plan, device, torch and commit; ``--fresh`` measures
+it again. Uncommitted changes are not told apart.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import re
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -63,6 +64,7 @@ def sweep(
     settings = {"plan": plan, "device": device, "limit_s": limit_s, "num_pairs": NUM_PAIRS}
     earlier = results.resumed(out, {"settings": settings}) if out else None
     held: dict[str, Record] = earlier["models"] if earlier else {}
+    started = time.monotonic() - (earlier.get("elapsed_s", 0.0) if earlier and held else 0.0)
     missing = {name: model for name, model in models.items() if fresh or name not in held}
     if missing:
         order = Order(plan, device, limit_s)
@@ -72,7 +74,9 @@ def sweep(
                 print(line(name, record), flush=True)
                 if out:
                     in_order = {n: held[n] for n in (*MODELS, *held) if n in held}
-                    results.write(out, {"settings": settings, "models": in_order})
+                    elapsed_s = round(time.monotonic() - started, 1)
+                    took = {"jobs": jobs, "elapsed_s": elapsed_s}
+                    results.write(out, {"settings": settings, **took, "models": in_order})
     return {name: held[name] for name in models}
 
 

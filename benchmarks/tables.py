@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,17 +23,23 @@ from typing import Any
 
 from benchmarks import (
     baseline_tables,
+    below_bf16_tables,
+    compile_tables,
     loader_tables,
     loader_timeline_plot,
     memory_tables,
+    parallel_tables,
     plots,
     profiling_tables,
+    sweep_tables,
 )
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BASELINE = "baseline_h200.json"
 LOADER = "loader_h200.json"
+MANY_GPUS = "many_gpus_2xh200.json"
+COMPILE = "compile_cost_h200.json"
 PLOT = ROOT / "docs" / "_static" / "baseline.svg"
 BLOCK = re.compile(r"<!-- figures: ([\w -]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -44,43 +49,6 @@ Table = Callable[[dict[str, Any]], list[str]]
 def baseline_plot(_result: dict[str, Any]) -> list[str]:
     """Return the line that shows the plot; the plot itself is another file."""
     return [f"![{plots.TITLE}, for every workload; the table has its figures](_static/{PLOT.name})"]
-
-
-def sweep(result: dict[str, Any]) -> list[str]:
-    """Return the table of models from elsewhere."""
-    models = result["models"]
-    ran = [model for model in models.values() if model["status"] == "ran"]
-    held = sum(model["parity"]["held"] for model in ran)
-    gains = [model["gain"] for model in ran]
-    gain = f"; median gain {statistics.median(gains):.2f}" if gains else ""
-    lines = [
-        f"Plan ``{result['settings']['plan']}``: {len(ran)} of {len(models)} models ran; "
-        f"parity held for {held}{gain}.",
-        "",
-        "| model | parity | plain ms | plan ms | gain (quartiles) | form "
-        "| host waits, plain → plan |",
-        "|---|---|---:|---:|---:|---|---:|",
-    ]
-    for name, model in models.items():
-        if model["status"] == "ran":
-            lines.append(f"| {name} | {' | '.join(_sweep_cells(model))} |")
-        else:
-            lines.append(f"| {name} | {baseline_tables.why_not(model)} |{' |' * 5}")
-    return lines
-
-
-def _sweep_cells(model: dict[str, Any]) -> list[str]:
-    parity, waits = model["parity"], model.get("host_waits")  # none are counted on a CPU
-    agreed = "to the bit" if parity["exact"] else "held" if parity["held"] else "**not held**"
-    low, high = model["gain_quartiles"]
-    return [
-        agreed,
-        baseline_tables.figure(model["eager_ms"]),
-        baseline_tables.figure(model["plan_ms"]),
-        f"{model['gain']:.3f} ({low:.3f} to {high:.3f})",
-        model["form"],
-        f"{waits['eager']:g} → {waits['plan']:g}" if waits else "",
-    ]
 
 
 def main_job(result: dict[str, Any]) -> list[str]:
@@ -183,12 +151,18 @@ def checkpoint_cost(result: dict[str, Any]) -> list[str]:
 
 # The sections of a file that a table is made from; all where none are named.
 PARTS = {
+    "compile cold": ("cold",),
+    "compile warm": ("warm",),
+    "compile curves": ("curves",),
+    "compile workloads": ("workloads",),
     "loader efficiency": ("eta",),
     "loader overlap": ("overlap",),
     "loader next": ("next", "launch"),
     "loader memory": ("memory",),
     "loader peers": ("peers",),
     "loader timeline": ("timeline",),
+    "below bf16": ("float8", "vocabulary", "state"),
+    "below bf16 curves": ("curves",),
 }
 
 # Beside these, "baseline NAME" is the table of the workload NAME.
@@ -204,14 +178,28 @@ TABLES: dict[str, tuple[str, Table]] = {
     "loader peers": (LOADER, loader_tables.peers),
     "loader timeline": (LOADER, loader_tables.timeline),
     "checkpoint cost": ("checkpoint_cost_h200.json", checkpoint_cost),
+    "compile cold": (COMPILE, compile_tables.cold),
+    "compile warm": (COMPILE, compile_tables.warm),
+    "compile curves": (COMPILE, compile_tables.curves),
+    "compile workloads": (COMPILE, compile_tables.workloads),
+    "losses": ("losses_h200.json", compile_tables.losses),
+    "below bf16": ("below_bf16_h200.json", below_bf16_tables.steps),
+    "below bf16 curves": ("below_bf16_h200.json", below_bf16_tables.curves),
     "recompute": ("recompute_h200.json", memory_tables.recompute),
     "offload": ("offload_h200.json", memory_tables.offload),
+    "many gpus": (MANY_GPUS, parallel_tables.many_gpus),
+    "communication": (MANY_GPUS, parallel_tables.communication),
+    "offload training": ("offload_training_h200.json", memory_tables.offload_training),
+    "largest": ("largest_h200.json", memory_tables.largest),
     "watching": ("watching_h200.json", profiling_tables.watching),
     "first replay": ("first_replay_h200.json", profiling_tables.first_replay),
     "graph events": ("graph_events_h200.json", profiling_tables.graph_events),
     "compare check": ("compare_check_h200.json", profiling_tables.compare_check),
+    "slow to fast": ("slow_to_fast_h200.json", profiling_tables.slow_to_fast),
     "slow scripts": ("slow_scripts_h200.json", profiling_tables.slow_scripts),
-    "sweep": ("sweep_h200.json", sweep),
+    "sweep": ("sweep_h200.json", sweep_tables.sweep),
+    "sweep exact": ("sweep_exact_h200.json", sweep_tables.sweep),
+    "sweep captured": ("sweep_captured_h200.json", sweep_tables.sweep),
     "main job": ("main_job_curves_h200.json", main_job),
 }
 
@@ -238,7 +226,8 @@ def render(name: str) -> str | None:
     result = json.loads(path.read_text())
     machine = result["machine"]
     device = machine["gpu"] or "CPU"
-    source = told(runs(result, name), f"one {device}, torch {machine['torch']}", file)
+    devices = f"{result['ranks']} of {device}" if "ranks" in result else f"one {device}"
+    source = told(runs(result, name), f"{devices}, torch {machine['torch']}", file)
     body = "\n".join(table(result))
     return f"<!-- figures: {name} -->\n\n{body}\n\n{source}\n\n<!-- end -->"
 
@@ -263,12 +252,17 @@ def told(parts: list[dict[str, str]], where: str, file: str) -> str:
 
 def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
     """Return the runs that a table's figures are from: a file can be measured in parts."""
-    if "workloads" not in result:
+    if not {"workloads", "runs"} <= result.keys():
         whole = {"date": result["date"], "command": result["command"]}
         whole["commit"] = result["machine"]["commit"]
-        if isinstance(rows := result.get("rows"), dict):
-            return [row.get("run", whole) for row in rows.values()]
         own = PARTS.get(table)
+        if isinstance(rows := result.get("rows"), dict):
+            found = [
+                row.get("run", whole)
+                for name, row in rows.items()
+                if own is None or name.partition(": ")[0] in own
+            ]
+            return found or [whole]
         parts = [
             section.get("run", whole)
             for name, section in result.get("sections", {}).items()

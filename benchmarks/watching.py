@@ -4,35 +4,34 @@
 
 The small GPT of the yardstick in bf16, eager, where the host is the limit and each microsecond of
 it shows, and as one graph. "as it is" is `fit` with everything on; "no times" is the same with the
-step timer switched off; "guard" adds ``sync_guard="record"``. Each is one long `fit` in a process
-of its own, which stands still after some steps until it is its turn again, so that nothing that a
-`fit` does at its beginning is in the times. Two figures for what an arm costs:
+step timer switched off; "guard" adds ``sync_guard="record"``. All are turns of one `fit`, between
+whose steps a callback puts in what watches or takes it out: two processes of the same code differ
+by more than what is looked for here. A turn has as many steps as lie between two samples of the
+timer, so that each has one. Two figures for what an arm costs:
 
 - **longer by**: the median of the quotients to what it is held against, turn by turn, with its
   quartiles;
 - **floor**: the quotient of the mean of the shortest quarter of the turns. Neighbours on a shared
   machine only ever add time, and to a host far more than what is looked for here.
 
-"again" is a second trainer that is as it is: what it differs by is noise.
+"again" is as it is once more: what it differs by is noise.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import itertools
 import random
 import statistics
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from benchmarks.arms import median_and_quartiles, parser_of, write_rows
-from benchmarks.process import steady_layout
-from benchmarks.workloads import Size, workload
-from torchfast import FitEvent, Plan, Trainer
+from benchmarks.workloads import workload
+from torchfast import FitEvent, Plan, SyncGuard, Trainer
 from torchfast.profiling import StepTimer
 
 # Each with what it is held against.
@@ -41,155 +40,128 @@ ARMS: Final = ("no times", *AGAINST)
 MODES: Final = ("eager", "graph")
 # The timer takes the first of a fit apart, each of them.
 WARM_UP_STEPS: Final = 32
-LIMIT_S: Final = 120.0
+# What was put in or taken out takes part in some steps that are not measured.
+LEAD_STEPS: Final = 4
+# One sample of the timer a turn, or more where a turn would be too short for the clock.
+EVERY: Final = 16
 
 
-class Watched(NamedTuple):
-    """A trainer in `fit`, watched or not."""
+class Watchers:
+    """What watches a trainer's steps, put in and taken out between them."""
 
-    arm: str
-    mode: str
-    size: Size
-    device: str
+    def __init__(self, trainer: Trainer) -> None:
+        self._syncs = trainer._step.syncs
+        self._begin, self._end = StepTimer.begin_step, StepTimer.end_step
 
-    def train(self, pipe: Connection) -> None:
-        """Run a fit that makes as many steps at a time as it is asked for, and tells their time."""
-        work = workload("gpt-small", self.size)
-        torch.manual_seed(0)
-        plan = Plan(
-            sync_guard="record" if self.arm == "guard" else "off",
-            precision="bf16" if self.device == "cuda" else "as_given",
-            cuda_graph=self.mode == "graph",
-        )
-        if self.arm == "no times":
-            StepTimer.begin_step = StepTimer.end_step = lambda *_: None  # type: ignore[method-assign, assignment]
-        adamw = partial(torch.optim.AdamW, lr=work.lr, fused=True)
-        trainer = Trainer(work.build(), adamw, work.loss_fn, plan, device=self.device)
-        batches = [tuple(t.to(self.device) for t in batch) for batch in work.batches()]
-        turns = _Turns(pipe, self.device)
-        with trainer:
-            result = trainer.fit(
-                _Endless(batches), steps=1 << 40, callbacks=[turns], progress="off"
-            )
-        replays = int(trainer.report().counters.get("replays", 0))
-        samples = {phase.name: phase.num_samples for phase in result.step_times.phases}
-        pipe.send({"samples": samples, "replays": replays, "steps": result.num_steps})
+    def be(self, arm: str) -> None:
+        """Let the steps to come be watched as this arm is."""
+        self.close()
+        if arm == "no times":
+            nothing: Callable[[StepTimer], None] = lambda _: None  # noqa: E731
+            StepTimer.begin_step = StepTimer.end_step = nothing  # type: ignore[method-assign]
+        if arm == "guard":
+            kind: Any = "cuda" if torch.cuda.is_available() else "cpu"
+            self._syncs._guard = SyncGuard("record", device=kind)
+            self._syncs._guard.__enter__()  # as `fit` does around its loop
+
+    def close(self) -> None:
+        """Watch as `fit` does."""
+        StepTimer.begin_step, StepTimer.end_step = self._begin, self._end  # type: ignore[method-assign]
+        if (guard := self._syncs._guard) is not None:
+            self._syncs._guard = None
+            guard.__exit__(None, None, None)
+            guard.close()
 
 
-class _Turns:
-    """A callback that stands still between turns."""
+class Turns:
+    """A callback that gives each arm its turns, in random order, and then ends the fit.
 
-    def __init__(self, pipe: Connection, device: str) -> None:
-        self._pipe, self._device = pipe, device
-        self._left = WARM_UP_STEPS
-        self._steps = 0
-        self._begun = time.perf_counter()
+    Attributes:
+        ms: The times of a step by arm, one for each turn.
+        steps: How many steps a turn has.
+    """
+
+    def __init__(self, watchers: Watchers, device: str, rounds: int, block_s: float) -> None:
+        self.ms: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        self.steps = 0
+        self._watchers, self._device = watchers, device
+        self._rounds, self._block_s = rounds, block_s
+        self._script = self._measure()
+        self._left = next(self._script)
 
     def __call__(self, event: FitEvent) -> None:
+        """Count a step."""
         if event.kind != "step":
             return
         self._left -= 1
         if self._left:
             return
+        try:
+            self._left = next(self._script)
+        except StopIteration:
+            event.stop()
+            self._left = -1
+
+    def _measure(self) -> Iterator[int]:
+        """Yield how many steps are to run before it goes on."""
+        yield WARM_UP_STEPS
+        begun = self._now()
+        yield EVERY
+        whole = max(1, round(self._block_s / (self._now() - begun)))
+        self.steps = whole * EVERY
+        order = random.Random(0)
+        for _ in range(self._rounds):
+            for arm in order.sample(ARMS, len(ARMS)):
+                self._watchers.be(arm)
+                yield LEAD_STEPS
+                begun = self._now()
+                yield self.steps
+                self.ms[arm].append((self._now() - begun) / self.steps * 1e3)
+        self._watchers.close()
+
+    def _now(self) -> float:
         if self._device == "cuda":
             torch.cuda.synchronize()
-        self._pipe.send((time.perf_counter() - self._begun) / max(1, self._steps) * 1e3)
-        self._left = self._steps = self._pipe.recv()
-        if not self._steps:
-            event.stop()
-        self._begun = time.perf_counter()
+        return time.perf_counter()
 
 
-class _Endless:
+class Endless:
     """The same batches again and again."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Any:
-        while True:
-            yield from self._batches
-
-
-class Process:
-    """An arm's process, which is given its turns."""
-
-    def __init__(self, watched: Watched) -> None:
-        self.watched = watched
-        context = multiprocessing.get_context("spawn")
-        self.pipe, far_end = context.Pipe()
-        self.process = context.Process(target=watched.train, args=(far_end,), daemon=True)
-        self.process.start()
-        far_end.close()
-        self.turns_ms: list[float] = []
-
-    def answer(self) -> Any:
-        """Return what the process says next.
-
-        Raises:
-            TimeoutError: It says nothing.
-            RuntimeError: It has ended.
-        """
-        try:
-            if not self.pipe.poll(LIMIT_S):
-                raise TimeoutError(f"{self.watched} said nothing for {LIMIT_S:.0f} s")
-            return self.pipe.recv()
-        except EOFError:
-            self.process.join(LIMIT_S)
-            raise RuntimeError(
-                f"{self.watched} ended before its turns did, with exit code "
-                f"{self.process.exitcode}; what it printed says why"
-            ) from None
-
-    def turn(self, steps: int) -> float:
-        """Return the time of a step, over so many."""
-        self._ask_for(steps)
-        ms: float = self.answer()
-        return ms
-
-    def end(self) -> dict[str, Any]:
-        """End the fit; return what was counted in it."""
-        self._ask_for(0)
-        counted: dict[str, Any] = self.answer()
-        self.process.join(LIMIT_S)
-        return counted
-
-    def kill(self) -> None:
-        """End the process, whatever it does, and wait until it is gone."""
-        self.process.kill()
-        self.process.join()
-
-    def _ask_for(self, steps: int) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # of one that has ended: `answer`
-            self.pipe.send(steps)
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.cycle(self._batches)
 
 
 def measured(mode: str, args: Any) -> list[dict[str, Any]]:
     """Return a row for each arm."""
-    processes: dict[str, Process] = {}
-    try:
-        for arm in ARMS:
-            processes[arm] = Process(Watched(arm, mode, args.size, args.device))
-        for process in processes.values():
-            process.answer()  # of the warm-up
-        steps = max(4, round(args.block_s * 1e3 / processes["no times"].turn(8)))
-        for process in processes.values():
-            process.turn(steps)
-        order = random.Random(0)
-        for _ in range(args.rounds):
-            for process in order.sample(list(processes.values()), len(processes)):
-                process.turns_ms.append(process.turn(steps))
-        rows = []
-        for arm, process in processes.items():
-            other = processes.get(AGAINST.get(arm, ""))
-            row = {"mode": mode, "arm": arm, "steps_of_a_turn": steps, **process.end()}
-            rows.append(row | figures(process.turns_ms, other and other.turns_ms))
-            if other is not None:
-                rows[-1]["against"] = AGAINST[arm]
-        return rows
-    finally:
-        for process in processes.values():
-            process.kill()
+    work = workload("gpt-small", args.size)
+    torch.manual_seed(0)
+    plan = Plan(
+        precision="bf16" if args.device == "cuda" else "as_given", cuda_graph=mode == "graph"
+    )
+    adamw = partial(torch.optim.AdamW, lr=work.lr, fused=True)
+    with Trainer(work.build(), adamw, work.loss_fn, plan, device=args.device) as trainer:
+        batches = [tuple(t.to(args.device) for t in batch) for batch in work.batches()]
+        watchers = Watchers(trainer)
+        turns = Turns(watchers, args.device, args.rounds, args.block_s)
+        try:
+            result = trainer.fit(Endless(batches), steps=1 << 40, callbacks=[turns], progress="off")
+        finally:
+            watchers.close()
+        replays = int(trainer.report().counters.get("replays", 0))
+    samples = {phase.name: phase.num_samples for phase in result.step_times.phases}
+    about = {"steps_of_a_turn": turns.steps, "replays": replays, "samples": samples}
+    rows = []
+    for arm, turns_ms in turns.ms.items():
+        other = AGAINST.get(arm)
+        row = {"mode": mode, "arm": arm, **about, "steps": result.num_steps}
+        rows.append(row | figures(turns_ms, turns.ms[other] if other else None))
+        if other:
+            rows[-1]["against"] = other
+    return rows
 
 
 def figures(turns_ms: list[float], other_ms: list[float] | None) -> dict[str, Any]:
@@ -209,11 +181,10 @@ def _floor(turns_ms: list[float]) -> float:
 
 def main() -> None:
     """Measure, print a table and write the figures."""
-    parser = parser_of(__doc__, rounds=40)
+    parser = parser_of(__doc__, rounds=60)
     parser.add_argument("--size", choices=["full", "smoke"], default="full")
-    parser.add_argument("--block-s", type=float, default=0.15, help="seconds of a turn")
+    parser.add_argument("--block-s", type=float, default=0.1, help="seconds of a turn")
     args = parser.parse_args()
-    steady_layout()
     rows = []
     print(f"{'mode':<6} {'arm':<9} {'ms':>9}  {'longer by (quartiles)':<30} {'floor':<8} against")
     for mode in MODES if args.device == "cuda" else MODES[:1]:

@@ -14,8 +14,9 @@ these steps say whether it trains.
 
 With ``--out`` the file is written after each workload, and what stands there already, from the same
 commit, machine and settings, is not run again: neither a workload nor, of a workload, a method. So
-a table can be measured in parts, each of which has the reference in it. ``--any-commit`` takes up
-what another commit began; each method says which run it is from.
+a table can be measured in parts, each of which has the reference in it, also by several runs at a
+time, each on a GPU and cores of its own. ``--any-commit`` takes up what another commit began; each
+method says which run it is from. ``--again`` measures what stands there anew.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class Measurement:
 
         A method starts alone, so that its cold start is its own, but for those that compile: they
         wait for the host mostly, and start side by side. One that is given another's cache comes
-        after it.
+        after it, and one that measures ways of compiling is alone.
         """
         with self._timed("imports and build"):
             for process in processes:
@@ -180,10 +181,14 @@ class Measurement:
                 if not process.method.compiles:
                     self._first_steps([process])
         with self._timed("first steps that compile"):
-            self._first_steps([p for p in ready if p.method.compiles and not p.method.cache_of])
-            for process in ready:
+            together = [p for p in ready if p.method.compiles and not p.method.search_s]
+            self._first_steps([p for p in together if not p.method.cache_of])
+            for process in together:
                 if process.method.cache_of:
                     self._after(process)
+            for process in ready:
+                if process.method.search_s:
+                    self._first_steps([process])
         return [process for process in processes if process.alive]
 
     def _after(self, process: Process) -> None:
@@ -199,7 +204,8 @@ class Measurement:
         for process in processes:
             process.send("start")
         for process in processes:
-            answer = self._answer(process, self.settings.cold_start_limit_s, started_at)
+            limit_s = self.settings.cold_start_limit_s + process.method.search_s
+            answer = self._answer(process, limit_s, started_at)
             if answer is not None:
                 self._warm_ups[process.method.name] = answer
                 self._peak_bytes = max(self._peak_bytes, answer["reserved_bytes"] or 0)
@@ -311,42 +317,60 @@ def main() -> None:
     steady_layout()
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     about = {"settings": asdict(settings), "slow_down": dict(args.slow_down)}
-    found, runs = taken_up(args.out, about, any_commit=args.any_commit)
+    this_run = results.this_run()
+    found = taken_up(args.out, about, any_commit=args.any_commit)["workloads"]
     # As Ctrl-C does: unwind, and end what runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     failed = False
     for name in args.workloads:
         earlier = found.get(name, {}).get("methods", {})
-        missing = [METHODS[method] for method in args.methods if method not in earlier]
-        if not missing:
+        asked = [METHODS[m] for m in args.methods if args.again or m not in earlier]
+        if not asked:
             print(f"\n{name}: measured already")
             continue
         measurement = Measurement(workload(name, args.size), settings, dict(args.slow_down))
         try:
-            measured = measurement.run(missing)
+            measured = measurement.run(asked)
         except MethodFailed as failure:
             failed = True
             print(f"\n{name}: not measured, since the reference failed: {failure}")
             continue
         print_workload(measured)
-        for figures_of_method in measured["methods"].values():
-            figures_of_method["run"] = len(runs) - 1
-        every = {**measured["methods"], **earlier}
-        found[name] = {**measured, "methods": {m: every[m] for m in METHODS if m in every}}
         if args.out:
-            results.write(args.out, {**about, "runs": runs, "workloads": found})
+            with results.alone(args.out):
+                whole = taken_up(args.out, about, any_commit=args.any_commit)
+                add(whole, name, measured, {method.name for method in asked}, this_run)
+                results.write(args.out, {**about, **whole})
     sys.exit(1 if failed else 0)
 
 
-def taken_up(
-    out: Path | None, about: dict[str, Any], *, any_commit: bool
-) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Return the workloads that stand in a file, and its runs, of which this is the last."""
+def taken_up(out: Path | None, about: dict[str, Any], *, any_commit: bool) -> dict[str, Any]:
+    """Return the workloads that stand in a file, and the runs that they are from."""
     ignoring = ["cold_start_limit_s", *["commit"] * any_commit]
     result = results.resumed(out, about, ignoring=ignoring) if out else None
     if result is None:
-        return {}, [results.this_run()]
-    return result["workloads"], [*result["runs"], results.this_run()]
+        return {"runs": [], "workloads": {}}
+    return {key: result[key] for key in ("runs", "workloads")}
+
+
+def add(
+    whole: dict[str, Any],
+    name: str,
+    measured: dict[str, Any],
+    asked: set[str],
+    run: dict[str, str],
+) -> None:
+    """Put what this run measured of a workload beside what stands there, or in its place."""
+    if run not in whole["runs"]:
+        whole["runs"].append(run)
+    own = measured["methods"]
+    for method in own.values():
+        method["run"] = whole["runs"].index(run)
+    earlier = whole["workloads"].get(name, {}).get("methods", {})
+    every = {**own, **earlier, **{method: own[method] for method in asked}}
+    ordered = {method: every[method] for method in METHODS if method in every}
+    whole["workloads"][name] = {**measured, "methods": ordered}
+    whole["workloads"] = {n: whole["workloads"][n] for n in NAMES if n in whole["workloads"]}
 
 
 def print_workload(result: dict[str, Any]) -> None:
@@ -386,6 +410,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slow-down", nargs="+", type=slowdown, default=[], metavar="METHOD=PART")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--any-commit", action="store_true", help="go on with another's --out")
+    parser.add_argument("--again", action="store_true", help="replace what stands in --out")
     return parser.parse_args()
 
 

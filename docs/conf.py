@@ -9,6 +9,8 @@ import typing
 from typing import TYPE_CHECKING, Any
 
 import torchfast
+import torchfast.compiler.compiled_module
+import torchfast.compiler.receipts
 import torchfast.plan
 import torchfast.reporting
 
@@ -18,9 +20,10 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.environment import BuildEnvironment
 
-# A name of annotations that is imported for type checkers only, or the others beside it would not
+# Names of annotations that are imported for type checkers only, or the others beside them would not
 # be resolved either.
 vars(torchfast.plan)["AllocatorConfig"] = torchfast.AllocatorConfig
+vars(torchfast.compiler.compiled_module)["Receipt"] = torchfast.compiler.receipts.Receipt
 _ = torchfast.reporting.plot_lines  # imported when it is asked for, which autodoc does too late
 
 project = "torchfast"
@@ -64,6 +67,7 @@ nitpick_ignore_regex = [
     # Parts of results that are printed, and not asked for.
     (r"py:class", r"torchfast\.profiling\.(trace\.Trace|figures\.(Row|Copies))"),
     (r"py:class", r"torchfast\.memory\.expert_buffers\.Places"),
+    (r"py:class", r"torchfast\.compiler\.receipts\.Receipt"),
     (r"py:obj", r"log_y|mode|path|text|total_steps"),  # arguments, in torchfast.reporting
 ]
 

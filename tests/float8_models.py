@@ -13,6 +13,21 @@ EMULATED = Float8Options(recipe="tensorwise", smallest=16, emulate=True, watch_a
 MEASURED = Float8Options(emulate=True, watch_at=())
 WATCHED = Float8Options(recipe="tensorwise", smallest=16, emulate=True, watch_at=(1,))
 
+# Outside models, and how many of their layers are converted, so that a model whose layers nobody
+# finds does not pass.
+NUM_CONVERTED = {
+    "transformers GPT-NeoX": 8,
+    "transformers OPT": 12,
+    "transformers BLOOM": 8,
+    "transformers Llama": 14,
+    "transformers Qwen3": 14,
+    "transformers Gemma 2": 14,
+    "transformers BERT": 13,
+    "transformers T5": 32,
+    "transformers BART": 32,
+    "transformers ViT": 12,
+}
+
 
 class TinyGPT(nn.Module):
     """A vocabulary, two blocks with layers of both kinds, and a tied head."""
@@ -86,6 +101,28 @@ def timer_of(seconds, seen=None):
         return Measurement(
             reference="bf16",
             rounds=rounds,
+            units=dict.fromkeys(works, 1),
+            failed={},
+            smallest=0.02,
+            elapsed_s=0.0,
+            ended_by="told",
+        )
+
+    return timer
+
+
+def step_timer_of(float8_ms, seen=None):
+    """Return a timer that knows what a whole step takes beside bf16, and runs each way once."""
+
+    def timer(works, device, budget_s, around):
+        for name, work in works.items():
+            with around(name):
+                work()
+                if seen is not None:
+                    seen.append((name, type(seen.model.blocks[0][0]).__name__))
+        return Measurement(
+            reference="bf16",
+            rounds=tuple({"bf16": 1.0, "float8": ms} for ms in [*float8_ms] * 4),
             units=dict.fromkeys(works, 1),
             failed={},
             smallest=0.02,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import io
 import warnings
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import unique
 
 from torchfast._core import syncs
 
+read = torch.Tensor.item  # a name of one's own, bound before any guard
 PATCHED = ("item", "__bool__", "__getitem__", "cpu", "nonzero", "to", "copy_")
 
 
@@ -144,6 +148,110 @@ KINDS = (
     same,
     repeat,
     invert,
+)
+
+
+# What has no name that could be listened to, or one that was bound before: C++ that reads a tensor.
+
+
+def make_as_many(x):
+    n = x.abs().max().long()
+    return torch.arange(n, device=x.device)  # waits: item
+
+
+def make_so_large(x):
+    n = x.abs().max().long()
+    return torch.zeros(n, device=x.device)  # waits: item
+
+
+def view_as_large(x):
+    n = x.new_full((), x.shape[0], dtype=torch.long)
+    return x.view(n, -1)  # waits: item
+
+
+def repeat_as_often(x):
+    n = x.abs().max().long()
+    return x.repeat(n, 1)  # waits: item
+
+
+def make_complex(x):
+    return x + complex(x.sum()).real  # waits: item
+
+
+def add_scaled(x):
+    return x.add(x, alpha=x.sum())  # waits: item
+
+
+def one_hot(x):
+    return F.one_hot(x.abs().long())  # waits: item
+
+
+def to_sparse(x):
+    return x.to_sparse().to_dense()  # waits: nonzero
+
+
+def combine(x):
+    return torch.combinations(x[0])  # waits: boolean mask
+
+
+def put_selected(x):
+    mask, y = x > 0, x.clone()
+    return y.index_put_((mask,), x[0, :1].expand(7))  # waits: nonzero
+
+
+def distinct_by_an_earlier_name(x):
+    return unique(x)  # waits: unique
+
+
+def item_by_an_earlier_name(x):
+    return x + read(x.sum())  # waits: item
+
+
+def to_the_hosts_type(x):
+    return x + x.type("torch.FloatTensor").numel()  # waits: cpu
+
+
+def invert_by_another_name(x):
+    square = x @ x.T + 9 * torch.eye(x.shape[0], device=x.device)
+    return torch.inverse(square)  # waits: linalg
+
+
+def decompose(x):
+    return torch.linalg.svdvals(x)  # waits: linalg
+
+
+def draw(x):
+    return torch.multinomial(x.abs(), 1) * 0  # waits: item
+
+
+def make_from_values(x):
+    return x.new_tensor([1.0, 2.0])  # waits: pageable copy
+
+
+def save(x):
+    torch.save({"x": [x]}, io.BytesIO())  # waits: save
+    return x
+
+
+BELOW = (
+    make_as_many,
+    make_so_large,
+    view_as_large,
+    repeat_as_often,
+    make_complex,
+    add_scaled,
+    one_hot,
+    to_sparse,
+    combine,
+    put_selected,
+    distinct_by_an_earlier_name,
+    item_by_an_earlier_name,
+    to_the_hosts_type,
+    invert_by_another_name,
+    decompose,
+    draw,
+    make_from_values,
+    save,
 )
 
 

@@ -90,8 +90,11 @@ class SyntheticTrace:
     def call(self, name, start, end, *, tid=MAIN):
         self._add("cuda_runtime", name, start, end, tid, correlation=next(self._numbers))
 
-    def op(self, name, start, end, *, tid=MAIN, dims=None, types=None):
+    def op(self, name, start, end, *, tid=MAIN, dims=None, types=None, node=None, of=None):
+        """An operator; ``node`` is its number in autograd, ``of`` the thread of its forward."""
         args = {"Input Dims": dims, "Input type": types} if dims else {}
+        args |= {"Sequence number": node} if node else {}
+        args |= {"Fwd thread id": of} if of else {}
         self._add("cpu_op", name, start, end, tid, **args)
 
     def annotation(self, name, start, end, *, tid=MAIN):

@@ -30,7 +30,7 @@ from torchfast import MicroBatches, TrainStep, levers
 from torchfast._core.building import build_scheduler
 from torchfast._core.compare import differences
 from torchfast._core.rng import get_rng_state, preserved_rng, seed_everything, set_rng_state
-from torchfast.graphs import CUDAGraphStep, engine, failures
+from torchfast.graphs import CUDAGraphStep, engine, failures, trials
 from torchfast.testing import plain_step
 
 CPU = torch.device("cpu")
@@ -243,6 +243,7 @@ def taped(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "backend_for", backend_for)
+        patch.setattr(trials, "backend_for", backend_for)
         patch.setattr(levers, "has_graphs", lambda device: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         # The tape raises where CUDA would, so its own line is not the user's.

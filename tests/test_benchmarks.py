@@ -9,24 +9,43 @@ from xml.etree import ElementTree
 import pytest
 
 import benchmark_results
-from benchmarks import anchors, baseline_tables, main_job_curves, plots, results, tables
+import compile_results
+import parallel_results
+import profiling_results
+from benchmarks import (
+    anchors,
+    baseline_tables,
+    main_job_curves,
+    plots,
+    sweep_tables,
+    tables,
+)
 from benchmarks.methods import METHODS
 from benchmarks.workloads import NAMES
 
 PAGES = sorted((tables.ROOT / "docs").rglob("*.md"))
 FILES = {
     "baseline_h200.json": benchmark_results.result_of_every_status,
+    "below_bf16_h200.json": benchmark_results.below_bf16,
     "branches_h200.json": benchmark_results.branches,
     "checkpoint_cost_h200.json": benchmark_results.checkpoint_cost,
+    "compile_cost_h200.json": compile_results.compile_cost,
     "loader_h200.json": benchmark_results.loader,
+    "many_gpus_2xh200.json": parallel_results.many_gpus,
+    "losses_h200.json": compile_results.losses,
+    "largest_h200.json": benchmark_results.largest,
     "offload_h200.json": benchmark_results.offload,
+    "offload_training_h200.json": benchmark_results.offload_training,
     "recompute_h200.json": benchmark_results.recompute,
-    "slow_scripts_h200.json": benchmark_results.slow_scripts,
+    "slow_scripts_h200.json": profiling_results.slow_scripts,
+    "slow_to_fast_h200.json": profiling_results.slow_to_fast,
+    "sweep_captured_h200.json": benchmark_results.sweep,
+    "sweep_exact_h200.json": benchmark_results.sweep,
     "sweep_h200.json": benchmark_results.sweep,
-    "watching_h200.json": benchmark_results.watching,
-    "graph_events_h200.json": benchmark_results.graph_events,
-    "first_replay_h200.json": benchmark_results.first_replay,
-    "compare_check_h200.json": benchmark_results.compare_check,
+    "watching_h200.json": profiling_results.watching,
+    "graph_events_h200.json": profiling_results.graph_events,
+    "first_replay_h200.json": profiling_results.first_replay,
+    "compare_check_h200.json": profiling_results.compare_check,
     "main_job_curves_h200.json": benchmark_results.main_job,
 }
 
@@ -82,7 +101,29 @@ def test_a_changed_figure_changes_the_page(made_up):
         ("baseline gpt-small", "gpt-small, made up; 256 items a step"),
         ("anchors", "| mlp | one graph | 0.185 | 0.5"),
         ("branches", "| 4, 8, 16 | graph | 2.50 | 1.80 times | 1 MiB and 2 MiB | yes |"),
+        (
+            "below bf16",
+            "| float8 | by hand, float8 | 195 | 84,021 | 1.000 (1.000 to 1.000) | 48.0 |  |",
+        ),
+        (
+            "below bf16",
+            "| torchfast float8 | 195 | 84,021 | 0.985 (0.980 to 0.990) | 48.0 | 8.00 |",
+        ),
+        ("below bf16 curves", "| bf16 | 20 | 2.0000 | +0.00% |"),
+        ("below bf16 curves", "| 8 bit | 20 | 2.0100 | +0.50% |"),
         ("checkpoint cost", "| a save holds training up for | 0.250 s (0.240 to 0.270, 3 saves) |"),
+        ("compile cold", "| by blocks | 8.00 | 20.0 | 2 | 7.5 |"),
+        ("compile cold", "| not compiled | 1.00 | 30.0 | 0 |  |"),
+        ("compile cold", "starts in 20.0% of the time of whole (a third is asked for), and"),
+        ("compile warm", "| cold | 20.0 | 0 | 4 | 5.0 |"),
+        ("compile warm", "| warm | 1.50 | 8 | 0 | 5.0 |"),
+        ("compile warm", "misses nothing: held"),
+        ("compile curves", "| 1 | 2.5200 | 2.5300 |"),
+        ("compile curves", "-0.0025, within what the seeds differ by (0.0400)"),
+        ("compile workloads", "| mlp | 9.00 | 0.125 | 2 | 7.5 | 1 | 0 | captured, compiled |"),
+        ("compile workloads", "| moe | failed: not done in / 60 s |"),
+        ("losses", "| plain eager | 20.0 (19.0 to 21.0) | 6,144 | 1.2 | 0.00123 |"),
+        ("losses", "| torchfast graph | 15.0 (14.0 to 16.0) |  | 1.2 |"),
         ("loader efficiency", "| 0.993 (0.990 to 0.995) | 0.992 | held |"),
         ("loader overlap", "| 97.5% | 2.0, 0.710 | 54.2 | all | 97% | never | held |"),
         ("loader next", "| list | yes | sleeps | 41.2 | 60.0 | held |"),
@@ -93,7 +134,13 @@ def test_a_changed_figure_changes_the_page(made_up):
             "offload",
             "| 8 of width 4,096, 4 x 2,048 | eager | offload | 125 | 1.050 | 6.25 | 4.00 |",
         ),
-        ("recompute", "| GPT | graph | none | 25.0 | 1.250 (1.200 to 1.300) | 1.275 | 300 |"),
+        (
+            "offload training",
+            "| offload auto | 310 | 1.070 (1.060 to 1.080) | 41.25 | 55% | 12.34 | 83% | yes |",
+        ),
+        ("largest", "| plain | 12 | 1.00 | 51,000 | 4.50B (20 layers) | 1.00 | 9,000 |"),
+        ("largest", "| recompute | at least 42 | 3.50 | 43,210 | nothing fits |  |  |"),
+        ("recompute", "| GPT | graph | none | 25.0 | 1.250 (1.200 to 1.300) | 1.275 | 310 | 300 |"),
         ("slow scripts", "| one | it reads a number | sync-bound | host-sync | right |"),
         (
             "slow scripts",
@@ -119,6 +166,45 @@ def test_a_table_has_its_own_figures_and_names_their_source(made_up, name, figur
     source = tables.table_named(name)[0]
     assert "Measured on one NVIDIA H200, torch 2.11.0+cu130: 2026-11-21, commit " in block
     assert f"Raw figures in ``benchmarks/results/{source}``" in block
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("many gpus", "| gpt2 | ddp, no graph by hand | 60.0 | 1.500 | 273,067 | 65.0% | 1.50 |"),
+        ("many gpus", "| gpt2 | ddp, graph by hand | 40.0 |  | 409,600 | 97.5% | 1.50 |"),
+        ("many gpus", "| gpt2 | ddp, torchfast | 41.0 | 1.025 | 399,610 | 95.1% | 1.50 |"),
+        ("many gpus", "| gpt2 | fsdp, Lightning | failed: Error: a \\| b | | | | |"),
+        ("many gpus", "| gpt2 | one GPU, torchfast | 39.0 |  | 210,051 |  |  |"),
+        ("communication", "| gpt2 | ddp, torchfast | 0 | 41.0 | 20.0 | 1.00 | 95.0% |"),
+        ("communication", "| gpt2 | ddp, torchfast | 1 | 41.0 | 0 | 1.00 |  |"),
+    ],
+)
+def test_a_table_of_several_gpus_says_on_how_many(made_up, name, figure):
+    block = tables.render(name)
+    assert figure in block
+    assert "Measured on 2 of NVIDIA H200, torch 2.11.0+cu130: 2026-11-21, commit " in block
+
+
+def test_a_table_of_some_rows_names_the_runs_of_these(made_up):
+    result = benchmark_results.below_bf16()
+    for number, row in enumerate(result["rows"].values()):
+        row["run"] = {"date": "2026-11-20", "commit": f"c{number}", "command": f"run {number}"}
+    made_up("below_bf16_h200.json", result)
+    block = tables.render("below bf16")
+    assert "in 2 runs on 2026-11-20" in block
+    assert "commit c0, by ``run 0``\n- 2026-11-20, commit c1, by ``run 1``" in block
+    assert "run 2" not in block
+    block = tables.render("below bf16 curves")
+    assert "commit c2, by ``run 2``\n- 2026-11-20, commit c3, by ``run 3``" in block
+    assert "run 1" not in block
+
+
+def test_a_curve_without_that_of_bf16_has_no_drift(made_up):
+    result = benchmark_results.below_bf16()
+    del result["rows"]["curves: bf16"]
+    made_up("below_bf16_h200.json", result)
+    assert "| 8 bit | 20 | 2.0100 |  |" in tables.render("below bf16 curves")
 
 
 def test_a_table_of_a_file_measured_in_parts_names_the_runs_it_is_from(made_up):
@@ -385,9 +471,18 @@ def test_every_method_has_a_column_and_a_mark():
 
 
 def test_the_sweep_has_models_that_ran_and_models_that_failed():
-    summary, _, *lines = tables.sweep(benchmark_results.sweep())
-    assert summary == ("Plan ``fast``: 3 of 4 models ran; parity held for 2; median gain 1.50.")
-    rows = rows_of(lines)
+    summary, _, *lines = sweep_tables.sweep(benchmark_results.sweep())
+    assert summary == (
+        "Plan ``fast``: 3 of 4 models ran; parity held for 2, to the bit for 1; median gain 1.50; "
+        "eager: 2; captured, compiled: 1; measured in 412 s, 2 at a time."
+    )
+    assert lines[-4:] == [
+        "",
+        "Not captured, and why:",
+        "",
+        r"- timm vit: cuda\_graph: a \*copy\* at my\_model.py:3 in \<module>",
+    ]
+    rows = rows_of(lines[:-4])
     assert list(rows["timm resnet18"].values()) == [
         "timm resnet18",
         "to the bit",
@@ -406,28 +501,9 @@ def test_the_sweep_has_models_that_ran_and_models_that_failed():
 def test_a_sweep_in_which_nothing_ran():
     result = benchmark_results.sweep()
     result["models"] = {"timm vit": {"status": "failed", "reason": "not done in 60 s"}}
-    assert tables.sweep(result)[0] == "Plan ``fast``: 0 of 1 models ran; parity held for 0."
-
-
-# -- Raw figures -----------------------------------------------------------------------------------
-
-
-def test_raw_figures_name_machine_command_and_date():
-    for path in tables.RESULTS.glob("*.json"):
-        result = json.loads(path.read_text())
-        assert result["machine"]["torch"]
-        assert result["machine"]["commit"] != "unknown"
-        assert result["command"].startswith("PYTHONPATH=. python benchmarks/")
-        assert "--out" not in result["command"]
-        assert result["date"] >= "2026"
-
-
-def test_a_result_is_written_without_the_place_of_its_output(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.argv", ["benchmarks/x.py", "--out", "/secret", "--pairs", "3"])
-    results.write(tmp_path / "deep" / "x.json", {"figures": {"a": 1}})
-    written = json.loads((tmp_path / "deep" / "x.json").read_text())
-    assert written["command"] == "PYTHONPATH=. python benchmarks/x.py --pairs 3"
-    assert written["figures"] == {"a": 1}
+    del result["elapsed_s"]  # as files have it that were measured before
+    summary = sweep_tables.sweep(result)[0]
+    assert summary == "Plan ``fast``: 0 of 1 models ran; parity held for 0."
 
 
 @pytest.mark.parametrize(("gap", "within"), [(0.01, True), (0.5, False)])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchfast._core import pinned_block
 from torchfast.checkpoint import staging
 from torchfast.checkpoint.files import remove_tree
 from torchfast.checkpoint.staging import Stager
@@ -51,7 +52,7 @@ def test_the_thread_that_sends_works_on_the_device_of_the_copies(monkeypatch):
         "stream": on,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(staging, "pin_in_place", lambda *_: (0, lambda: None))
+    monkeypatch.setattr(pinned_block, "pin_in_place", lambda *_: (0, lambda: None))
     first = torch.arange(8, dtype=torch.uint8)
     assert torch.equal(Stager()._sender(second, first, 8)(), first)
     assert left == ["cuda:1", "cuda:0"]  # behind the stream, and behind the device
@@ -66,7 +67,7 @@ def test_a_block_on_the_device_is_not_held_by_an_error(monkeypatch):
     event, stream = SimpleNamespace(record=lambda _: None), SimpleNamespace()
     for name, fake in {"Event": event, "Stream": stream, "current_stream": stream}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, fake=fake: fake)
-    monkeypatch.setattr(staging, "_Block", no_memory)
+    monkeypatch.setattr(staging, "PinnedBlock", no_memory)
     first = torch.ones(8, dtype=torch.uint8)
     held = weakref.ref(first)
     send = Stager()._sender(torch.device("cuda", 0), first, 8)

@@ -384,7 +384,11 @@ NAIVE = ("workloads", "gpt-small", "methods", "naive")
         (without(*NAIVE, "best_ms"), "naive > best_ms", "yardstick.py"),
         (without(*NAIVE, "host_syncs"), "naive > host_syncs: missing", "yardstick.py"),
         (without(*NAIVE, "trains"), "naive > trains: missing", "yardstick.py"),
-        (setting([1.0] * 19, *NAIVE, "best_ms"), "20 rounds where best_ms has 19", "yardstick"),
+        (
+            setting([1.0] * 19, *NAIVE, "best_ms"),
+            "20 rounds where best_ms of 'naive' has 19",
+            "yardstick",
+        ),
         (setting([math.nan] * 20, *NAIVE, "best_ms"), "nan is no time", "yardstick.py"),
         (setting(["1"] * 20, *NAIVE, "best_ms"), "'1' is no time", "yardstick.py"),
         (setting([0.0] * 20, *NAIVE, "reference_best_ms"), "0.0 is no time", "yardstick.py"),

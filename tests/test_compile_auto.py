@@ -12,7 +12,10 @@ from torch._dynamo.callback import callback_handler
 from compiled_training import BATCHES, Deep, compiled_in, counter
 from models import mean_loss
 from stepping import make_trainer
-from torchfast import CompileOptions, Plan, Trainer, compile_search
+from torchfast import CompiledModule, CompileOptions, Plan, Trainer
+from torchfast._core.compare import differences
+from torchfast._core.errors import ClosedError
+from torchfast.compiler import mode_search
 from torchfast.compiler.candidates import ModeChoice
 from torchfast.compiler.receipts import CandidateResult, Receipt
 
@@ -52,8 +55,8 @@ def searching(monkeypatch):
             created="2026-01-01T00:00:00Z",
         )
 
-    monkeypatch.setattr(compile_search, "mode_choices", choices)
-    monkeypatch.setattr(compile_search, "search", search)
+    monkeypatch.setattr(mode_search, "mode_choices", choices)
+    monkeypatch.setattr(mode_search, "search", search)
     # What the inductor takes seconds for.
     compile_ = torch.compile
     monkeypatch.setattr(
@@ -141,3 +144,107 @@ def test_auto_is_decided_in_the_first_half_of_a_step_too(searching):
     trainer.update()
     assert tried
     assert counter(trainer, "graphs") == 1
+
+
+# -- In a loop of one's own ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", ["eager", "whole: default", "blocks: default"])
+def test_a_compiled_module_becomes_what_its_search_finds(searching, wanted):
+    tried, choice = searching
+    choice[0] = wanted
+    torch.manual_seed(0)
+    model = Deep()
+    plain = copy.deepcopy(model)
+    before = copy.deepcopy(model.state_dict())
+    compiled = CompiledModule(model, mode="auto", regions="auto")
+    assert compiled.regions == ()
+    assert "decided on by search" in str(compiled.report())
+    model(BATCHES[0][0])
+    assert not compiled.is_compiled
+
+    receipt = compiled.search(mean_loss, BATCHES[0])
+    assert receipt.choice == wanted
+    assert [name for name, _, _ in tried] == ["eager", "blocks: default", "whole: default"] * 2
+    assert {failure for _, _, failure in tried} == {None}
+    assert differences(before, model.state_dict()) == []
+    paths = {"eager": (), "whole: default": ("",)}
+    assert compiled.regions == paths.get(wanted, ("blocks.0", "blocks.1", "blocks.2"))
+    assert f"mode 'auto' took {wanted}, measured now" in compiled.explanation
+
+    standing = [path for path, m in model.named_modules() if "_compiled_call_impl" in vars(m)]
+    assert tuple(standing) == compiled.regions
+    model.zero_grad()  # which a real search would have put back
+    step = compiled.around(mean_loss)
+    for batch in BATCHES:
+        losses = [function(net, batch) for function, net in ((step, model), (mean_loss, plain))]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        compiled.after_step()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+    assert compiled.is_compiled == (wanted != "eager")
+    assert (compiled.report().counters.get("graphs", 0) > 0) == (wanted != "eager")
+    with pytest.raises(ValueError, match=r"search.* finds out what mode='auto' is to be, once"):
+        compiled.search(mean_loss, BATCHES[0])
+    compiled.close()
+    assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
+    with pytest.raises(ClosedError):
+        compiled.search(mean_loss, BATCHES[0])
+
+
+@pytest.mark.parametrize("wanted", ["eager", "blocks: default"])
+def test_what_is_to_stand_around_may_be_asked_for_before_the_search(
+    searching, wanted, caplog, monkeypatch
+):
+    _, choice = searching
+    choice[0] = wanted
+    compile_ = torch.compile
+    modes = []
+    monkeypatch.setattr(
+        torch, "compile", lambda f, *, mode=None, **kw: modes.append(mode) or compile_(f, **kw)
+    )
+    model = Deep()
+    with CompiledModule(model, mode="auto") as compiled:
+        step = compiled.around(mean_loss)
+        expected = step(model, BATCHES[0])
+        compiled.search(step, BATCHES[0])
+        assert torch.equal(step(model, BATCHES[0]), expected)
+        assert "runs eagerly" not in caplog.text
+        assert "auto" not in modes
+        assert ("(mean_loss): compiled in" in str(compiled.report())) == (wanted != "eager")
+
+
+def test_a_compiled_module_begins_with_the_answer_of_an_earlier_one(searching, tmp_path):
+    tried, _ = searching
+    for run in range(2):
+        torch.manual_seed(0)
+        model = Deep()
+        with CompiledModule(model, mode="auto", cache=tmp_path) as compiled:
+            compiled.search(mean_loss, BATCHES[0])
+            assert bool(tried) == (run == 0)
+            assert ("from its receipt" in compiled.explanation) == (run == 1)
+            assert compiled.regions == ("",)
+        tried.clear()
+
+
+def test_an_error_in_a_search_leaves_the_model_eager_and_the_search_to_come(searching):
+    model = Deep()
+    with CompiledModule(model, mode="auto") as compiled:
+        with pytest.raises(ZeroDivisionError):
+            compiled.search(lambda model, batch: 1 / 0, BATCHES[0])
+        with pytest.raises(TypeError, match="loss_fn"):
+            compiled.search(None, BATCHES[0])
+        assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
+        compiled.search(mean_loss, BATCHES[0])
+        assert compiled.regions == ("",)
+
+
+def test_what_another_mode_compiles_is_not_searched():
+    model = Deep()
+    with (
+        CompiledModule(model, backend="eager") as compiled,
+        pytest.raises(ValueError, match="this is compiled as 'default'"),
+    ):
+        compiled.search(mean_loss, BATCHES[0])

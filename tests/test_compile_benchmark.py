@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from benchmarks import compile_cost
+import compile_results
+from benchmarks import compile_cost, compile_tables
 from benchmarks.compile_work import DEEP, Training, Work, workload_of
 from torchfast import Plan
 
@@ -190,3 +191,20 @@ def test_the_ends_of_the_curves_have_to_agree_within_the_noise_of_a_seed(shift, 
     assert found["noise"] == pytest.approx(0.05)
     assert found["held"] is held
     assert compile_cost.of_curves(rows[:3]) == {}
+
+
+def test_what_compiling_does_not_hold_is_told():
+    result = compile_results.compile_cost()
+    sections = result["sections"]
+    for section in sections.values():
+        section["summary"] |= {"held": False, "proved": False}
+    assert "**not held**" in compile_tables.cold(result)[-1]
+    assert "**misses some**: **not held**" in compile_tables.warm(result)[-1]
+    assert "**beyond** what" in compile_tables.curves(result)[-1]
+    late = {"status": "failed", "reason": "late"}
+    sections["cold"] = {"rows": [{"compiled": "whole", **late}], "summary": {"missing": 1}}
+    sections["warm"] = {"rows": [{"cache": "cold", **late}], "summary": {"missing": 1}}
+    del sections["curves"]
+    assert "| whole | failed: late |  |  |  |" in compile_tables.cold(result)
+    assert "| cold | failed: late |  |  |  |" in compile_tables.warm(result)
+    assert compile_tables.curves(result) == ["Not measured."]

@@ -10,8 +10,7 @@ import pytest
 from torch import nn
 
 from torchfast import Plan, PlanError
-from torchfast.compiler import CompiledModule, CompileOptions
-from torchfast.compiler.compiled_module import compile_callable
+from torchfast.compiler import CompiledModule, CompileOptions, compile_callable
 
 
 def test_what_is_changed_is_shown_and_json_ready():
@@ -71,10 +70,8 @@ def test_the_handle_says_the_same():
         CompiledModule(nn.Linear(2, 2), region="blocks")
 
 
-def test_auto_is_for_plans():
+def test_auto_is_for_what_can_measure():
     assert CompileOptions(mode="auto").mode == "auto"
-    with pytest.raises(ValueError, match="mode='auto' has to be measured first"):
-        CompiledModule(nn.Linear(2, 2), mode="auto")
     with pytest.raises(ValueError, match="mode='auto' has to be measured first"):
         compile_callable(print, CompileOptions(mode="auto"))
 

@@ -172,7 +172,7 @@ DAMAGED = {
     "no object": "[]",
     "a number changed": make_receipt().to_json().replace("12.5", "1.25"),
     "no hash": json.dumps({"format": 1}),
-    "newer format": altered(format=2),
+    "newer format": altered(format=3),
     "no format": altered(format=None),
     "unknown part": altered(new=1),
     "choice not measured": altered(choice="whole: default"),

@@ -55,12 +55,39 @@ def test_the_loss_in_chunks_is_the_plain_loss(tmp_path):
     assert [float(loss) for loss in chunks] == pytest.approx([float(loss) for loss in plain], 1e-3)
 
 
+def test_what_is_slow_is_found_and_cured(tmp_path):
+    output = run("10_find_what_is_slow.py", tmp_path, "--steps", "3")
+    source = (EXAMPLES / "10_find_what_is_slow.py").read_text().split("\n")
+    for kind, text in (("boolean mask", "losses[weights > 0.1]"), ("item", "(loss.item())")):
+        line = [n for n, each in enumerate(source, 1) if each.endswith(text)][-1]  # not the docs'
+        assert f"{kind} at 10_find_what_is_slow.py:{line}, in slow_lo" in output
+    assert "the slow loop: input-bound" in output
+    assert "without the faults the host waits at no line" in output
+
+
 def test_a_llama_below_bf16_trains(tmp_path):
     output = run("09_below_bf16.py", tmp_path, "--steps", "3")
     assert len(re.findall(r"^step \d  loss \d\.\d+$", output, re.MULTILINE)) == 3
     assert "14 of 15 linear layers (14 tensorwise, emulated)" in output
     assert "beside bf16, update 1: loss" in output
     assert "AdamW with moments in 8bit" in output
+
+
+def test_a_gpt_trains_within_the_memory_that_it_is_given(tmp_path):
+    name = "11_fit_into_memory.py"
+    scarce, ample = (
+        run(name, tmp_path, "--steps", "3", "--memory-gb", size) for size in ("0.012", "1")
+    )
+    assert re.search(r"^none .* too large$", scarce, re.MULTILINE)
+    assert re.search("recompute +applied: ", scarce)
+    assert "takes recompute=False" in ample
+    assert not re.search("recompute +applied: ", ample)
+    losses = [re.findall(r"^step \d  loss [\d.]+$", out, re.MULTILINE) for out in (scarce, ample)]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]  # what is computed again is the same
+    done = warm_python.run(EXAMPLES / name, "--device", "cpu", "--memory-gb", "0.003", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nothing fits into 0.003 GB" in done.stderr
 
 
 def test_a_llama_trains_alone_and_goes_on_with_two_ranks(tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -82,6 +84,48 @@ def test_a_run_goes_on_exactly_and_on_other_numbers_of_ranks(shard, tmp_path):
     two = ranks.run(lambda rank: trained(tmp_path / "parts", STEPS + 4, shard))
     assert_same(two[0]["model"], two[1]["model"])
     assert two[1]["num_steps"] == STEPS + 4
+
+
+def plain(folder, steps, batch_size, seed):
+    """Fit without dropout, whose masks are each rank's; return the state and what was read."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    read = []
+
+    def loss(model, batch):
+        read.extend(batch[0][:, 0].tolist())
+        return loss_fn(model, batch)
+
+    plan = Plan(shard="fsdp") if dist.is_initialized() else "eager"
+    trainer = Trainer(model, partial(torch.optim.AdamW, lr=1e-2), loss, plan=plan)
+    at = trainer.fit(
+        data(batch_size), steps=steps, checkpoint=folder, checkpoint_every=1, progress="off"
+    )
+    return full(trainer.state_dict()), read, at.num_steps
+
+
+def test_what_four_ranks_have_saved_goes_on_on_eight_and_on_one(tmp_path):
+    """F14: the model bitwise, and the samples that are left of the epoch, each once."""
+    saved = ranks.run(lambda rank: plain(tmp_path / "run", 2, 2, 3), 4)
+    expected = ranks.run(lambda rank: plain(tmp_path / "whole", 4, 2, 3), 4)
+    for folder in ("eight", "one"):
+        shutil.copytree(tmp_path / "run", tmp_path / folder)
+    loaded = ranks.run(lambda rank: plain(tmp_path / "eight", 2, 2, 99), 8)
+    assert all(not read for _, read, _ in loaded)  # nothing was left to do but to load
+    for state, _, _ in loaded:
+        assert_same(state["model"], saved[0][0]["model"])
+        assert_same(state["optimizer"]["state"], saved[0][0]["optimizer"]["state"])
+    before = [sample for _, read, _ in saved for sample in read]
+    # With batches as large a step takes twice as many: the position is another number of them.
+    eight = ranks.run(lambda rank: plain(tmp_path / "eight", 3, 2, 99), 8)
+    one = plain(tmp_path / "one", 4, 8, 99)
+    everything = data(1).dataset.tensors[0][:, 0].tolist()
+    for goes_on in (eight, [one]):
+        after = [sample for _, read, _ in goes_on for sample in read]
+        assert len(before) == len(after) == 16
+        assert sorted([*before, *after]) == sorted(everything)
+    for key, value in expected[0][0]["model"].items():
+        torch.testing.assert_close(one[0]["model"][key], value, rtol=2e-4, atol=2e-6)
 
 
 def test_what_cannot_be_saved_ends_all_ranks_alike(tmp_path):

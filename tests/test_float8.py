@@ -231,6 +231,7 @@ def test_an_optimizer_of_another_model_is_refused():
         ({"only": (1,)}, "only must hold names"),
         ({"watch_at": 3}, "watch_at must be a tuple of numbers"),
         ({"watch_at": (0,)}, "watch_at must be >= 1"),
+        ({"watch_every": 0}, "watch_every must be >= 1"),
         ({"smallest": -1}, "smallest must be >= 0"),
         ({"emulate": 1}, "emulate must be True or False"),
         ({"loss_drift": 0}, "loss_drift must be > 0"),

@@ -57,18 +57,33 @@ def test_what_is_not_faster_stays_in_bf16():
     assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
 
 
-def test_rows_that_are_not_divisible_and_layers_that_nobody_calls_stay_in_bf16():
-    model = gpt()
-    model.idle = nn.Linear(32, 32)
-    seconds = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
+def test_rows_that_are_not_divisible_are_measured_as_they_are():
     odd = tuple(t[:, :5] for t in batches(1)[0])
-    float8 = decided(model, seconds, odd)
-    assert float8.recipes == {}
-    assert "its 20 rows are not divisible by 16" in float8.decision().detail
+    seconds = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
+    float8 = decided(gpt(), seconds, odd)
+    assert len(float8.recipes) == 4
+    assert "20 rows, 32 to 64, 2 layers: tensorwise" in str(float8.receipt)
+
+
+def test_layers_that_nobody_calls_and_those_that_get_no_rows_stay_in_bf16():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle, self.expert = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            # By name, and of several calls the one with the most rows counts.
+            out = self.used(self.used(input=x)[:16])
+            return torch.cat([out, self.expert(x[:0])]).sum()
+
+    model = Idle()
+    seconds = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
+    float8 = applied(model, MEASURED)
+    float8.decide(lambda: model(torch.ones(48, 32)), compiled=False, timer=timer_of(seconds))
+    assert float8.recipes == {"used": "tensorwise"}
+    assert "48 rows, 32 to 32, 1 layer" in str(float8.receipt)
     assert "'idle' (nothing called it in the first forward)" in float8.decision().detail
-    padded = Float8Options(emulate=True, pad_rows=True, watch_at=())
-    float8.close()
-    assert len(decided(model, seconds, odd, padded).recipes) == 4
+    assert "'expert' (it got no rows in the first forward)" in float8.decision().detail
 
 
 def test_the_real_measurement_runs():

@@ -17,6 +17,7 @@ from float8_models import (
     gpt,
     gpt_without_batch_norm,
     loss_fn,
+    step_timer_of,
     timer_of,
 )
 from torchfast import Plan, Trainer
@@ -83,6 +84,7 @@ def test_measured_recipes_are_decided_at_the_first_step(monkeypatch):
     seen = []
     seconds = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
     monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(seconds, seen))
+    monkeypatch.setattr("torchfast.precision.float8_step._on_device", step_timer_of([0.5] * 3))
     trainer, _ = trained(MEASURED, steps=2)
     assert seen == [sorted(seconds)] * 2  # one for each shape, once
     report = str(trainer.report())

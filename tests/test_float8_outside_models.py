@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.outside_models import MODELS, without_dropout
+from float8_models import NUM_CONVERTED
 from torchfast import Float8Options, Plan, Trainer
 
 pytest.importorskip("transformers")
@@ -20,20 +21,6 @@ CLOSE_TO_FP32 = 0.02
 NORM_CLOSE = 0.15
 
 FLOAT8 = Float8Options(recipe="tensorwise", smallest=16, emulate=True, watch_at=())
-
-# By name: how many layers are converted, so that a model whose layers nobody finds does not pass.
-NAMES = {
-    "transformers GPT-NeoX": 8,
-    "transformers OPT": 12,
-    "transformers BLOOM": 8,
-    "transformers Llama": 14,
-    "transformers Qwen3": 14,
-    "transformers Gemma 2": 14,
-    "transformers BERT": 13,
-    "transformers T5": 32,
-    "transformers BART": 32,
-    "transformers ViT": 12,
-}
 
 
 def trained(name, precision):
@@ -56,12 +43,12 @@ def trained(name, precision):
     return trainer, losses, norms
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NUM_CONVERTED)
 def test_trains_in_float8_as_in_16_and_32_bits(name):
     trainer, losses, norms = trained(name, FLOAT8)
     model = trainer.model
     keys = list(model.state_dict())
-    assert len(trainer._step._transforms._float8.linears.recipes) == NAMES[name]
+    assert len(trainer._step._transforms._float8.linears.recipes) == NUM_CONVERTED[name]
     for precision, close in (("bf16", CLOSE_TO_BF16), ("fp32", CLOSE_TO_FP32)):
         _, expected, expected_norms = trained(name, precision)
         assert losses == pytest.approx(expected, rel=close), precision

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
 from float8_models import (
     WATCHED,
@@ -18,7 +19,7 @@ from float8_models import (
 from torchfast import Float8Options
 from torchfast._core.compare import differences
 from torchfast.precision import Float8Watch
-from torchfast.precision.float8_watch import figures
+from torchfast.precision.float8_drift import Drift, DriftHistory, LayerNumbers, figures
 
 
 def watched(model, options, batch=None):
@@ -49,7 +50,26 @@ def test_the_watch_leaves_no_trace_and_reports_scales(caplog):
     assert weight.amax == pytest.approx(float(model.blocks[0][0].weight.abs().max().detach()))
     assert weight.scale == pytest.approx(448 / weight.amax)
     assert "blocks.1.3 gradient" in decisions["float8 scales"]
-    assert not caplog.records
+    assert not [r for r in caplog.records if r.name.startswith("torchfast")]
+
+
+def test_a_layer_that_is_called_by_keyword_is_watched():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    model = Named()
+    float8 = applied(model, WATCHED)
+    watch = Float8Watch(model, float8)
+    watch.look(1, lambda: model(torch.full((16, 32), 3.0)).square().mean())
+    watch.decisions()
+    (drift,) = watch.drifts
+    assert [(n.operand, n.amax) for n in drift.layers if n.operand == "input"] == [("input", 3.0)]
+    assert {n.operand for n in drift.layers} == {"input", "weight", "gradient"}
 
 
 def test_a_layer_that_loses_its_values_is_named(caplog):
@@ -87,6 +107,70 @@ def test_drift_beyond_the_limit_warns_once(caplog):
     assert caplog.text.count("before update 1 the loss in float8 is") == 1
     assert "update 2" not in caplog.text
     assert [d.step for d in watch.drifts] == [1, 2]
+
+
+def test_a_layer_that_stops_fitting_late_in_a_run_is_named(caplog):
+    options = Float8Options(
+        recipe="tensorwise", smallest=16, emulate=True, watch_at=(1, 3), watch_every=50
+    )
+    model = gpt()
+    watch = Float8Watch(model, applied(model, options))
+    looked = []
+
+    def forward():
+        looked.append(step)
+        return bf16_loss(model, batches(1)[0])
+
+    with caplog.at_level(logging.WARNING, "torchfast"):
+        for step in range(1, 160):
+            if step == 60:
+                with torch.no_grad():
+                    model.blocks[0][0].weight[0, 0] = 1e6
+            if step == 120:
+                with torch.no_grad():
+                    model.blocks[1][3].weight[0, 0] = torch.inf  # not finite: the worst
+            watch.look(step, forward)
+        watch.decisions()
+    assert sorted(set(looked)) == [1, 3, 50, 100, 150]
+    said = [r.getMessage() for r in caplog.records if "does not fit" in r.getMessage()]
+    assert ["before update 100 layer 'blocks.0.0'" in said[0], len(said)] == [True, 2]
+    assert "before update 150 layer 'blocks.1.3'" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("watch_at", "every", "due"),
+    [
+        ((), 5, []),
+        ((2,), None, [2]),
+        ((2, 12), 5, [2, 12, 15, 20]),
+        ((1,), 1, list(range(1, 21))),
+    ],
+)
+def test_which_updates_are_compared(watch_at, every, due):
+    options = Float8Options(watch_at=watch_at, watch_every=every)
+    assert [step for step in range(1, 21) if options.watches(step)] == due
+
+
+def test_what_a_long_run_keeps_does_not_grow():
+    history, numbers = DriftHistory(), []
+    for step in range(1, 2001):
+        loss = 1.5 if step == 700 else 1.001
+        layers = tuple(
+            LayerNumbers(layer=name, operand="input", amax=1.0, scale=448.0, lost=lost)
+            for name, lost in (("fits", 0.1), ("does not", 0.9 if step == 1990 else 0.1))
+        )
+        history.add(
+            Drift(step=step, loss=loss, plain_loss=1.0, norm=1.0, plain_norm=1.0, layers=layers)
+        )
+        numbers.append(len(history.kept))
+    assert max(numbers) == 32
+    assert [d.step for d in history.kept[:4]] == [1, 2, 3, 1972]
+    # Of those between the first and the last only the operands that do not fit are kept.
+    assert [len(d.layers) for d in history.kept] == [2] * 3 + [0] * 18 + [1] + [0] * 9 + [2]
+    told = str(history)
+    assert "; 1994 more, the loss furthest at update 700: loss 1.5 (+50.00%)" in told
+    assert told.startswith("update 1: loss")
+    assert "; update 2000: loss" in told
 
 
 def test_too_little_memory_ends_the_watch():

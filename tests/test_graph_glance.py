@@ -32,10 +32,21 @@ class Net(nn.Module):
         self.first = nn.Linear(4, 3)
         self.dropout = nn.Dropout(0.1)
         self.norm = nn.BatchNorm1d(3)
-        self.scale = 0.5
+        self.scale, self.power, self.mode = 0.5, 1, "one"
+        self.sizes, self.table = [3], {"inner": []}
 
     def forward(self, x):
         return self.norm(self.dropout(self.first(x))) * self.scale
+
+
+class Function:
+    mode = "a"
+
+    def __init__(self):
+        self.weight = 1.0
+
+    def __call__(self, x):
+        return x * self.weight if self.mode == "a" else x
 
 
 class Named:
@@ -56,8 +67,11 @@ class Named:
         self.net(torch.ones(2, 4)).square().sum().backward()
         self.optimizer.step()
         self.scaler = torch.amp.GradScaler("cpu")
+        self.function = Function()
         self.state = NamedState(
-            [self.net, self.optimizer, self.frozen_rate, self.scaler], updated_after=[self.after]
+            [self.net, self.optimizer, self.frozen_rate, self.scaler],
+            updated_after=[self.after],
+            function=self.function,
         )
         self.state.rates = [LearningRates(self.optimizer)]
         self.watch = StateWatch(self.state)
@@ -112,15 +126,22 @@ def hide_method(n):
 
 SEEN = {
     "memory of a parameter": (set_data, VALUES),
-    "eval()": (lambda n: n.net.eval(), VALUES),
-    "eval() of one module": (lambda n: n.net.dropout.eval(), VALUES),
+    "eval()": (lambda n: n.net.eval(), OBJECTS),
+    "eval() of one module": (lambda n: n.net.dropout.eval(), OBJECTS),
     "requires_grad_()": (lambda n: n.net.first.weight.requires_grad_(False), VALUES),
-    "a number of a module": (lambda n: setattr(n.net.dropout, "p", 0.2), VALUES),
+    "a number of a module": (lambda n: setattr(n.net.dropout, "p", 0.2), OBJECTS),
     "a number that is a tensor now": (
-        lambda n: setattr(n.net, "scale", torch.tensor([0.5, 0.5])),
-        VALUES,
+        lambda n: setattr(n.net, "scale", torch.tensor(0.5)),
+        OBJECTS,
     ),
-    "a number that is gone": (lambda n: delattr(n.net, "scale"), VALUES),
+    "a number that is gone": (lambda n: delattr(n.net, "scale"), OBJECTS),
+    "a number of another type": (lambda n: setattr(n.net, "power", 1.0), OBJECTS),
+    "a string of a module": (lambda n: setattr(n.net, "mode", "other"), OBJECTS),
+    "the content of a list": (lambda n: n.net.sizes.__setitem__(0, 4), OBJECTS),
+    "the length of a list": (lambda n: n.net.sizes.append(4), OBJECTS),
+    "the content of a dictionary": (lambda n: n.net.table["inner"].append(1), OBJECTS),
+    "a value of the function": (lambda n: setattr(n.function, "weight", 2.0), OBJECTS),
+    "a new value of the function": (lambda n: setattr(n.function, "mode", "b"), VALUES),
     "a method that is hidden": (hide_method, VALUES),
     "a setting of the scaler": (lambda n: n.scaler.set_growth_interval(7), VALUES),
     "a new name in a group": (lambda n: n.group.update(mode=7), VALUES),
@@ -210,6 +231,7 @@ def test_without_the_half_that_sees_it_it_is_not_seen(name, named, monkeypatch):
     seen_by_the_others = {
         # A change that shows in more than one place.
         "a hook of a parameter", "a group that is added", "a parameter that is gone", "groups",
+        "a number that is gone",
     }  # fmt: skip
     if name not in seen_by_the_others:
         assert glance.is_as_it_was()
@@ -259,7 +281,6 @@ def test_what_changes_in_every_step_takes_no_closer_look(change, named):
     "make",
     [
         lambda n: n.group.update(betas=[0.9, 0.99]),  # may change and stay the same list
-        lambda n: setattr(n.net, "scale", torch.tensor(0.5)),  # likewise, and equals the number
         lambda n: n.net.__dict__.pop("training"),
     ],
 )

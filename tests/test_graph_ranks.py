@@ -41,7 +41,7 @@ def train(loss_fn, batches, num_evicted=0):
     trainer = Trainer(model, partial(torch.optim.AdamW, lr=0.01, fused=True), loss_fn)
     engine = trainer._step._graph._graph
     engine._together = Together(RankGroup.join(timeout_s=20))
-    engine._store.num_evicted = num_evicted
+    engine.store.num_evicted = num_evicted
     for batch in batches:
         trainer.step(batch)
     report = trainer.report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from functools import partial
@@ -18,7 +19,7 @@ from tape import CPU, Twins, counts, reasons
 from torchfast import CaptureError, CUDAGraphOptions, Plan
 from torchfast._core.compare import differences
 from torchfast._core.rng import get_rng_state, preserved_rng, seed_everything
-from torchfast.graphs import CUDAGraphStep
+from torchfast.graphs import CUDAGraphStep, failures
 
 pytestmark = pytest.mark.usefixtures("tape")
 
@@ -350,3 +351,24 @@ def test_two_kinds_that_fail_for_one_reason_are_warned_of_once(caplog):
         twins.run([*make_batches(2), *make_batches(1, size=3)])
     assert len(reasons(twins.captured)) == 2
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/tmp/torchinductor_me/ab/cab.py",
+        "/somewhere/own/ab/cab.py",
+        "/home/me/.triton/cache/ab/kernel.py",
+        contextlib.__file__,
+        torch.__file__,
+    ],
+)
+def test_the_line_is_neither_of_generated_code_nor_of_the_standard_library(file, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere/own")
+    scope = {}
+    exec(compile("def run():\n    raise KeyError\n", file, "exec"), scope)
+    with pytest.raises(KeyError) as caught:
+        scope["run"]()
+    line = failures.user_line(caught.value)
+    assert line.startswith(f"{__file__}:")
+    assert line.endswith('scope["run"]()')

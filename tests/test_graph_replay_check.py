@@ -7,11 +7,21 @@ import random
 import pytest
 import torch
 
+from torchfast.graphs import replay_check, run_ends, saved_named_state
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.replay_check import find_mismatch
 
 CPU = torch.device("cpu")
 NOISE = 1e-6
+
+
+@pytest.fixture(autouse=True, params=["whole", "samples"])
+def room(request, monkeypatch):
+    """Judge by copies, and as where a state is large beside the device's memory."""
+    if request.param == "samples":
+        monkeypatch.setattr(run_ends, "SAMPLE", 2)
+        for module in (replay_check, saved_named_state):
+            monkeypatch.setattr(module, "have_room", lambda *_: False)
 
 
 def judged(eager_noise, replay_noise, error=0.0, counted=True):

@@ -268,7 +268,7 @@ def test_what_is_known_of_kinds_stays_bounded():
     step = doubled(max_graphs=1)
     for number in range(300):
         call(step, 2, number)
-    assert len(step._engine._store.entries) < 20
+    assert len(step._engine.store.entries) < 20
 
 
 # --- what comes back ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import random
 
 import pytest
@@ -309,7 +310,8 @@ def test_the_process_is_what_a_cpu_tells():
     monitor = MemoryMonitor("cpu", every=1)
     kept = []
     for _ in range(64):
-        kept.append(torch.ones(2**19))  # 2 MB
+        # 2 MB of its own: what tests before have freed may be given to a tensor again.
+        kept.append(torch.frombuffer(mmap.mmap(-1, 2 * MB), dtype=torch.float32).fill_(1.0))
         monitor.step()
     if not monitor.samples:
         pytest.skip("this system does not tell what a process holds")

@@ -284,8 +284,8 @@ def test_a_measurement_that_does_not_fit_has_an_account_or_is_made_in_parts(monk
 def test_a_search_of_a_way_to_compile_that_does_not_fit_is_made_in_parts(monkeypatch):
     seen = []
 
-    def decide(self, work, group):
-        work()
+    def decide(self, work, group, graph):
+        work(group)
         seen.append(group)
         monkeypatch.setattr(CompiledLoss, "is_undecided", False)
 

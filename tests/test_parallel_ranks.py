@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ranks
-from parallel_training import Net, batches, fresh, mean_loss, train
+from parallel_training import Net, batches, fresh, full_state, mean_loss, train
 from torchfast import Plan, PlanError, Ranks, ShardOptions, Trainer, start_ranks
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -140,6 +140,76 @@ def test_a_model_without_memory_is_sharded_and_then_filled():
         assert "have no reset_parameters() to fill what they hold: the model (Module)" in message
         assert weight == [2.0, 2.0, 2.0]
         assert share < 3
+
+
+def meta_net(tied=True):
+    with torch.device("meta"):
+        model = Net()
+        if tied:
+            model.head.weight = model.embedding.weight
+    return model
+
+
+def meta_replicas(rank):
+    """A tied model without memory, under each strategy; and with a function that fills it."""
+    found = {}
+    for shard in ("ddp", "fsdp"):
+        model = meta_net()
+        torch.manual_seed(3 + rank)
+        trainer = Trainer(model, SGD, mean_loss, Plan(shard=shard), device="cpu", ema=0.5)
+        before = full_state(model)
+        losses = [float(trainer.step(batch)) for batch in batches(rank)]
+        after = full_state(model)
+        moved = [name for name in before if not torch.equal(before[name], after[name])]
+        sums = {name: value.double().sum().item() for name, value in after.items()}
+        is_tied = model.head.weight is model.embedding.weight
+        is_tied_twin = trainer.ema_model.head.weight is trainer.ema_model.embedding.weight
+        found[shard] = losses, len(moved) == len(before), sums, is_tied, is_tied_twin
+    options = ShardOptions(strategy="fsdp", ignored=("head", "blocks.1"))
+    model = meta_net(tied=False)
+    torch.manual_seed(3 + rank)
+    trainer = Trainer(model, SGD, mean_loss, Plan(shard=options), device="cpu", ema=0.5)
+    for batch in batches(rank):
+        trainer.step(batch)
+    states = full_state(model), full_state(trainer.ema_model)
+    found["partly whole"] = [{n: v.tolist() for n, v in state.items()} for state in states]
+    model = meta_net()
+    options = ShardOptions(initialize=lambda m: [nn.init.constant_(p, 2.0) for p in m.parameters()])
+    Trainer(model, SGD, mean_loss, Plan(shard=options), device="cpu")
+    found["filled"] = {value for p in model.parameters() for value in p.flatten().tolist()}
+    model = meta_net()
+    with pytest.raises(PlanError) as caught:
+        Trainer(model, SGD(model.parameters()), mean_loss, Plan(shard="ddp"), device="cpu")
+    found["built"] = str(caught.value)
+    return found
+
+
+def test_replicas_of_a_model_without_memory_are_filled_alike():
+    first, second = ranks.run(meta_replicas)
+    for shard in ("ddp", "fsdp"):
+        losses, all_moved, sums, is_tied, is_tied_twin = first[shard]
+        assert 0 < losses[0] < 20
+        assert all_moved
+        assert sums == second[shard][2]
+        assert is_tied
+        assert is_tied_twin
+    assert first["partly whole"] == second["partly whole"]
+    assert first["filled"] == {2.0}
+    assert "gets other parameters with its memory" in first["built"]
+    assert "functools.partial(SGD" in first["built"]
+
+
+def test_a_model_without_memory_and_without_ranks():
+    with pytest.raises(PlanError, match=r"Net was built on the meta device.*to_empty"):
+        Trainer(meta_net(), SGD, mean_loss, "exact", device="cpu")
+    model = meta_net()
+    with pytest.raises(PlanError, match="gets other parameters with its memory"):
+        Trainer(model, SGD(model.parameters()), mean_loss, Plan(shard="ddp"), device="cpu")
+    trainer = Trainer(model, SGD, mean_loss, Plan(shard="ddp"), device="cpu")
+    assert model.head.weight is model.embedding.weight
+    before = model.head.weight.detach().clone()
+    trainer.step(batches(0)[0])
+    assert not torch.equal(before, model.head.weight)
 
 
 def draws(rank):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections import OrderedDict
 
 import pytest
@@ -11,7 +12,15 @@ from torch.utils.data import DataLoader, Dataset
 
 import ranks
 from parallel_training import OPTIMIZERS, Own, batches, fresh, mean_loss
-from torchfast import CompileOptions, Plan, PlanError, ShardOptions, Trainer
+from torchfast import (
+    CompileOptions,
+    MicroBatches,
+    Plan,
+    PlanError,
+    RankError,
+    ShardOptions,
+    Trainer,
+)
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.replay_check import find_mismatch
 from torchfast.graphs.together import Together
@@ -145,7 +154,7 @@ def test_an_average_that_was_evaluated_moves_on():
 
 
 def clipped(rank):
-    """Some gradients are each rank's own, and so are their norms."""
+    """Gradients of which each rank has all count once, beside shards."""
     model = fresh()
     trainer = trainer_of(
         model, ShardOptions(strategy="fsdp", ignored=("head",)), max_grad_norm=0.01
@@ -220,11 +229,109 @@ def test_ranks_come_to_the_same():
     assert first[2] == {"a": 1.0, "b": 9.0}
 
 
+def uneven_groups(rank):
+    """Two micro-batches on rank 0 and three on rank 1; then three on both."""
+    told = {}
+    for shard in ("ddp", "fsdp"):
+        trainer = trainer_of(fresh(), shard, accumulate=3)
+        own = [tuple(group) for group in batches(rank, accumulate=3)]
+        try:
+            trainer.step(MicroBatches(own[0][: 2 + rank]))
+        except ValueError as error:
+            told[shard] = str(error)
+        told[shard, "loss"] = float(trainer.step(MicroBatches(own[1])))
+    return told
+
+
+def test_ranks_with_different_numbers_of_micro_batches_raise():
+    """Shards are gathered in each: the rank that has more would wait for ever."""
+    for told in ranks.run(uneven_groups):
+        assert "numbers of micro-batches for a step (by rank: 2, 3)" in told["fsdp"]
+        assert "ddp" not in told  # replicas meet once a step
+        assert 0 < told["fsdp", "loss"] < 10
+
+
+def failing(rank, shard):
+    """Rank 1 raises in its second forward, and its process ends."""
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(batch)
+        if rank == 1 and len(calls) == 2:
+            raise ValueError("sample 17 is empty")
+        return mean_loss(model, batch)
+
+    trainer = trainer_of(fresh(), shard, loss_fn)
+    first, second, *_ = batches(rank)
+    trainer.step(first)
+    began = time.monotonic()
+    with pytest.raises((ValueError, RankError)) as caught:
+        trainer.step(second)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_an_error_of_one_rank_is_told_by_the_others(shard):
+    waiting, failed = ranks.run(failing, 2, shard)
+    assert failed[:2] == ("ValueError", "sample 17 is empty")
+    assert waiting[0] == "RankError"
+    assert "so no rank can go on: rank 1: ValueError: sample 17 is empty" in waiting[1]
+    assert waiting[2] < ranks.GROUP_TIMEOUT_S / 2
+
+
+def failing_after_another(rank):
+    """All ranks raise in one training and go on with another; in that rank 1 is gone in silence."""
+
+    def bad(model, batch):
+        raise ValueError("of the first training")
+
+    with pytest.raises(ValueError, match="first training"):
+        trainer_of(fresh(), "ddp", bad).step(batches(rank)[0])
+    trainer = trainer_of(fresh(), "ddp")
+    first, second, *_ = batches(rank)
+    trainer.step(first)
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.step(second)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_an_error_of_an_earlier_training_is_not_told():
+    waiting = ranks.run(failing_after_another, 2, ends={1: 3})[0]
+    assert waiting[0] != "RankError", waiting
+    assert "of the first training" not in waiting[1]
+
+
+def failing_alike(rank):
+    """All ranks raise, all go on."""
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise ValueError("a bad batch")
+        return mean_loss(model, batch)
+
+    trainer = trainer_of(fresh(), "ddp", loss_fn)
+    first, second, *rest = batches(rank)
+    trainer.step(first)
+    with pytest.raises(ValueError, match="a bad batch"):
+        trainer.step(second)
+    return [float(trainer.step(batch)) for batch in rest]
+
+
+def test_ranks_that_fail_alike_have_errors_of_their_own():
+    for losses in ranks.run(failing_alike):
+        assert all(0 < loss < 10 for loss in losses)
+
+
 class Alone:
     """A device's state that nothing changes."""
 
     parameters: tuple = ()
     generators: tuple = ()
+    everything = staticmethod(list)
 
 
 def checks(rank, monkeypatch):

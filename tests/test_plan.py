@@ -44,7 +44,12 @@ def test_eager_and_exact_change_no_number():
 
 def test_fast_is_what_its_docstring_says():
     assert Plan.preset("fast") == Plan(
-        precision="auto", channels_last=True, optimizer="fused", compile="auto", cuda_graph=True
+        precision="auto",
+        channels_last=True,
+        cudnn_benchmark=True,
+        optimizer="fused",
+        compile="auto",
+        cuda_graph=True,
     )
 
 
@@ -120,9 +125,9 @@ def test_plans_that_differ_are_not_equal():
 
 def test_replace_changes_what_is_named_and_checks_it():
     fast = Plan.preset("fast")
-    assert fast.replace(precision="fp16") == Plan(
-        precision="fp16", channels_last=True, optimizer="fused", compile="auto", cuda_graph=True
-    )
+    changed = fast.replace(precision="fp16")
+    assert changed.precision == "fp16"
+    assert changed.replace(precision="auto") == fast
     assert fast.replace() == fast == Plan.preset("fast")
     with pytest.raises(PlanError, match="'bf17'"):
         fast.replace(precision="bf17")

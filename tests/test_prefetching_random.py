@@ -31,8 +31,9 @@ def test_random_numbers_fall_as_in_a_plain_loop(device, name, training_draws):
     log, own, loader = trained(LOADERS[name], device, **given)
     assert log == expected
     assert same_rng_state(own, state)
-    report = str(loader.report())
-    assert ("keeps its turn" in report) == (name == "augmented")
+    # Training that draws may be under suspicion when the epoch ends; what is found out is not.
+    is_told = "fetching draws from a random generator" in str(loader.report())
+    assert is_told == (name == "augmented")
 
 
 def test_draws_that_come_late_are_noticed_and_told(device, monkeypatch):

@@ -305,7 +305,7 @@ def test_a_full_disk_does_not_end_the_loop(tmp_path, monkeypatch, caplog):
 
 
 def test_what_was_written_before_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiler.CallLines, "write_into", broken)
+    monkeypatch.setattr(profiler.UserLines, "write_into", broken)
     profiling = profile(tmp_path, steps=2, warmup=1)
 
     loop(profiling)

@@ -111,10 +111,9 @@ def test_a_missing_package_is_said(package):
 
 def right_answer(name):
     answer = EXPECTED[name]
-    findings = (
-        () if answer.kind == "none" else (Finding(kind=answer.kind, line=lines_of(name)[-1]),)
-    )
-    return Answer(verdict=answer.classes[0], findings=findings)
+    line = lines_of(name)[-1] if answer.kind != "none" else None
+    findings = () if line is None else (Finding(kind=answer.kind, line=line),)
+    return Answer(verdict=answer.classes[0], line=line, findings=findings)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -129,23 +128,25 @@ def test_the_answer_for_another_script_is_wrong(name):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "findings", "wrong"),
+    ("verdict", "at", "findings", "wrong"),
     [
-        ("fine", [("host-sync", 0)], {"verdict"}),
-        ("sync-bound", [], {"kind", "line"}),
-        ("sync-bound", [("tiny-kernels", 0)], {"kind", "line"}),
-        ("sync-bound", [("host-sync", -1)], {"line"}),
-        ("sync-bound", [("host-sync", None)], {"line"}),
-        ("sync-bound", [("tiny-kernels", 3), ("host-sync", 0)], {"kind"}),
-        ("sync-bound", [("host-sync", 0), ("tiny-kernels", 3)], set()),
-        ("sync-bound", [("host-sync", -1), ("host-sync", 0)], {"line"}),
+        ("fine", 0, [("host-sync", 0)], {"verdict"}),
+        ("sync-bound", None, [], {"kind", "line"}),
+        ("sync-bound", 3, [("tiny-kernels", 3)], {"kind", "line"}),
+        ("sync-bound", -1, [("host-sync", -1)], {"line"}),
+        ("sync-bound", None, [("host-sync", None)], {"line"}),
+        ("sync-bound", 0, [("tiny-kernels", 3), ("host-sync", 0)], {"kind"}),
+        ("sync-bound", 0, [("host-sync", 0), ("tiny-kernels", 3)], set()),
+        ("sync-bound", 0, [("host-sync", None), ("host-sync", 0)], set()),
+        ("sync-bound", -1, [("host-sync", -1), ("host-sync", 0)], {"line"}),
     ],
 )
-def test_what_is_wrong_is_named(verdict, findings, wrong):
+def test_what_is_wrong_is_named(verdict, at, findings, wrong):
     name = "language_model"
     (line,) = lines_of(name)
-    made = [Finding(kind=k, line=None if o is None else line + o) for k, o in findings]
-    judgement = judge(name, Answer(verdict=verdict, findings=tuple(made)))
+    made = tuple(Finding(kind=k, line=None if o is None else line + o) for k, o in findings)
+    named = None if at is None else line + at
+    judgement = judge(name, Answer(verdict=verdict, line=named, findings=made))
     parts = {p for p in ("verdict", "kind", "line") if not getattr(judgement, p)}
     assert parts == wrong
     assert judgement.right == (not wrong)
@@ -155,9 +156,9 @@ def test_what_is_wrong_is_named(verdict, findings, wrong):
 
 def test_where_nothing_is_wrong_any_finding_is_wrong():
     name = "diffusion_transformer"
-    assert judge(name, Answer(verdict="fine", findings=())).right
+    assert judge(name, Answer(verdict="fine", line=None, findings=())).right
     finding = Finding(kind="dtype-casts", line=None)
-    assert not judge(name, Answer(verdict="fine", findings=(finding,))).right
+    assert not judge(name, Answer(verdict="fine", line=None, findings=(finding,))).right
 
 
 @pytest.mark.parametrize(
@@ -176,14 +177,15 @@ def test_an_answer_is_read_from_a_report(written, line):
     answer = read_answer(
         {"verdict": verdict.to_dict(), "findings": [finding.to_dict()]}, "language_model"
     )
-    assert answer == Answer(verdict="sync-bound", findings=(Finding(kind="host-sync", line=line),))
+    found = (Finding(kind="host-sync", line=line),)
+    assert answer == Answer(verdict="sync-bound", line=line, findings=found)
 
 
 def test_a_report_without_findings_names_none():
     verdict = Verdict("fine", None, {}, "text", "lever")
     report = ProfileReport(verdict=verdict, findings=(), figures=Figures(), trace=Trace(name="t"))
     answer = read_answer(report.to_dict(), "diffusion_transformer")
-    assert answer == Answer(verdict="fine", findings=())
+    assert answer == Answer(verdict="fine", line=None, findings=())
     assert judge("diffusion_transformer", answer).right
 
 
@@ -214,7 +216,7 @@ def answering(tmp_path, monkeypatch, text, status=0):
 def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
     line = f"{path_of('language_model')}:{lines_of('language_model')[0]}"
     written = {
-        "verdict": {"class": "sync-bound"},
+        "verdict": {"class": "sync-bound", "line": line},
         "findings": [{"kind": "host-sync", "line": line}],
     }
     answering(tmp_path, monkeypatch, json.dumps(written))

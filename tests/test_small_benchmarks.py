@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
 
 import pytest
 import torch
@@ -13,11 +11,18 @@ from benchmarks import (
     compare_check,
     first_replay,
     graph_events,
+    largest,
     offload,
+    offload_training,
+    profiling_tables,
     recompute,
+    slow_to_fast,
     step_host,
     watching,
 )
+from torchfast import SyncGuard
+from torchfast._core.syncs import WATCH
+from torchfast.profiling import StepTimer
 
 
 @pytest.fixture
@@ -36,10 +41,22 @@ def run(monkeypatch, tmp_path, capsys):
 
 
 def test_recompute(run):
-    rows, printed = run(recompute)
-    assert {row["recompute"] for row in rows} == {False, "selective", "blocks"}
-    assert all(row["same_bits"] and row["ms"] > 0 for row in rows)
+    rows, printed = run(recompute, "--block-s", "0.01")
+    names = {"GPT-2 small", "GPT-2 medium", "Llama", "ViT", "bottlenecks", "ResNet-50"}
+    ways = {(name, way) for name in names for way in (False, "selective", "blocks")}
+    assert {(row["name"], row["recompute"]) for row in rows} == ways
+    assert all(row["same_bits"] and row["ms"] > 0 and row["planned_bytes"] > 0 for row in rows)
     assert "OTHER" not in printed
+
+
+def test_recompute_measures_what_is_asked_for_and_says_what_it_left_out(run, tmp_path):
+    rows, _ = run(recompute, "--models", "ViT", "--block-s", "0.01")
+    assert {row["name"] for row in rows} == {"ViT"}
+    rows, printed = run(recompute, "--models", "ViT", "Llama", "--limit-s", "-1")
+    assert rows == []
+    assert "left out" in printed
+    left_out = json.loads((tmp_path / "figures.json").read_text())["left_out"]
+    assert left_out == ["ViT, eager", "Llama, eager"]
 
 
 def test_offload(run):
@@ -49,41 +66,97 @@ def test_offload(run):
     assert "OTHER" not in printed
 
 
-def test_watching(run):
-    rows, printed = run(watching, "--block-s", "0.01")
+def test_slow_to_fast(run):
+    rows, printed = run(slow_to_fast)
+    assert [row["stage"] for row in rows] == [stage.name for stage in slow_to_fast.STAGES]
+    assert all(row["ms"] > 0 and row["utilisation"] is None for row in rows)
+    waits = [row["host_waits"] for row in rows]
+    # A mask waits on the way back, too; behind the last read nothing waits.
+    assert waits[0] == waits[1] > waits[2] == 1
+    assert waits[3:] == [0, 0, 0]
+    assert "fast" in printed
+    table = profiling_tables.slow_to_fast({"rows": rows})
+    assert len(table) == 2 + len(rows)
+
+
+def test_offload_in_training(run, tmp_path):
+    rows, printed = run(offload_training, "--block-s", "0.01", "--arms", "plain", "recompute")
+    assert [row["arm"] for row in rows] == ["plain", "recompute"]
+    assert all(row["same_bits"] and row["ms"] > 0 and len(row["turns_ms"]) == 2 for row in rows)
+    assert rows[0]["turns_ms"] != rows[1]["turns_ms"]
+    assert "OTHER" not in printed
+    rows, _ = run(offload_training, "--limit-s", "-1", "--arms", "plain", "offload")
+    assert rows == []
+    left_out = json.loads((tmp_path / "figures.json").read_text())["left_out"]
+    assert left_out == [f"{arm}, eager: no time was left" for arm in ("plain", "offload")]
+
+
+@pytest.mark.parametrize("true", [1, 2, 7, 37, 64, 1000])
+def test_sizes_are_tried_until_the_largest_that_fits_is_known(true):
+    tried = []
+    for number in largest.sizes_to_try(lambda n: n <= true, first=4, most=64, resolution=0.0):
+        tried.append(number)
+        assert len(tried) < 20
+    assert len(set(tried)) == len(tried)
+    assert max(n for n in tried if n <= true) == min(true, 64)
+    coarse = list(largest.sizes_to_try(lambda n: n <= 1000, first=4, most=2048, resolution=0.1))
+    assert 900 < max(n for n in coarse if n <= 1000) <= 1000
+
+
+def test_the_largest_batch_of_a_small_memory(run):
+    options = ["--searches", "batch", "--levers", "plain", "recompute", "--limit-gb", "0.002"]
+    rows, printed = run(largest, *options)
+    assert [row["levers"] for row in rows] == ["plain", "recompute"]
+    assert all(row["settled"] for row in rows)
+    plain, recompute = (row["largest"] for row in rows)
+    assert 2 <= plain < recompute < 64
+    for row in rows:
+        fits = {found["number"]: found["fits"] for found in row["tries"]}
+        assert fits[row["largest"]]
+        assert not fits[row["largest"] + 1]
+        assert 0 < row["peak_bytes"] <= 2e6
+    assert "out of memory" in printed
+
+
+def test_a_size_whose_process_dies_or_hangs_does_not_fit():
+    search = largest.SEARCHES["smoke"]["batch"]
+    dying = largest.Trier(search, "no such levers", "cpu", None)
+    try:
+        assert not dying(2, 60.0).fits
+        assert dying(2, 60.0).why == "its process ended with 1"  # by a second process
+        assert dying(2, 0.0).why == "not done in 0 s"
+    finally:
+        dying.stop()
+
+
+def test_watching(run, monkeypatch):
+    begun, entered, arms = [], [], []
+    begin, enter, be = StepTimer.begin_step, SyncGuard.__enter__, watching.Watchers.be
+    monkeypatch.setattr(StepTimer, "begin_step", lambda t: begun.append(arms[-1:]) or begin(t))
+    monkeypatch.setattr(SyncGuard, "__enter__", lambda g: entered.append(arms[-1]) or enter(g))
+    monkeypatch.setattr(watching.Watchers, "be", lambda w, arm: arms.append(arm) or be(w, arm))
+    rows, printed = run(watching, "--block-s", "0.001")
     assert [row["arm"] for row in rows] == list(watching.ARMS)
     assert "cost" not in rows[0]
     assert all(row["against"] in watching.ARMS and row["ms"] > 0 for row in rows[1:])
-    # One of them is not timed; the others are, in one fit that all turns are of.
-    assert ["forward" in row["samples"] for row in rows] == [False, True, True, True]
-    assert all(row["steps"] > watching.WARM_UP_STEPS + 2 * row["steps_of_a_turn"] for row in rows)
+    turn = watching.LEAD_STEPS + rows[0]["steps_of_a_turn"]
+    first = watching.WARM_UP_STEPS + watching.EVERY
+    assert {row["steps"] for row in rows} == {first + 2 * len(watching.ARMS) * turn}
+    assert rows[0]["samples"]["forward"] > 2 * 3
+    # Each arm has its turns, in which it is watched by what it is named after.
+    assert sorted(arms) == sorted(2 * watching.ARMS)
+    assert begun.count([]) == first
+    assert {arm: begun.count([arm]) for arm in watching.ARMS} == {
+        "no times": 0,
+        **dict.fromkeys(watching.AGAINST, 2 * turn),
+    }
+    assert set(entered) == {"guard"}
+    # Around the gradients and around the update; and once a turn, as around the loop of `fit`.
+    assert len(entered) == 2 * (2 * turn + 1)
+    assert not WATCH._entered
     assert "as it is" in printed
-
-
-def test_a_watched_process_that_ends_is_told_of_and_none_is_left(monkeypatch):
-    """That is on a device that nobody has; the first waits for its turn meanwhile."""
-    made = []
-
-    class Process(watching.Process):
-        def __init__(self, watched):
-            if watched.arm == "guard":
-                raise OSError("no more processes")
-            device = "cpu" if watched.arm == "no times" else "nowhere"
-            super().__init__(watched._replace(device=device))
-            made.append(self)
-
-    monkeypatch.setattr(watching, "Process", Process)
-    args = argparse.Namespace(size="smoke", device="cpu", rounds=1, block_s=0.01)
-    monkeypatch.setattr(watching, "ARMS", ("no times", "guard"))
-    with pytest.raises(OSError, match="no more"):
-        watching.measured("eager", args)
-    monkeypatch.setattr(watching, "ARMS", ("no times", "as it is"))
-    told = r"arm='as it is'.* ended before its turns did, with exit code 1;"
-    with pytest.raises(RuntimeError, match=told):
-        watching.measured("eager", args)
-    assert [each.process.exitcode for each in made] == [-signal.SIGKILL, -signal.SIGKILL, 1]
-    with pytest.raises(RuntimeError, match=told):
-        made[-1].turn(1)
+    assert SyncGuard.__enter__ is not enter  # as the test has set it
+    assert StepTimer.end_step.__name__ == "end_step"
 
 
 def test_a_floor_is_not_moved_by_neighbours():

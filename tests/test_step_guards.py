@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from torchfast import CUDAGraphOptions, HostSyncError, Plan, PlanError, Trainer
+from torchfast import CUDAGraphOptions, HostSyncError, Plan, PlanError, SyncGuard, Trainer
 
+ONE = torch.ones(())
 BATCH = torch.arange(12.0).reshape(3, 4)
 
 
@@ -130,7 +133,8 @@ def test_warm_up_steps_are_watched_and_replays_are_not(tape):
             trainer.step(BATCH)
         assert trainer.report().counters["replays"] > 0
         assert len(calls) < 8
-        (sync,) = trainer.sync_report.syncs
+        # The tape reads, too, where it plays an operator by itself.
+        (sync,) = [s for s in trainer.sync_report.syncs if s.file == __file__]
         assert (sync.kind, sync.count, sync.function) == ("item", 2, "reads_at_first")
 
 
@@ -162,3 +166,97 @@ def test_a_plan_knows_its_modes():
     assert Plan.from_json(Plan(sync_guard="warn").to_json()) == Plan(sync_guard="warn")
     with pytest.raises(PlanError, match="sync_guard must be one of"):
         Plan(sync_guard="shout")
+
+
+def test_fit_hears_what_runs_between_its_steps():
+    batches = [torch.ones(3, 4) for _ in range(6)]
+
+    def callback(event):
+        if event.kind == "step":
+            event.loss.item()  # callbacks
+
+    def transform(batch):
+        return batch / batch.max().item()  # transform
+
+    def count(batch):
+        return int(batch.sum())  # count_items
+
+    def evaluate(model):
+        return {"loss": model(batches[0]).mean().item()}
+
+    def where(text):
+        lines = Path(__file__).read_text().split("\n")
+        return 1 + next(n for n, line in enumerate(lines) if line.endswith(f"# {text}"))
+
+    with make(clean, Plan(sync_guard="record")) as trainer:
+        loader = trainer.prefetch(batches, transform=transform)
+        trainer.fit(
+            loader,
+            steps=6,
+            log_every=2,
+            callbacks=[callback],
+            count_items=count,
+            evaluate=evaluate,
+            evaluate_every=2,
+            progress=False,
+        )
+        found = {(s.line, s.kind, s.during, s.count) for s in trainer.sync_report.syncs}
+        assert found == {
+            (where("callbacks"), "item", "callbacks", 6),
+            (where("transform"), "item", "transform", 6),
+            (where("count_items"), "int", "count_items", 6),
+        }
+        assert "in callback (of callbacks): event.loss.item()" in str(trainer.sync_report)
+
+
+def test_what_fit_reads_itself_and_what_loaders_read_on_the_host_is_silent(tmp_path):
+    def load():
+        for _ in range(4):
+            yield torch.ones(3, 4) * torch.ones(2).sum().item()
+
+    events = []
+    with make(clean, Plan(sync_guard="raise"), max_grad_norm=1.0) as trainer:
+        trainer.fit(
+            load(),
+            steps=4,
+            log_every=1,
+            callbacks=[lambda event: events.append(event.kind)],
+            log_path=tmp_path / "log.jsonl",
+            checkpoint=tmp_path / "kept",
+            checkpoint_every=2,
+            evaluate=[torch.ones(3, 4)],
+            progress=False,
+        )
+        assert events.count("step") == 4
+        assert not trainer.sync_report
+
+
+def test_raise_comes_from_a_callback():
+    def callback(event):
+        float(event.loss)
+
+    with make(clean, Plan(sync_guard="raise")) as trainer:
+        with pytest.raises(HostSyncError, match=r"float at .* in callback \(of callbacks\)"):
+            trainer.fit([torch.ones(3, 4)], steps=3, callbacks=[callback], progress=False)
+        assert trainer.num_steps == 1
+
+
+def test_a_transform_in_a_thread_of_the_loaders_is_heard():
+    from torchfast._core.syncs import WATCH
+
+    with SyncGuard(device="cpu") as guard:
+        thread = threading.Thread(target=WATCH.heard, args=("transform", torch.Tensor.item, ONE))
+        thread.start()
+        thread.join()
+        other = threading.Thread(target=torch.Tensor.item, args=(ONE,))
+        other.start()
+        other.join()
+    assert [(s.kind, s.during, s.count) for s in guard.report().syncs] == [("item", "transform", 1)]
+
+
+def test_a_guard_that_is_entered_twice_counts_once():
+    guard = SyncGuard(device="cpu")
+    with guard, guard:
+        ONE.item()
+    assert guard.report().count == 1
+    guard.close()

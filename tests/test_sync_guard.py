@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from host_waits import (
+    BELOW,
     KINDS,
     batch,
     branch,
@@ -31,6 +32,8 @@ from host_waits import (
 from torchfast import HostSyncError, SyncGuard
 from torchfast._core import syncs
 from torchfast._core.sync_calls import SURE, sync_calls
+
+IN_GRAPHS = (to_host, to_numpy, write_selected, repeat, invert)
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +76,17 @@ def test_each_kind_is_found_in_a_compiled_function(function, fresh_dynamo):
     assert under[3]["total"] <= without[3]["total"]  # what print does is not looked at
     assert under[3]["ok"] == under[3]["total"]
     if guard.report():
-        assert found(guard) == expected(function, 2)
+        ((file, line, name, kind, times),) = found(guard)
+        assert (file, name, times) == (
+            __file__.replace("test_sync_guard", "host_waits"),
+            *expected(function, 2)[0][2::2],
+        )
+        # Of what runs within a graph the function is known, not the line in it.
+        if (line, kind) != marked(function):
+            assert function in IN_GRAPHS
     else:
         # The compiler has taken the call into a graph, where no Python runs.
-        assert function in (to_host, to_numpy, write_selected, repeat, invert)
+        assert function in IN_GRAPHS
 
 
 @pytest.mark.parametrize("function", KINDS, ids=lambda f: f.__name__)
@@ -87,6 +97,73 @@ def test_each_kind_is_raised_at_its_line(function):
         SyncGuard("raise", device="cpu"),
     ):
         function(batch())
+
+
+@pytest.mark.parametrize("function", BELOW, ids=lambda f: f.__name__)
+def test_what_is_below_the_calls_is_found_at_its_line(function):
+    without = function(batch())
+    with SyncGuard(device="cpu") as guard:
+        result = function(batch())
+    assert {row[:4] for row in found(guard)} == {row[:4] for row in expected(function, 1)}
+    assert result.dtype == without.dtype
+    assert result.shape == without.shape
+    line, kind = marked(function)
+    with (
+        pytest.raises(HostSyncError, match=f"{kind}.*:{line}, in {function.__name__}"),
+        SyncGuard("raise", device="cpu"),
+    ):
+        function(batch())
+
+
+def test_what_reads_numbers_on_the_host_only_is_silent():
+    x = torch.randn(6, 6)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 3), torch.tensor([3, 2]))
+    with SyncGuard("raise", device="cpu"):
+        x.std()
+        torch.var(x)
+        x.quantile(0.5)
+        torch.nanquantile(x, torch.tensor([0.5]))
+        torch.linalg.inv_ex(x)
+        torch.linalg.solve_ex(x, x)
+        torch.tensor_split(x, torch.tensor(3))  # torch wants that tensor on the host
+        F.multilabel_margin_loss(x, torch.zeros(6, 6, dtype=torch.long))
+        nn.LSTM(3, 4)(packed)
+        x.clone().masked_scatter_(x > 0, x)
+        x.masked_fill(x > 0, 2.0)
+        x.index_put((torch.tensor([1]),), torch.ones(6))
+    with SyncGuard(device="cpu") as guard:
+        x.std()
+        x.sum().item()
+    assert [(s.kind, s.count) for s in guard.report().syncs] == [("item", 1)]
+
+
+def test_a_graph_of_the_compilers_is_not_changed_by_the_net(fresh_dynamo):
+    def function(x):
+        return F.gelu(x) * 2
+
+    compiled = torch.compile(function, backend="aot_eager")
+    stats = torch._dynamo.utils.counters["stats"]
+    stats.clear()
+    with SyncGuard(device="cpu") as guard:
+        compiled(batch())
+    assert stats["unique_graphs"] == 1
+    compiled(batch())
+    assert stats["unique_graphs"] == 1
+    assert not guard.report()
+
+
+def test_the_net_is_taken_in_with_the_last_guard():
+    def kernels():
+        names = ("_local_scalar_dense", "nonzero", "equal", "std.correction")
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        return [has(f"aten::{name}", "BackendSelect") for name in names]
+
+    assert not any(kernels())
+    with SyncGuard(device="cpu"):
+        with SyncGuard(device="cpu"):
+            assert all(kernels())
+        assert all(kernels())
+    assert not any(kernels())
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import BatchNormNet, DropoutNet, make_batches, mean_loss
-from torchfast import ParityError, Plan
+from torchfast import OffloadOptions, ParityError, Plan
 from torchfast._core.compare import differences
 from torchfast.testing import Tolerance, assert_parity, plain_step
 from torchfast.update import Update
@@ -90,6 +90,27 @@ def test_optimizer_state_is_compared(monkeypatch):
     monkeypatch.setattr(Update, "__call__", update)
     with pytest.raises(ParityError, match=r"optimizer 'state.0.step': max |difference| 1 "):
         assert_parity(DropoutNet, partial(optim.Adam, lr=0.1), mean_loss, make_batches(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "exact"),
+    [
+        ({"recompute": "blocks"}, True),
+        ({"recompute": "selective", "cuda_graph": True}, True),
+        ({"offload": "auto"}, True),
+        ({"offload": OffloadOptions(min_bytes=1)}, True),
+        ({"sync_guard": "record"}, True),
+        ({"offload": "optimizer"}, False),
+        ({"out_of_memory": "split"}, False),
+        ({"channels_last": True}, False),
+    ],
+)
+def test_every_bit_is_compared_of_a_plan_that_promises_to_change_none(options, exact):
+    def build():
+        return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(3)])
+
+    batches = make_batches(3)
+    assert assert_parity(build, SGD, mean_loss, batches, Plan(**options)).exact == exact
 
 
 def test_a_comparison_that_proves_nothing_is_refused():

@@ -10,7 +10,7 @@ import pytest
 from synthetic_trace import SyntheticTrace
 from torchfast import TraceError
 from torchfast.profiling import trace_file
-from torchfast.profiling.lines import CallLines
+from torchfast.profiling.lines import UserLines
 from torchfast.profiling.report import analyse_trace
 from torchfast.profiling.trace import read_trace
 from torchfast.profiling.trace_file import TraceFile
@@ -320,7 +320,7 @@ def test_lines_are_added_where_the_events_end(tmp_path):
     path = made.write(tmp_path / "trace.json")
     path.write_text(path.read_text().replace('"trace.json"', '"runs[3]/a], \\"b\\": [1]}.json"'))
     before = json.loads(path.read_text())
-    lines = CallLines()
+    lines = UserLines()
     lines.start()
     len("one call")
     lines.stop()

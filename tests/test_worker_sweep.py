@@ -55,7 +55,11 @@ def test_a_slow_data_set_gets_workers():
     result = swept(dataset, budget_s=2.5)
     assert result.num_workers > 0
     rates = {n: m.batches_per_s for n, m in by_number(result).items()}
-    assert rates[0] == pytest.approx(50, rel=0.3)  # 4 samples of 5 ms
+    # 4 samples of 5 ms; a busy machine wakes sleepers late, here as there.
+    began = time.perf_counter()
+    for index in range(24):
+        Slow()[index]
+    assert rates[0] == pytest.approx(24 / 4 / (time.perf_counter() - began), rel=0.3)
     assert rates[2] > 1.2 * rates[0]  # twice as much, where nobody else wants the cores
     assert result.batches_per_s == rates[result.num_workers]
     assert all(len(m.rounds) > 1 for m in result.measurements)

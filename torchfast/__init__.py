@@ -47,6 +47,7 @@ from torchfast.compiler import (
 from torchfast.data import (
     LoaderStatistics,
     MonitoredDataLoader,
+    PadToLengths,
     PrefetchingLoader,
     WorkerMeasurement,
     WorkerSweep,
@@ -62,6 +63,7 @@ from torchfast.parallel import Ranks, ShardOptions, Watchdog, start_ranks
 from torchfast.plan import Plan
 from torchfast.precision import (
     Float8Options,
+    LowBitOptions,
     NonfiniteOptions,
     PrecisionOptions,
 )
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
         OffloadChoice,
         OffloadedOptimizer,
         OffloadOptions,
+        ParameterOffload,
         PoolStatistics,
         Recompute,
         RecomputeChoice,
@@ -144,6 +147,7 @@ __all__ = [
     "LoaderStatistics",
     "LossError",
     "LowBitAdamW",
+    "LowBitOptions",
     "MemoryAccount",
     "MemoryDiagnosis",
     "MemoryLine",
@@ -160,7 +164,9 @@ __all__ = [
     "OffloadedOptimizer",
     "OutOfMemoryError",
     "OutOfMemoryOptions",
+    "PadToLengths",
     "ParallelBranches",
+    "ParameterOffload",
     "ParityError",
     "PhaseTimes",
     "Plan",
@@ -229,6 +235,7 @@ _HOMES = {
         "OffloadChoice",
         "OffloadOptions",
         "OffloadedOptimizer",
+        "ParameterOffload",
         "PoolStatistics",
         "Recompute",
         "RecomputeChoice",

@@ -37,6 +37,7 @@ from torchfast.compiler import (
     compile_callable,
     compile_decision,
 )
+from torchfast.graphs import GraphedUpdate
 from torchfast.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -114,15 +115,21 @@ class CompiledLoss(Closing):
         """Whether regions of the model are compiled where they stand, or may yet be."""
         return isinstance(self._compiled, CompiledModule) or self._undecided is not None
 
-    def decide(self, work: Callable[[], Tensor], batch: object) -> None:
+    def decide(
+        self,
+        gradients: Callable[[tuple[Any, ...]], tuple[Tensor, object]],
+        group: tuple[Any, ...],
+        graph: GraphedUpdate | None,
+    ) -> None:
         """Find out how to compile.
 
         Args:
-            work: Runs the step's forward and backward on ``batch`` by this object, and returns the
-                loss.
-            batch: The batch of the first step.
+            gradients: Runs the step's forward and backward on a group of micro-batches by this
+                object, and returns the loss and more.
+            group: Of the first step.
+            graph: What will hold the step; None if nothing will.
         """
-        from torchfast.compile_search import search_mode
+        from torchfast.compiler.mode_search import search_mode
 
         options = self._undecided
         assert options is not None
@@ -131,11 +138,12 @@ class CompiledLoss(Closing):
             options,
             self._make,
             self._use,
-            work,
-            batch,
+            lambda: gradients(group)[0],
+            group,
             self._device,
             in_graph=self._in_graph,
             plan=self._plan_text,
+            graphs=None if graph is None else graph.trials(gradients, group),
         )
         self._undecided = None  # not before: an error of the user's leaves it to the next step
         receipt = found.receipt
@@ -201,7 +209,7 @@ class CompiledLoss(Closing):
                 self._loss_fn, options, model=self._model, context=self._plan_text
             )
         fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-        del fields["budget_s"], fields["update"]  # of the search, and of the optimizer
+        del fields["update"]  # of the optimizer
         compiled = CompiledModule(self._model, **fields)
         # Who names regions wants these and no others.
         if not isinstance(options.regions, tuple):

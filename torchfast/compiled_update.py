@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,9 @@ from torchfast._core.reachable import weak_method
 from torchfast.compiler import CompileOptions, OneGraph, compile_decision
 from torchfast.graphs import LearningRates
 from torchfast.precision import as_low_bit
-from torchfast.update_receipt import receipt_key, remember, remembered
-from torchfast.update_trial import UpdateTrial, try_update
+
+if TYPE_CHECKING:
+    from torchfast.update_trial import UpdateTrial
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,10 @@ class CompiledUpdate(Closing):
 
     def _found_out(self, graph: OneGraph) -> UpdateTrial:
         """Return what an earlier run has measured, or what this one does."""
+        # What few plans ask for, and takes long to import.
+        from torchfast.update_receipt import receipt_key, remember, remembered
+        from torchfast.update_trial import try_update
+
         optimizer, options = self._optimizer, self._options
         device = next(iter(optimized(optimizer))).device
         key = None if options.cache is None else receipt_key(optimizer, options, device)

@@ -21,8 +21,9 @@ from torchfast._core.phases import BACKWARD, FORWARD, phase
 from torchfast._core.weights import combine
 from torchfast.compiled_loss import CompiledLoss
 from torchfast.memory import SplitBatch
+from torchfast.memory.attention_watch import AttentionWatch
 from torchfast.parallel import Sharding
-from torchfast.precision import ChannelsLast, PrecisionPolicy, UpdateGuard
+from torchfast.precision import Convolutions, PrecisionPolicy, UpdateGuard
 from torchfast.step_guards import StepSyncs
 
 
@@ -35,13 +36,14 @@ class Gradients:
         optimizer: Whose gradients are zeroed, and divided by weights.
         compiled: The loss function, as the plan compiles it and as the user gave it.
         precision: Autocast and matmul precision.
-        layout: Whether 4-d batch tensors become NHWC.
+        layout: Whether 4-d batch tensors become NHWC, and how kernels are chosen.
         guard: What scales the loss, and what judges it.
         syncs: What finds lines that wait.
         device: Where batches go.
         max_grad_norm: Whether the norm will be among the metrics.
         sharding: The other ranks, over which gradients are averaged.
         forward: Returns the context of a forward, under which what it saves may go elsewhere.
+        attention: Looks at the first forwards.
     """
 
     def __init__(
@@ -51,32 +53,34 @@ class Gradients:
         *,
         compiled: CompiledLoss,
         precision: PrecisionPolicy,
-        layout: ChannelsLast,
+        layout: Convolutions,
         guard: UpdateGuard,
         syncs: StepSyncs,
         device: torch.device,
         max_grad_norm: float | None,
         sharding: Sharding,
         forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        attention: AttentionWatch | None = None,
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._compiled, self._precision, self._layout = compiled, precision, layout
         self._guard, self._syncs = guard, syncs
         self._device, self._max_grad_norm = device, max_grad_norm
         self._sharding, self._around_forward = sharding, forward
+        self._attention = AttentionWatch() if attention is None else attention
 
     def __call__(self, group: Sequence[Any]) -> tuple[Tensor, dict[str, Number]]:
         """Return the mean loss over the group, detached, and its metrics; fill ``.grad``."""
         self._compiled.begin()
-        with self._precision.step(), self._syncs:
+        with self._precision.step(), self._layout.measured(group), self._syncs:
             self._optimizer.zero_grad(set_to_none=True)
             self._guard.begin()
-            with self._sharding.around_gradients():
+            with self._sharding.heard(), self._sharding.around_gradients():
                 parts = [
                     self._backward(micro_batch, divisor=len(group), is_last=number == len(group))
                     for number, micro_batch in enumerate(group, start=1)
                 ]
-            self._sharding.check_reduced()
+            self._sharding.end_backward()
             loss, metrics = combine(
                 parts,
                 self._model,
@@ -101,9 +105,12 @@ class Gradients:
 
     def _forward(self, batch: Any, *, is_last: bool) -> LossParts:
         moved = self._moved(batch)
-        with phase(FORWARD), self._precision.forward(), self._around_forward():
+        look = self._attention
+        with phase(FORWARD), self._precision.forward(), self._around_forward(), look.forward():
             run = self._sharding.run
-            return unpack_loss(run(lambda: self._compiled(self._model, moved), is_last=is_last))
+            parts = unpack_loss(run(lambda: self._compiled(self._model, moved), is_last=is_last))
+        look.after_forward(parts.loss)
+        return parts
 
     def _backward(self, batch: Any, *, divisor: float, is_last: bool) -> LossParts:
         """Run a micro-batch; in the backward of the last one the ranks come together."""

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
 from torchfast._core.rank_group import RankGroup
-from torchfast._core.reachable import held_by
 from torchfast.graphs import (
     CUDAGraphOptions,
     GraphedUpdate,
@@ -28,7 +27,7 @@ from torchfast.graphs import (
 )
 from torchfast.graphs.graph_form import Numerics
 from torchfast.graphs.graphed_update import Half
-from torchfast.plan import LOW_BITS, Plan
+from torchfast.plan import Plan
 from torchfast.precision import as_low_bit
 
 # DistributedDataParallel builds its buckets anew behind its first step, and times some later ones.
@@ -72,7 +71,7 @@ class Levers(NamedTuple):
             model=model,
             optimizer=optimizer,
             named=named,
-            found=held_by(loss_fn),
+            loss_fn=loss_fn,
             options=self.options,
             rate_dtype=None if self.in_graph is None else self.in_graph.rate_dtype,
             device=next(model.parameters()).device,
@@ -82,7 +81,13 @@ class Levers(NamedTuple):
 
 
 def apply_levers(
-    optimizer: Optimizer, plan: Plan, model: nn.Module, device: torch.device, *, can_skip: bool
+    optimizer: Optimizer,
+    plan: Plan,
+    model: nn.Module,
+    device: torch.device,
+    no_graph: str | None = None,
+    *,
+    can_skip: bool,
 ) -> Levers:
     """Bring an optimizer to the form that a plan asks for, and find out what a graph can hold.
 
@@ -91,6 +96,7 @@ def apply_levers(
         plan: What is wanted.
         model: Searched for sparse embeddings.
         device: Where it trains.
+        no_graph: Why no graph can hold the step, whatever its optimizer; None if one can.
         can_skip: Whether an update may be called off on the device.
 
     Synchronizes: Yes.
@@ -102,6 +108,9 @@ def apply_levers(
     if not has_graphs(device):
         detail = f"there are no graphs on {device.type}, only on CUDA"
         return Levers(form, [*state, graph_decision("left alone", detail)])
+    if no_graph is not None:
+        detail = f"nothing is captured: {no_graph}; cuda_graph=False says so"
+        return Levers(form, [*state, graph_decision("stepped aside", detail)])
     found, decision = graph_form(optimizer, _numerics(plan))
     if found is not None and found.form != form.form:
         before = form.form
@@ -145,7 +154,7 @@ def _form(
     is_plain = plan.optimizer == "fused" and as_low_bit(optimizer) is None
     form = OptimizerForm(optimizer, "fused" if is_plain else "as_given", model)
     if as_low_bit(optimizer) is not None:
-        if plan.optimizer in LOW_BITS:
+        if plan.low_bit_options is not None:
             detail = "LowBitAdamW, with the groups and hyperparameters given"
             form.decision = Decision(lever="optimizer", outcome="applied", detail=detail)
         return form

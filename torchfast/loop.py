@@ -55,6 +55,7 @@ class FitLoop:
         self, step: TrainStep, loader: PrefetchingLoader, options: FitOptions, timer: StepTimer
     ) -> None:
         self._step = step
+        self._syncs = step.syncs
         self._timer = timer
         self._loader = loader
         self._options = options
@@ -120,7 +121,8 @@ class FitLoop:
         ):
             try:
                 self._resume()
-                self._epochs()
+                with self._syncs:
+                    self._epochs()
                 self._stopping.settle()
                 if self._skips.tripped(wait=True):
                     self._stop_reason = "nonfinite"
@@ -210,7 +212,8 @@ class FitLoop:
             self._done += 1
             self._timer.end_step()
             self._step.memory.end_step()
-            self._records.add(loss, batch)
+            with self._syncs.during("count_items"):
+                self._records.add(loss, batch)
             self._emit("step", None, loss)
             if self._done % options.log_every == 0:
                 self._stage()
@@ -242,7 +245,8 @@ class FitLoop:
 
     def _next_or_end(self, batches: Iterator[Any]) -> Any:
         try:
-            return next(batches, _END)
+            with self._syncs.loading():
+                return next(batches, _END)
         except Exception:
             # A terminal's Ctrl-C reaches loader workers too, and their death is not an error.
             if not self._stopping.is_asked_here:
@@ -281,7 +285,8 @@ class FitLoop:
         self._records.clock.pause()  # the time spent here belongs to no step
         self._flush(wait=True)
         try:
-            values = self._evaluated(evaluation)
+            with self._syncs.unheard():  # its numbers are for the host
+                values = self._evaluated(evaluation)
         except EvaluationCutError:
             return
         except Exception:
@@ -370,17 +375,17 @@ class FitLoop:
 
     def _emit(self, kind: Any, record: Record | None, loss: Tensor | None = None) -> None:
         for callback in self._options.callbacks:
-            callback(
-                FitEvent(
-                    kind=kind,
-                    num_steps=self._step.num_steps,
-                    epoch=self._epoch,
-                    loss=loss,
-                    metrics=self._step.metrics,
-                    record=record,
-                    stop=self._stop,
-                )
+            event = FitEvent(
+                kind=kind,
+                num_steps=self._step.num_steps,
+                epoch=self._epoch,
+                loss=loss,
+                metrics=self._step.metrics,
+                record=record,
+                stop=self._stop,
             )
+            with self._syncs.during("callbacks"):
+                callback(event)
 
     def _total(self) -> int | None:
         """Return how many steps there will be, where that is known."""

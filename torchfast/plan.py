@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from torchfast._core.arguments import check_choice, explain_init_keywords, suggestion
+from torchfast._core.arguments import check_choice, check_flag, explain_init_keywords, suggestion
 from torchfast._core.errors import PlanError
 from torchfast._core.option_fields import call_of, changed_fields
 from torchfast.compiler import CompileOptions
@@ -25,7 +25,9 @@ from torchfast.graphs import CUDAGraphOptions
 from torchfast.memory import OffloadOptions, OutOfMemoryOptions, RecomputeOptions
 from torchfast.parallel import ShardOptions
 from torchfast.precision import (
+    LOW_BIT_WORDS,
     Float8Options,
+    LowBitOptions,
     NonfiniteOptions,
     PrecisionOptions,
     precision_from,
@@ -45,6 +47,7 @@ def _read_allocator(text: str) -> AllocatorConfig:
 # The fields that may be an options object, and its class, for reading a plan.
 _OPTIONS: Final[dict[str, Callable[..., Any]]] = {
     "precision": precision_from,
+    "optimizer": LowBitOptions,
     "nonfinite": NonfiniteOptions,
     "recompute": RecomputeOptions,
     "compile": CompileOptions,
@@ -56,8 +59,6 @@ _OPTIONS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 Precision = Literal["as_given", "auto", "fp32", "tf32", "bf16", "fp16", "fp8"]
-# An AdamW whose moments take fewer bits, and how many.
-LOW_BITS: Final = {"adamw8bit": "8bit", "adamw4bit": "4bit", "adamwfp8": "fp8"}
 UpdateForm = Literal["as_given", "fused", "adamw8bit", "adamw4bit", "adamwfp8"]
 Recomputed = bool | float | str | tuple[Any, ...] | list[Any] | set[Any] | RecomputeOptions
 
@@ -71,16 +72,20 @@ class Plan:
 
     - ``"eager"``: nothing, the plain loop.
     - ``"exact"``: only what cannot change a number: the whole step in one CUDA graph.
-    - ``"fast"``: that, and bf16 where the device computes it natively, channels_last for
-      convolutions, on CUDA torch.compile, the fused optimizer. Close, not exact.
+    - ``"fast"``: that, and bf16 where the device computes it natively, channels_last and
+      measured kernels for convolutions, on CUDA torch.compile, the fused optimizer. Close, not
+      exact.
 
     Args:
         precision: ``"as_given"``, ``"auto"``, ``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"`` or
             `PrecisionOptions`; ``"fp8"`` or `Float8Options` for linear layers in float8.
         channels_last: Lay 4-d parameters and batch tensors out as NHWC, if the model convolves.
+        cudnn_benchmark: Have cuDNN try its kernels where a convolution meets a new shape, and take
+            the fastest; for up to 8 shapes of batches, and not under deterministic algorithms.
         optimizer: ``"as_given"``, or ``"fused"``: the fused update where torch has one. Or an
             AdamW with moments in fewer bits, built in place of the AdamW that the callable given
-            builds: ``"adamw8bit"``, ``"adamw4bit"``, ``"adamwfp8"`` (see `LowBitAdamW`).
+            builds: ``"adamw8bit"``, ``"adamw4bit"``, ``"adamwfp8"`` (see `LowBitAdamW`), or
+            `LowBitOptions`, which can round bf16 weights by chance besides.
         nonfinite: What to do about a NaN or infinite loss or gradient: ``"propagate"``, as a
             plain loop does, ``"skip"``, which leaves parameters, optimizer state and buffers as
             they were, or `NonfiniteOptions`.
@@ -92,7 +97,8 @@ class Plan:
         cuda_graph: Capture the whole step into one CUDA graph: True, False or `CUDAGraphOptions`.
         offload: Keep in the host's memory what the device does not need yet: ``"activations"``,
             ``"auto"`` (those whose copies hide behind the computation), ``"optimizer"`` (its state,
-            with the update), ``"all"`` (activations and state), `OffloadOptions`, or None.
+            with the update), ``"all"`` (activations and state), ``"parameters"`` (those of blocks
+            that are not computed, with state and update), `OffloadOptions`, or None.
         shard: Train on several ranks: ``"ddp"``, ``"fsdp"``, ``"hsdp"``, `ShardOptions`, or None,
             in which case each process trains by itself.
         sync_guard: Find the lines that make the host wait for the device: ``"off"``, ``"record"``
@@ -115,12 +121,15 @@ class Plan:
 
     precision: Precision | PrecisionOptions | Float8Options = "as_given"
     channels_last: bool = False
-    optimizer: UpdateForm = "as_given"
+    cudnn_benchmark: bool = False
+    optimizer: UpdateForm | LowBitOptions = "as_given"
     nonfinite: Literal["propagate", "skip"] | NonfiniteOptions = "propagate"
     recompute: Recomputed = False
     compile: bool | Literal["auto"] | CompileOptions = False
     cuda_graph: bool | CUDAGraphOptions = False
-    offload: Literal["activations", "auto", "optimizer", "all"] | OffloadOptions | None = None
+    offload: (
+        Literal["activations", "auto", "optimizer", "all", "parameters"] | OffloadOptions | None
+    ) = None
     shard: Literal["ddp", "fsdp", "hsdp"] | ShardOptions | None = None
     sync_guard: Literal["off", "record", "warn", "raise"] = "off"
     allocator: str | AllocatorConfig | None = None
@@ -133,9 +142,13 @@ class Plan:
         # One way to write each plan, so that equal plans are equal.
         if not options.scaling and self.float8_options in (None, Float8Options()):
             object.__setattr__(self, "precision", options.format)
-        if not isinstance(self.channels_last, bool):
-            raise TypeError(f"channels_last must be True or False, got {self.channels_last!r}")
-        check_choice("optimizer", self.optimizer, ("as_given", "fused", *LOW_BITS), PlanError)
+        check_flag("channels_last", self.channels_last)
+        check_flag("cudnn_benchmark", self.cudnn_benchmark)
+        if isinstance(self.optimizer, LowBitOptions):
+            object.__setattr__(self, "optimizer", self.optimizer.word or self.optimizer)
+        else:
+            known = "as_given", "fused", *LOW_BIT_WORDS
+            check_choice("optimizer", self.optimizer, known, PlanError)
         nonfinite = NonfiniteOptions.of(self.nonfinite)
         if nonfinite.stop_after is None:
             object.__setattr__(self, "nonfinite", nonfinite.action)
@@ -204,6 +217,7 @@ class Plan:
             return cls(
                 precision="auto",
                 channels_last=True,
+                cudnn_benchmark=True,
                 optimizer="fused",
                 compile="auto",
                 cuda_graph=True,
@@ -229,12 +243,17 @@ class Plan:
 
     def optimizer_source(self, source: Any) -> Any:
         """Return what builds the optimizer, given an optimizer or what builds one."""
-        bits = LOW_BITS.get(self.optimizer)
-        if bits is None:
+        options = self.low_bit_options
+        if options is None:
             return source
         from torchfast.precision import low_bit_source  # which few plans need
 
-        return low_bit_source(source, bits)
+        return low_bit_source(source, options)
+
+    @property
+    def low_bit_options(self) -> LowBitOptions | None:
+        """The AdamW that is built in place of another, as an options object; None if none is."""
+        return LowBitOptions.of(self.optimizer)
 
     @property
     def float8_options(self) -> Float8Options | None:
@@ -329,7 +348,7 @@ class Plan:
             raise PlanError(f"not a plan in JSON: {error}") from error
 
     def _check_offload(self, offload: OffloadOptions) -> None:
-        if not offload.optimizer:
+        if not (offload.optimizer or offload.parameters):
             return
         sharded, other = self.shard_options, None
         if sharded is not None and sharded.is_sharded:
@@ -342,8 +361,23 @@ class Plan:
             other = "nonfinite='skip', which calls updates off on the device"
         elif self.compiles_update:
             other = "CompileOptions(update=...): an update on the host is not compiled"
+        elif offload.parameters:
+            other = self._beside_parameters()
         if other is not None:
-            raise PlanError(f"offload of the optimizer does not go with {other}")
+            what = "the optimizer" if offload.optimizer else "parameters"
+            raise PlanError(f"offload of {what} does not go with {other}")
+
+    def _beside_parameters(self) -> str | None:
+        """Return what does not go with parameters that come and go, and why."""
+        if self.shard is not None:
+            return f"shard={self.shard!r}, whose ranks reduce gradients on the device: shard='fsdp'"
+        if self.compile is not False:
+            return f"compile={self.compile!r}, whose code holds the parameters: compile=False"
+        if self.float8_options is not None:
+            return "precision='fp8', which casts parameters on the device: take bf16"
+        if self.low_bit_options is not None:
+            return f"optimizer={self.optimizer!r}, whose update is on the device: take 'fused'"
+        return None
 
     def _check_gather(self) -> None:
         sharded = self.shard_options

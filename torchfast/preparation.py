@@ -28,6 +28,7 @@ from torchfast._core.errors import PlanError
 from torchfast.ema import EMAOptions, WeightAverage, copied
 from torchfast.memory import StepOffload
 from torchfast.plan import Plan
+from torchfast.precision import check_replicas
 from torchfast.transforms import ModelTransforms
 
 OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -71,7 +72,7 @@ def prepare(
         scheduler: The scheduler, or what builds it, or None.
         plan: What is done.
         transforms: What changes the model.
-        offload: What changes the optimizer.
+        offload: What changes the optimizer, and where parameters are.
         ema: How to average its weights; None if not.
         device: Where it trains.
         is_moved: Whether that device was asked for.
@@ -82,11 +83,16 @@ def prepare(
             parameters whose gradients the ranks would not bring together.
     """
     is_new = not isinstance(source, Optimizer)
+    is_fp16 = plan.precision_options.format == "fp16"
+    if is_fp16:
+        transforms.sharding.check_scaled()
     moves = _moves(model, device, transforms, is_moved=is_moved)
     # A sharded model cannot be copied any more.
     twin = copied(model) if ema is not None and transforms.sharding.is_sharded else None
     if is_new:
-        if moves:
+        if offload.moves_parameters:
+            offload.place(model, device, moves=moves)
+        elif moves:
             model.to(device)
         transforms.apply()
         if twin is not None:
@@ -98,12 +104,15 @@ def prepare(
             f"functools.partial({type(source).__name__}, lr=...)"
         )
     optimizer = build_optimizer(offload.source(plan.optimizer_source(source)), model)
-    if not is_new and moves:
+    if not is_new and offload.moves_parameters:
+        release(optimizer)  # what it finds on the host would be another step's
+        offload.place(model, device, optimizer, moves=moves)
+    elif not is_new and moves:
         move_to(device, model, optimizer)
-    if plan.shard is not None:
+    if (sharded := plan.shard_options) is not None:
         check_no_others(model, optimizer)
+        check_replicas(optimizer, sharded.strategy, transforms.sharding.whole_parameters())
     built = build_scheduler(scheduler, optimizer)
-    is_fp16 = plan.precision_options.format == "fp16"
     if is_fp16 and clips:
         check_no_strays(model, optimizer)
     can_skip = is_fp16 or plan.nonfinite_options.action == "skip"

@@ -12,9 +12,8 @@ with Python floats in its groups, no hooks, no proxies.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -32,8 +31,7 @@ from torchfast._core.building import (
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ClosedError
-from torchfast._core.loss import LossParts, Number, StepOutput, with_norm
-from torchfast._core.phases import UPDATE, phase
+from torchfast._core.loss import LossParts, Number, with_norm
 from torchfast._core.reachable import weak_method
 from torchfast._core.untouched import untouched
 from torchfast.compiled_loss import CompiledLoss, LossFn
@@ -44,7 +42,7 @@ from torchfast.memory import StepOffload
 from torchfast.memory.splitting import parts_of
 from torchfast.parallel import Ranks, start_ranks
 from torchfast.plan import Plan
-from torchfast.precision import ChannelsLast, LossScaler, PrecisionPolicy, SkipCounts, UpdateGuard
+from torchfast.precision import Convolutions, LossScaler, PrecisionPolicy, SkipCounts, UpdateGuard
 from torchfast.preparation import OptimizerSource, SchedulerSource, prepare
 from torchfast.step_guards import StepSyncs
 from torchfast.step_memory import StepMemory
@@ -121,14 +119,13 @@ class TrainStep:
         self.max_grad_norm = (
             None if max_grad_norm is None else check_positive("max_grad_norm", max_grad_norm)
         )
-        self._ema = EMAOptions.of(ema)
+        self._ema, self._closed = EMAOptions.of(ema), False
         options = self.plan.shard_options
         self.ranks = Ranks() if options is None else start_ranks(timeout_s=options.timeout_s)
         self.device = resolve_device(self.ranks.device_for(device, model), model)
         self.model = model
         self._plan_name = plan if isinstance(plan, str) else repr(plan)
         self._precision = PrecisionPolicy(self.plan.precision_options, self.device)
-        self._closed = False
         self.num_steps = self.num_epochs = 0  # epochs are counted by fit(), for set_epoch
         self.metrics: dict[str, Number] = {}
         self._transforms = ModelTransforms(model, self.plan, self.device, self.ranks)
@@ -139,6 +136,7 @@ class TrainStep:
             self._build(optimizer, loss_fn, lr_scheduler, is_moved=device is not None)
         except BaseException:
             self._transforms.close()
+            self._offload.put_back()
             raise
         for decision in self._decisions():
             if decision.outcome == "stepped aside":
@@ -164,7 +162,7 @@ class TrainStep:
         """
         group = self._group(batch)
         with self._average.around_step():
-            output = self.memory.run(partial(self._update.through, self._whole), group)
+            output = self.memory.run(self._update.step, group)
         self.metrics = dict(output.metrics)
         self._after_update(output.skipped)
         return output.loss
@@ -203,7 +201,7 @@ class TrainStep:
     @property
     def ema_model(self) -> nn.Module | None:
         """The averaged model, or None without ``ema``: see ``Trainer.ema_model``."""
-        return self._average.current()
+        return self._offload.averaged(self._average.current())
 
     @property
     def num_skipped(self) -> int:
@@ -275,8 +273,8 @@ class TrainStep:
         self._load_hook.remove()
         with ExitStack() as stack:  # all of it, whatever fails, the last first
             stack.callback(self._average.align)
-            stack.callback(self._transforms.close)
             stack.callback(self._offload.close, self.optimizer)
+            stack.callback(self._transforms.close)
             stack.callback(self._layout.close, self.optimizer)
             stack.callback(self._compiled.close)
             stack.callback(self._update.close)
@@ -317,11 +315,14 @@ class TrainStep:
         )
         is_fp16, nonfinite = self._precision.format == "fp16", self.plan.nonfinite_options
         can_skip = is_fp16 or nonfinite.action == "skip"
-        self._offload.begin(model)
+        self._offload.begin(model, self.device)
         self._compiled = CompiledLoss(model, loss_fn, self.plan, self.device)
         # Nothing below refuses an argument, and nothing above has changed a form or a layout.
-        self._layout = ChannelsLast(model, self.plan.channels_last)
-        levers = apply_levers(self.optimizer, self.plan, model, self.device, can_skip=can_skip)
+        last, tried = self.plan.channels_last, self.plan.cudnn_benchmark
+        self._layout = Convolutions(model, self.device, channels_last=last, benchmark=tried)
+        levers = apply_levers(
+            self.optimizer, self.plan, model, self.device, self._offload.no_graph, can_skip=can_skip
+        )
         self._form, self._graph_decisions = levers.form, levers.decisions
         self._layout.align(self.optimizer)
         self._average.align()
@@ -345,6 +346,7 @@ class TrainStep:
             max_grad_norm=self.max_grad_norm,
             sharding=self._sharding,
             forward=self._offload.forward,
+            attention=self.memory.attention,
         )
         self._update = Update(
             self.optimizer,
@@ -355,6 +357,7 @@ class TrainStep:
             syncs=self.syncs,
             max_grad_norm=self.max_grad_norm,
             sharding=self._sharding,
+            gradients=self._gradients,
         )
         self._state = TrainingState(
             model, self.optimizer, self.lr_scheduler, self._guard, self._average, self.device
@@ -362,19 +365,20 @@ class TrainStep:
         self.memory.watch(model, self.optimizer, self.device, self._guard, self._average)
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
         self._graph = levers.graphed(
-            weak_method(self._whole),
+            weak_method(self._update.whole),
             # What the guard decides between gradients and update cannot be parted from them.
-            None if can_skip else weak_method(self._until_update),
+            None if can_skip else weak_method(self._update.until_update),
             model,
             self.optimizer,
             [*([] if scaler is None else [scaler.held]), *self._average.named],
             loss_fn,
-            self._guard.forget,
+            self.memory.after_failed_capture,
             self.ranks.group,
         )
         self._update.graph = self._graph
         in_place = self._layout.active or self._compiled.changes_model or self._graph is not None
-        if in_place or self._transforms.changes_model or self._form.form != "as_given":
+        in_place |= self._transforms.changes_model or self._offload.moves_parameters
+        if in_place or self._form.form != "as_given":
             claim(self.optimizer, self.close)
 
     # --- the parts of a step ---------------------------------------------------------------
@@ -386,6 +390,8 @@ class TrainStep:
     def _group(self, batch: Any) -> tuple[Any, ...]:
         self._check_open()
         group = as_group(batch, self.accumulate)
+        if self.accumulate > 1:
+            self._sharding.check_counts(len(group))
         if self._transforms.looks_at_batches or self._compiled.is_undecided:
             self.memory.run(self._look, group, is_step=False)
         if self._sharding.is_undecided:
@@ -393,25 +399,13 @@ class TrainStep:
                 self._sharding.decide(lambda: self._gradients(group))
         return group
 
-    def _look(self, group: Sequence[Any]) -> None:
+    def _look(self, group: tuple[Any, ...]) -> None:
         """Measure and compare before a step; in parts, if it is to run in parts."""
         first = parts_of(group[0])[0]
         self._transforms.before_step(self.num_steps + 1, lambda: self.compute_loss(first).loss)
         if self._compiled.is_undecided:
-            self._compiled.decide(lambda: self._gradients(group)[0], group)
-
-    def _whole(self, group: Sequence[Any]) -> StepOutput:
-        """Run a step on the device: what a graph can hold, and nothing else."""
-        loss, metrics = self._gradients(group)
-        norm, skipped = self._update()
-        return StepOutput(loss, with_norm(metrics, norm), skipped)
-
-    def _until_update(self, group: Sequence[Any]) -> StepOutput:
-        """Run a step on the device but for the update itself."""
-        loss, metrics = self._gradients(group)
-        with phase(UPDATE):
-            norm = self._update.clip()
-        return StepOutput(loss, with_norm(metrics, norm), None)
+            self._compiled.decide(self._gradients, group, self._graph)
+        self._transforms.check_step(lambda: self._gradients(group))
 
     def _after_update(self, skipped: Tensor | None) -> None:
         """Do what the host does after an update."""
@@ -428,7 +422,7 @@ class TrainStep:
             self._precision.decision,
             *self._transforms.decisions(),
             *self._offload.decisions(self.optimizer),
-            self._layout.decision,
+            *self._layout.decisions(),
             *self._compiled.decisions(),
             self._form.decision,
             *self._update.decisions(),

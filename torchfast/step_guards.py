@@ -1,17 +1,20 @@
 """What watches a step from outside of its numbers: the host syncs of its Python.
 
 A guard is entered in the parts of a step that Python runs: eager steps, the warm-up steps before a
-capture, the update behind a graph. A replay runs no Python and enters nothing.
+capture, the update behind a graph. A replay runs no Python and enters nothing. ``fit`` enters it
+around its loop, to hear callbacks and transforms too.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal, final
 
 import torch
 
 from torchfast._core.decisions import Decision
+from torchfast._core.syncs import WATCH
 from torchfast.plan import Plan
 from torchfast.profiling import SyncGuard, SyncReport
 
@@ -46,6 +49,20 @@ class StepSyncs:
     ) -> None:
         if self._guard is not None:
             self._guard.__exit__(kind, error, traceback)
+
+    def during(self, what: str) -> AbstractContextManager[None]:
+        """Say in the account what of the loop around the steps waits."""
+        return nullcontext() if self._guard is None else WATCH.during(what)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Listen to a loader, on CUDA: what it holds elsewhere is the host's on any machine."""
+        if self._guard is None:
+            return nullcontext()
+        return WATCH.during("loader") if self._guard.device_type == "cuda" else WATCH.unheard()
+
+    def unheard(self) -> AbstractContextManager[None]:
+        """Leave out what has to wait, such as an evaluation."""
+        return nullcontext() if self._guard is None else WATCH.unheard()
 
     def report(self) -> SyncReport | None:
         """Return the account; None where the plan asks for none."""

@@ -24,6 +24,7 @@ from torchfast.data import PrefetchingLoader
 from torchfast.data.loader_report import device_tensors
 from torchfast.ema import WeightAverage
 from torchfast.gradients import Gradients
+from torchfast.memory.attention_watch import AttentionWatch
 from torchfast.plan import Plan
 from torchfast.precision import UpdateGuard
 from torchfast.update import Update
@@ -59,6 +60,7 @@ class StepMemory:
         PlanError: Steps in parts for a model that reduces gradients with other ranks.
 
     Attributes:
+        attention: Which attention the first forwards ran.
         monitor: What watches memory in `fit`; None before, and on a device without an allocator.
     """
 
@@ -72,7 +74,9 @@ class StepMemory:
 
             self._decisions = apply_allocator(plan.allocator_config)
         self._guard: OutOfMemoryGuard | None = None
+        self._forget: Callable[[], None] = lambda: None
         self.monitor: MemoryMonitor | None = None
+        self.attention = AttentionWatch()
         self._device = torch.device("cpu")
         self._loaders: weakref.WeakSet[PrefetchingLoader] = weakref.WeakSet()
 
@@ -85,7 +89,7 @@ class StepMemory:
         average: WeightAverage,
     ) -> None:
         """Begin to care for a step's memory."""
-        self._device = device
+        self._device, self._forget = device, guard.forget
         from torchfast.memory import OutOfMemoryGuard  # when something trains, not at import
 
         def others() -> dict[str, Iterable[Tensor]]:
@@ -123,6 +127,12 @@ class StepMemory:
         assert self._guard is not None
         return self._guard.run(lambda _: update(), (), keeps_gradients=True)
 
+    def after_failed_capture(self) -> None:
+        """Take an account, if it was memory that ran out, and let go of what was kept."""
+        if self._guard is not None:
+            self._guard.after_failed_capture()
+        self._forget()
+
     def note_loader(self, loader: PrefetchingLoader) -> None:
         """Let the account know whose the memory of a loader is."""
         self._loaders.add(loader)
@@ -156,12 +166,12 @@ class StepMemory:
 
     @property
     def last_account(self) -> MemoryAccount | None:
-        """What was in memory when a step last ran out of it; None if none has."""
+        """What was in memory when a step or a capture last ran out of it; None if none has."""
         return None if self._guard is None else self._guard.last_account
 
     def decisions(self) -> list[Decision]:
         """Return what became of the allocator's settings, and of memory over the run."""
-        found = list(self._decisions)
+        found = [*self._decisions, *self.attention.decisions()]
         if self._guard is not None:
             found += self._guard.decisions()
         if self.monitor is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import final
@@ -14,6 +15,9 @@ from torchfast._core.decisions import Decision
 from torchfast.parallel import Sharding
 from torchfast.plan import Plan
 from torchfast.precision import Float8Linears, Float8Options, Float8Watch
+from torchfast.precision.float8_step import StepCheck, check_step
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -26,6 +30,7 @@ class Float8Transform:
         device: Where it trains.
         sharding: The other ranks, and whether the model will be sharded behind this.
         is_compiled: Whether the plan compiles the layers.
+        in_graph: Whether a graph will hold the step.
 
     Raises:
         UnsupportedDeviceError: The device cannot multiply in float8.
@@ -43,13 +48,18 @@ class Float8Transform:
         sharding: Sharding,
         *,
         is_compiled: bool,
+        in_graph: bool,
     ) -> None:
+        self._model = model
         is_sharded = sharding.is_sharded
         if not is_sharded:  # on one rank there is nothing to gather
             options = dataclasses.replace(options, all_gather=False)
         self.linears = Float8Linears(model, options, device, is_sharded=is_sharded)
         self.watch = Float8Watch(model, self.linears, sharding if sharding.is_on else None)
-        self._is_compiled, self._sharding = is_compiled, sharding
+        self._is_compiled, self._in_graph, self._sharding = is_compiled, in_graph, sharding
+        self._is_checked = options.recipe != "auto"
+        self._check: StepCheck | None = None
+        self._unchecked: str | None = None
 
     @classmethod
     def of(
@@ -60,7 +70,8 @@ class Float8Transform:
         if options is None:
             return None
         is_compiled = plan.compile is not False and (plan.compile != "auto" or device.type != "cpu")
-        return cls(model, options, device, sharding, is_compiled=is_compiled)
+        in_graph = plan.graph_options is not None and device.type == "cuda"
+        return cls(model, options, device, sharding, is_compiled=is_compiled, in_graph=in_graph)
 
     def apply(self) -> None:
         """Convert the layers, unless their recipes are yet to be measured."""
@@ -85,6 +96,35 @@ class Float8Transform:
             self.linears.decide(forward, compiled=self._is_compiled, agree=agree)
         self.watch.look(step, forward)
 
+    def check_step(self, work: Callable[[], object]) -> None:
+        """Take back what was measured by shapes, if it makes the first step slower than bf16.
+
+        Ranks that train together do not: each would run as many backwards as its own time allows,
+        and wait for the others in one of them.
+
+        Args:
+            work: The step's forward and backward on the first batch, as the plan runs them.
+        """
+        if self._is_checked or self.linears.is_undecided:
+            return
+        self._is_checked = True
+        if not self.linears.recipes:
+            return
+        if self._sharding.is_on:
+            self._unchecked = "the whole step is not timed where several ranks train together"
+            return
+        self._check = check_step(
+            work,
+            self.linears.left,
+            self._model,
+            self.linears.device,
+            budget_s=self.linears.options.budget_s,
+            in_graph=self._in_graph,
+        )
+        if not self._check.is_kept:
+            logger.info("float8 is taken back: %s", self._check)
+            self.linears.give_up(f"{self._check}")
+
     def decisions(self) -> list[Decision]:
         """Say which layers are in float8, what was measured, and how far the numbers drift."""
         receipt = self.linears.receipt
@@ -93,7 +133,11 @@ class Float8Transform:
             if receipt is None
             else [Decision(lever="float8 receipt", outcome="applied", detail=str(receipt))]
         )
-        return [self.linears.decision(), *measured, *self.watch.decisions()]
+        checked = [] if self._check is None else [self._check.decision()]
+        if self._unchecked is not None:
+            lever = "float8 step"
+            checked = [Decision(lever=lever, outcome="left alone", detail=self._unchecked)]
+        return [self.linears.decision(), *measured, *checked, *self.watch.decisions()]
 
     def close(self) -> None:
         """Put the plain layers back."""

@@ -111,6 +111,15 @@ class ModelTransforms:
         if self._float8 is not None:
             self._float8.before_step(step, forward)
 
+    def check_step(self, work: Callable[[], object]) -> None:
+        """Take back what makes the first step slower.
+
+        Args:
+            work: Its forward and backward, as the plan runs them.
+        """
+        if self._float8 is not None:
+            self._float8.check_step(work)
+
     def decisions(self) -> list[Decision]:
         """Say what was done, and what was not and why."""
         return [decision for part in self._parts for decision in part.decisions()]

@@ -1,4 +1,7 @@
-"""The second half of a step: judge the gradients, clip them, update, move the average on."""
+"""The second half of a step: judge the gradients, clip them, update, move the average on.
+
+And both halves together, as a graph can hold them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchfast._core.loss import StepOutput
+from torchfast._core.loss import Number, StepOutput, with_norm
 from torchfast._core.phases import UPDATE, phase
 from torchfast.compiled_update import CompiledUpdate
 from torchfast.compiler import CompileOptions
@@ -19,7 +22,7 @@ from torchfast.parallel import Sharding
 from torchfast.precision import PrecisionPolicy, UpdateGuard
 from torchfast.step_guards import StepSyncs
 
-Whole = Callable[[tuple[Any, ...]], StepOutput]
+FirstHalf = Callable[[tuple[Any, ...]], tuple[Tensor, dict[str, Number]]]
 
 
 @final
@@ -35,6 +38,7 @@ class Update:
         syncs: What finds lines that wait.
         max_grad_norm: The limit of clipping, or None.
         sharding: Whose model's gradients are clipped.
+        gradients: The first half: makes those of a group, and returns its loss and metrics.
 
     Attributes:
         decisions: Whether the update is compiled; see `CompiledUpdate`, also for the next two.
@@ -54,7 +58,9 @@ class Update:
         syncs: StepSyncs,
         max_grad_norm: float | None,
         sharding: Sharding,
+        gradients: FirstHalf,
     ) -> None:
+        self._gradients = gradients
         self._compiled = CompiledUpdate(optimizer, compile_options)
         self._guard, self._sharding = guard, sharding
         self._precision, self._average, self._syncs = precision, average, syncs
@@ -69,7 +75,9 @@ class Update:
         with phase(UPDATE), self._precision.step(), self._syncs:
             self._guard.judge()
             norm = self.clip()
-            with self._rates():
+            if self.graph is not None:
+                self.graph.update_begins()
+            with self._rates(), self._sharding.mixed():
                 skipped = self._guard.update(norm, self._compiled)
         self._precision.after_update()
         self._average.update(skipped)
@@ -80,10 +88,23 @@ class Update:
         limit = self._max_grad_norm
         return None if limit is None else self._sharding.clip(limit)
 
-    def through(self, whole: Whole, group: tuple[Any, ...]) -> StepOutput:
-        """Run a step: ``whole`` as it is, or its graph, and behind it what that does not hold."""
+    def whole(self, group: tuple[Any, ...]) -> StepOutput:
+        """Run a step on the device: what a graph can hold, and nothing else."""
+        loss, metrics = self._gradients(group)
+        norm, skipped = self()
+        return StepOutput(loss, with_norm(metrics, norm), skipped)
+
+    def until_update(self, group: tuple[Any, ...]) -> StepOutput:
+        """Run a step on the device but for the update itself."""
+        loss, metrics = self._gradients(group)
+        with phase(UPDATE):
+            norm = self.clip()
+        return StepOutput(loss, with_norm(metrics, norm), None)
+
+    def step(self, group: tuple[Any, ...]) -> StepOutput:
+        """Run a step as it is, or through its graph, and behind it what that does not hold."""
         if self.graph is None:
-            return whole(group)
+            return self.whole(group)
         is_whole = self.graph.is_whole
         output: StepOutput = self.graph(group)
         if not is_whole:
@@ -93,7 +114,7 @@ class Update:
     def behind_graph(self) -> None:
         """Run the update alone, behind a graph that ends with clipped gradients."""
         self._decide()
-        with phase(UPDATE), self._precision.step(), self._syncs:
+        with phase(UPDATE), self._precision.step(), self._syncs, self._sharding.mixed():
             self._compiled()
         self._precision.after_update()
         self._average.update(None)  # what can be skipped is not parted from the graph

@@ -8,12 +8,17 @@ from torch import Tensor
 
 from benchmarks.job import MAX_GRAD_NORM, Job
 from benchmarks.workloads import Batch
-from torchfast import Plan, Trainer
+from torchfast import CompileOptions, Plan, Trainer
 from torchfast.losses import linear_cross_entropy
 
 
 def train(
-    job: Job, plan: str, *, compiled: bool = True, loss_over_vocabulary: bool = False
+    job: Job,
+    plan: str,
+    *,
+    compiled: bool = True,
+    search_s: float = 0.0,
+    loss_over_vocabulary: bool = False,
 ) -> None:
     """Train by ``Trainer.step``, as the README shows it.
 
@@ -21,6 +26,7 @@ def train(
         job: What is trained.
         plan: The name of a preset.
         compiled: Whether what the preset compiles is compiled.
+        search_s: How long it may search for the fastest way to compile; 0: it does not.
         loss_over_vocabulary: Whether a language model's loss is computed without its logits.
     """
     # "eager" and "exact" keep the user's number format, optimizer and layout, so they are given
@@ -37,7 +43,7 @@ def train(
         model,
         job.adamw(model) if fast else job.adamw(model, fused=True),
         loss_fn if fast else under_autocast,
-        plan_of(plan, compiled=compiled),
+        plan_of(plan, compiled=compiled, search_s=search_s),
         max_grad_norm=MAX_GRAD_NORM,
     )
     # As Trainer.fit does it: each batch is done with when the next one is asked for.
@@ -45,9 +51,11 @@ def train(
         job.tick(trainer.step(batch))
 
 
-def plan_of(name: str, *, compiled: bool) -> Plan:
-    """Return a preset, or a preset without what it compiles."""
+def plan_of(name: str, *, compiled: bool, search_s: float = 0.0) -> Plan:
+    """Return a preset, or a preset without what it compiles, or that searches how to compile."""
     plan = Plan.preset(name)
+    if search_s:
+        return plan.replace(compile=CompileOptions(mode="auto", budget_s=search_s))
     return plan if compiled else plan.replace(compile=False)
 
 

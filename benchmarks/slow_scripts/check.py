@@ -4,7 +4,7 @@
     python -m benchmarks.slow_scripts.check --device cpu --steps 3    # do the scripts run at all?
 
 Each script runs under ``python -m torchfast profile`` in a process of its own. What is compared:
-the class of the verdict, the kind of its first finding, and the line that the finding names. On
+the class of the verdict, the line that it names, and the kind of the first finding. On
 ``--device cpu`` the scripts run alone, at a small size, and nothing is compared. With ``--only``
 the rows of the others stay in the file, each with the run that it is from.
 """
@@ -46,9 +46,10 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a profiler says: the class of its verdict, and its findings, the worst first."""
+    """What a profiler says: the class of its verdict, its line, and findings, the worst first."""
 
     verdict: str
+    line: int | None
     findings: tuple[Finding, ...]
 
 
@@ -59,7 +60,7 @@ class Judgement:
     Attributes:
         verdict: The class.
         kind: The kind of the first finding.
-        line: The line of the first finding of the right kind.
+        line: The line that the verdict names.
         elsewhere: The right kind stands among the findings, but not first.
     """
 
@@ -77,14 +78,15 @@ class Judgement:
 def read_answer(written: Mapping[str, Any], script: str) -> Answer:
     """Take an answer out of what ``profile --json`` wrote.
 
-    ``verdict`` holds a class as ``class``; ``findings`` hold ``kind`` and ``line``, which is
-    ``file:line`` or None.
+    ``verdict`` holds a class as ``class`` and a ``line``, which is ``file:line`` or None;
+    ``findings`` hold ``kind`` and ``line``.
 
     Raises:
         NoVerdictError: It is something else.
     """
     try:
         verdict = written["verdict"]["class"]
+        line = _line(written["verdict"], script)
         findings = tuple(
             _finding(finding, script)
             for finding in written["findings"]
@@ -92,14 +94,17 @@ def read_answer(written: Mapping[str, Any], script: str) -> Answer:
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise NoVerdictError(f"unreadable: {type(error).__name__}: {error}") from error
-    return Answer(verdict=verdict, findings=findings)
+    return Answer(verdict=verdict, line=line, findings=findings)
 
 
 def _finding(written: Mapping[str, Any], script: str) -> Finding:
+    return Finding(kind=written["kind"], line=_line(written, script))
+
+
+def _line(written: Mapping[str, Any], script: str) -> int | None:
     file, _, line = (written["line"] or "").rpartition(":")
     # A line of another file is no line of the script, whatever its number.
-    is_here = Path(file).name == path_of(script).name
-    return Finding(kind=written["kind"], line=int(line) if is_here else None)
+    return int(line) if Path(file).name == path_of(script).name else None
 
 
 def judge(script: str, answer: Answer) -> Judgement:
@@ -109,11 +114,10 @@ def judge(script: str, answer: Answer) -> Judgement:
     verdict = answer.verdict in expected.classes
     if expected.kind == "none":
         return Judgement(verdict=verdict, kind=not kinds, line=not kinds, elsewhere=False)
-    same = [finding for finding in answer.findings if finding.kind == expected.kind]
     return Judgement(
         verdict=verdict,
         kind=kinds[:1] == [expected.kind],
-        line=bool(same) and same[0].line in lines_of(script),
+        line=answer.line in lines_of(script),
         elsewhere=expected.kind in kinds[1:] and kinds[0] != expected.kind,
     )
 
@@ -214,7 +218,8 @@ def show(script: str, row: Mapping[str, Any]) -> str:
     if not wrong:
         return line
     found = [f"{f['kind']} at {f['line']}" for f in row["answer"]["findings"]] or ["nothing"]
-    return f"{line}; wrong {', '.join(wrong)}: {row['answer']['verdict']}, {'; '.join(found)}"
+    said = f"{row['answer']['verdict']} at {row['answer']['line']}"
+    return f"{line}; wrong {', '.join(wrong)}: {said}, {'; '.join(found)}"
 
 
 def run_alone(script: str, steps: int, limit_s: float) -> dict[str, Any]:
@@ -252,8 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows[script] = check(script, args.limit, args.keep) | {"run": results.this_run()}
             print(show(script, rows[script]), flush=True)
             if args.out is not None:  # after each: whoever interrupts keeps what there is
-                ordered = {name: rows[name] for name in EXPECTED if name in rows}
-                results.write(args.out, {"summary": summary(rows), "rows": ordered})
+                with results.alone(args.out):
+                    rows = _of_others(args) | {s: rows[s] for s in args.only if s in rows}
+                    ordered = {name: rows[name] for name in EXPECTED if name in rows}
+                    results.write(args.out, {"summary": summary(rows), "rows": ordered})
             continue
         rows[script] = run_alone(script, args.steps, args.limit)
         print(f"{script:22} {rows[script]['status']} {rows[script].get('reason', '')}", flush=True)

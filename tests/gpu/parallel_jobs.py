@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 
 from parallel_training import batches, fresh, full_state, mean_loss
-from torchfast import CUDAGraphOptions, Float8Options, Plan, Trainer
+from torchfast import (
+    CompileOptions,
+    CUDAGraphOptions,
+    Float8Options,
+    Plan,
+    ShardOptions,
+    Trainer,
+)
 
 STEPS = 40
 
@@ -50,7 +57,7 @@ def trained(rank, plan, loss_fn=mean_loss, width=8, **options):
         device="cuda",
         **options,
     )
-    own = batches(rank)
+    own = batches(rank, accumulate=options.get("accumulate", 1))
     losses = [trainer.step(own[number % len(own)]) for number in range(STEPS)]
     result = {
         "state": {name: value.cpu() for name, value in full_state(model).items()},
@@ -65,7 +72,7 @@ def trained(rank, plan, loss_fn=mean_loss, width=8, **options):
 
 def both_ways(shard, **fields):
     """Return a job that trains eagerly and captured."""
-    names = ("ema", "max_grad_norm", "width")
+    names = ("ema", "max_grad_norm", "width", "accumulate")
     options = {name: fields.pop(name) for name in names if name in fields}
 
     def job(rank):
@@ -114,9 +121,12 @@ def evaluated(rank):
 
 
 # Compared with bf16 before the capture and between replays.
-FLOAT8 = Float8Options(
-    recipe="tensorwise", smallest=16, pad_rows=True, all_gather=True, watch_at=(1, 30)
-)
+FLOAT8 = Float8Options(recipe="tensorwise", smallest=16, all_gather=True, watch_at=(1, 30))
+
+BY_BLOCKS = CompileOptions(regions="blocks")
+# A gradient that is averaged behind the backward, within the graph.
+WHOLE_HEAD = ShardOptions(strategy="fsdp", ignored=("head",))
+KEPT_WHOLE = ShardOptions(strategy="fsdp", reshard_after_forward=False)
 
 JOBS = {
     **{shard: both_ways(shard, max_grad_norm=0.5) for shard in ("ddp", "fsdp", "hsdp")},
@@ -126,5 +136,20 @@ JOBS = {
     "ddp average": both_ways("ddp", ema=0.9),
     "evaluation": evaluated,
     "one rank waits": refusing,
+    **{
+        f"{shard} {name}": both_ways(shard, max_grad_norm=0.5, **fields)
+        for shard in ("ddp", "fsdp")
+        for name, fields in (
+            ("accumulate", {"accumulate": 3}),
+            ("recompute", {"recompute": "blocks"}),
+            ("compile", {"compile": BY_BLOCKS}),
+            (
+                "compile recompute accumulate",
+                {"compile": BY_BLOCKS, "recompute": "blocks", "accumulate": 2},
+            ),
+        )
+    },
+    "fsdp some whole": both_ways(WHOLE_HEAD, max_grad_norm=0.5),
+    "fsdp kept whole": both_ways(KEPT_WHOLE),
     "fsdp float8": both_ways("fsdp", precision=FLOAT8, width=16),  # needs units for it: the last
 }

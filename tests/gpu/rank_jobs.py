@@ -1,10 +1,14 @@
 """A job of ranks, under torchrun: fit, saved and gone on with, and data that ends unevenly.
 
+On a GPU also with live graphs: saved between replays, gone on with by another trainer, whose first
+steps are eager.
+
 Usage: torchrun ... rank_jobs.py FOLDER DEVICE STRATEGY
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,6 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchfast import CheckpointManager, Plan, Trainer, start_ranks
 
 STEPS = 6
+# A capture comes behind the steps that DistributedDataParallel wants before it.
+GRAPH_STEPS, GRAPH_CUT = 40, 24
 
 
 class Uneven(IterableDataset):
@@ -37,11 +43,12 @@ def loss_fn(model, batch):
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-def trainer_of(strategy, device, seed):
+def trainer_of(strategy, device, seed, *, graph=False):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(16, 33), nn.Dropout(0.2), nn.ReLU(), nn.Linear(33, 8))
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
-    return Trainer(model.to(device), optimizer, loss_fn, plan=Plan(shard=strategy))
+    plan = Plan(shard=strategy, cuda_graph=graph)
+    return Trainer(model.to(device), optimizer, loss_fn, plan=plan)
 
 
 def data():
@@ -52,10 +59,30 @@ def data():
     return DataLoader(samples, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
 
 
-def fit(folder, steps, strategy, device, seed):
-    trainer = trainer_of(strategy, device, seed)
-    trainer.fit(data(), steps=steps, checkpoint=folder, checkpoint_every=2, progress=False)
+def fit(folder, steps, strategy, device, seed, *, graph=False):
+    trainer = trainer_of(strategy, device, seed, graph=graph)
+    every = GRAPH_CUT // 2 if graph else 2
+    trainer.fit(data(), steps=steps, checkpoint=folder, checkpoint_every=every, progress=False)
     return trainer
+
+
+def with_live_graphs(folder, strategy, device):
+    """Cut a captured run between replays, and go on with it; both ends are the same bits."""
+    torch.use_deterministic_algorithms(True)
+    ends = {}
+    for name, cuts in (("one", [GRAPH_STEPS]), ("two", [GRAPH_CUT, GRAPH_STEPS])):
+        for number, steps in enumerate(cuts):
+            seed = 9 * number  # of the second trainer none of it is to be seen
+            trainer = fit(folder / name, steps, strategy, device, seed, graph=True)
+            found = trainer.report()
+            if torch.device(device).type == "cuda":
+                assert found.counters["graphs"] == 1, found
+                assert found.counters["replays"] > 0, found
+            assert trainer.num_steps == steps
+            ends[name] = full(trainer.state_dict())
+            trainer.close()
+    torch.use_deterministic_algorithms(False)
+    check_same(ends["two"], ends["one"])
 
 
 def full(value):
@@ -100,6 +127,8 @@ def main(folder, device, strategy):
             parts.model.state_dict()[name].copy_(value)
     check_same(full(parts.state_dict())["model"], whole["model"])
 
+    with_live_graphs(folder / "graphs", strategy, device)
+
     losses = [
         parts.step(batch)
         for batch in parts.prefetch(DataLoader(Uneven(ranks.rank), 1), background=True)
@@ -110,4 +139,5 @@ def main(folder, device, strategy):
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     main(Path(sys.argv[1]), *sys.argv[2:])

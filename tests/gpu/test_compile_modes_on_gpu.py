@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from functools import partial
 
 import pytest
@@ -14,6 +16,7 @@ from benchmarks import compile_cost
 from gpu.compile_jobs import (
     FAST,
     STEPS,
+    WARM_UP,
     assert_captured,
     image_loss,
     nothing_compiled,
@@ -22,6 +25,8 @@ from gpu.compile_jobs import (
 )
 from gpu.graph_jobs import on_gpu
 from torchfast import CompileOptions, MicroBatches
+from torchfast.compiler import mode_search
+from torchfast.compiler.candidates import ModeChoice
 
 CUDA = ProfilerActivity.CUDA
 
@@ -116,6 +121,35 @@ def test_what_cannot_be_captured_whole_is_captured_by_pieces(accumulate):
         pieces.step(batches[0])
     launched = [e.name for e in trace.events() if e.name.startswith("cudaGraphLaunch")]
     assert len(launched) >= 4 * accumulate  # both sides of the question, forward and backward
+
+
+def test_auto_times_replays_where_a_graph_holds_the_step(monkeypatch, caplog):
+    def choices(device, *, has_blocks, outer_graph):
+        assert outer_graph
+        return [ModeChoice("eager", None, None), ModeChoice("whole: default", "default", "whole")]
+
+    def pools():
+        return {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+
+    monkeypatch.setattr(mode_search, "mode_choices", choices)
+    before = pools() | {(0, 0)}
+    plan = FAST.replace(compile=CompileOptions(mode="auto", budget_s=120.0))
+    trainer = trained_on_gpu(plan)
+    batches = on_gpu(text(STEPS))
+    with caplog.at_level(logging.INFO, logger="torchfast.compiled_loss"):
+        trainer.forward_backward(batches[0])  # decides, and captures no step yet
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "timed as replays of a CUDA graph" in said
+    assert "timed launched" not in said
+    trainer._step.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert pools() <= before  # nothing is left of what was captured to be timed
+    plain = trained_on_gpu(FAST.replace(compile=False))
+    plain.forward_backward(batches[0])
+    losses = [torch.stack([t.step(batch) for batch in batches]) for t in (trainer, plain)]
+    torch.testing.assert_close(*losses, rtol=0.02, atol=0)
+    assert trainer.report().counters["replays"] == STEPS - WARM_UP
 
 
 def test_reduce_overhead_within_a_graph_leaves_graphs_to_the_step():

@@ -33,6 +33,8 @@ from torchfast import (
     Trainer,
 )
 from torchfast._core.compare import differences
+from torchfast._core.pinned_block import PinnedBlock
+from torchfast.graphs import replay_check, run_ends, saved_named_state
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -127,6 +129,33 @@ def test_a_step_that_counts_in_python_is_found_out():
     (why,) = [d.detail for d in captured.report().stepped_aside if d.lever == "cuda_graph"]
     assert "replays do not differ" in why
     assert counters(captured)["replays"] == 0
+
+
+@pytest.fixture
+def large_beside_the_device(monkeypatch):
+    """The state counts as too large for copies: digests, samples, and a copy on the host."""
+    blocks = []
+
+    def pinned(*args):
+        blocks.append(PinnedBlock(*args))
+        return blocks[-1]
+
+    monkeypatch.setattr(run_ends, "SAMPLE", 8)
+    monkeypatch.setattr(saved_named_state, "PinnedBlock", pinned)
+    for module in (replay_check, saved_named_state):
+        monkeypatch.setattr(module, "have_room", lambda *_: False)
+    yield
+    assert blocks
+    assert all(block.memory.is_pinned() for block in blocks)
+
+
+@pytest.mark.usefixtures("large_beside_the_device")
+def test_a_large_state_is_checked_as_well():
+    batches = on_gpu(make_batches(6, size=12)) * 3
+    captured = build("AdamW fused", GRAPH)
+    assert_same_training(build("AdamW fused", Plan()), captured, batches)
+    assert counters(captured)["graphs"] == 1
+    test_a_step_that_counts_in_python_is_found_out()
 
 
 class CopiesConstants(Net):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpu.syncs import no_syncs
-from torchfast import CUDAGraphStep
+from torchfast import CUDAGraphStep, Plan, Trainer
 from torchfast.memory import ExpertBuffers, MemoryPool, attention_backends, attention_report
 
 
@@ -118,3 +118,40 @@ def test_a_mask_is_a_reason_against_flash():
     assert any(
         "mask" in line for line in attention_report(q, q, q, attn_mask=mask).reasons["flash"]
     )
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 192)
+
+    def forward(self, x):
+        parts = self.layer(x).unflatten(-1, (3, 1, 64)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*parts, is_causal=True)
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "as_given"])
+def test_a_report_tells_which_attention_a_model_ran(monkeypatch, precision, cuda_graph):
+    # What other tests of this process have compiled would be a reason not to look.
+    monkeypatch.setattr("torchfast.memory.attention_watch._has_compiled", lambda: False)
+    model = Attending().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = Plan(precision=precision, cuda_graph=cuda_graph)
+    with Trainer(model, optimizer, lambda m, x: m(x).square().mean(), plan) as trainer:
+        for _ in range(8):
+            trainer.step(torch.randn(2, 128, 64, device="cuda"))
+        report = trainer.report()
+    if cuda_graph:
+        assert report.counters["replays"] >= 1
+    (detail,) = [d.detail for d in report.decisions if d.lever == "attention"]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    q = torch.randn(2, 1, 128, 64, device="cuda", dtype=dtype, requires_grad=True)
+    expected = ran(q, is_causal=True)
+    assert f"the first forward ran {expected} once; 1 call of (2, 1, 128, 64) " in detail
+    assert f"{str(dtype).removeprefix('torch.')}, causal at " in detail
+    assert f": {expected}" in detail
+    if precision == "as_given":
+        assert expected == "efficient"
+        assert "not flash: " in detail
+        assert "dtype" in detail.lower()

@@ -95,9 +95,11 @@ class Net(nn.Module):
 
 class AskingAdamW(optim.AdamW):
     asks = False
+    allocated = 0
 
     def step(self, closure=None):
         if self.asks:
+            self.allocated = torch.cuda.memory_allocated(DEVICE)
             torch.empty(1024 * MB, dtype=torch.uint8, device=DEVICE)
         return super().step(closure)
 
@@ -137,11 +139,7 @@ def test_the_account_agrees_with_the_allocator(limited, where):
     assert account.stage == where
     assert account.requested_bytes >= net.asked
     assert account.limit_bytes == pytest.approx(most, rel=0.01)
-    in_use = sum(line.num_bytes for line in account.in_use)
-    assert in_use == pytest.approx(account.allocated_bytes, rel=0.02)
-    assert in_use == pytest.approx(net.allocated, rel=0.02)
-    reserved = in_use + sum(line.num_bytes for line in account.not_in_use)
-    assert reserved == pytest.approx(account.reserved_bytes, rel=0.02)
+    adds_up(account, net.allocated)
     parameters = list(net.parameters())
     assert account.bytes_of("parameters") == pytest.approx(rounded(parameters), rel=0.02)
     moments = [t for s in trainer.optimizer.state.values() for t in s.values() if t.is_cuda]
@@ -187,10 +185,24 @@ def test_an_update_that_fails(limited):
     trainer.optimizer.asks = True
     with pytest.raises(OutOfMemoryError, match="some parameters may be updated") as caught:
         trainer.step(x)
-    assert caught.value.account.stage == "update"
+    account = caught.value.account
+    assert account.stage == "update"
+    adds_up(account, trainer.optimizer.allocated)
+    parameters = list(trainer.model.parameters())  # whose gradients were there, and are dropped now
+    assert account.bytes_of("gradients") == pytest.approx(rounded(parameters), rel=0.02)
     assert torch.cuda.memory_allocated(DEVICE) <= before
     trainer.optimizer.asks = False
     trainer.step(batch())
+    assert trainer.num_steps == 2
+
+
+def adds_up(account, allocated):
+    """An account is within 2 % of what the allocator said by itself."""
+    in_use = sum(line.num_bytes for line in account.in_use)
+    assert in_use == pytest.approx(account.allocated_bytes, rel=0.02)
+    assert in_use == pytest.approx(allocated, rel=0.02)
+    reserved = in_use + sum(line.num_bytes for line in account.not_in_use)
+    assert reserved == pytest.approx(account.reserved_bytes, rel=0.02)
 
 
 def test_a_real_lack_without_a_plant(limited):
@@ -268,7 +280,17 @@ def test_a_capture_that_runs_out_is_an_eager_step(limited, caplog):
         for seed in range(3):
             each.step(batch(seed=seed))
     assert "memory ran out" in caplog.text
-    assert trainer.report().counters["graphs"] == 0
+    assert "out of memory in the capture" in caplog.text
+    account = trainer._step.memory.last_account
+    assert account.stage == "capture"
+    assert account.requested_bytes >= trainer.model.asked
+    adds_up(account, trainer.model.allocated)
+    parameters = list(trainer.model.parameters())
+    assert account.bytes_of("parameters") == pytest.approx(rounded(parameters), rel=0.02)
+    counters = trainer.report().counters
+    assert counters["graphs"] == 0
+    assert counters["captures_out_of_memory"] == 1
+    assert "out_of_memory" not in counters
     for ours, theirs in zip(trainer.model.parameters(), twin.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     trainer.close()
@@ -284,6 +306,8 @@ def test_a_capture_that_is_to_raise_keeps_no_memory(limited):
     with pytest.raises(CaptureError, match="memory ran out") as caught:
         repeated(trainer.step, x)
     gc.collect()
+    assert caught.value.account.stage == "capture"
+    adds_up(caught.value.account, trainer.model.allocated)
     # What the capture has put aside to be put back is a few buffers.
     assert torch.cuda.memory_allocated(DEVICE) <= before + MB
     del caught

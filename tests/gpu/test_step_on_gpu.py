@@ -286,3 +286,31 @@ def test_resume_is_exact(plan):
     assert torch.equal(torch.stack(losses[3:]), torch.stack(resumed))
     for mine, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_cudnn_measures_while_gradients_are_computed_and_the_graph_keeps_its_choice():
+    """Close to the plain loop: other kernels round otherwise."""
+    seen = []
+
+    class Seen(nn.Sequential):
+        def forward(self, x):
+            seen.append(torch.backends.cudnn.benchmark)
+            return super().forward(x)
+
+    def build(plan):
+        torch.manual_seed(0)
+        model = Seen(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return Trainer(model.cuda(), optimizer, lambda m, x: m(x).square().mean(), plan)
+
+    batches = [torch.randn(4, 3, 16, 16, device="cuda") for _ in range(12)]
+    losses = []
+    for plan in (Plan(), Plan(cudnn_benchmark=True, cuda_graph=True)):
+        with build(plan) as trainer:
+            losses.append([float(trainer.step(batch)) for batch in batches])
+            replays = trainer.report().counters.get("replays", 0)
+    assert replays > 0
+    assert set(seen[: len(batches)]) == {False}
+    assert set(seen[len(batches) :]) == {True}
+    assert torch.backends.cudnn.benchmark is False
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)

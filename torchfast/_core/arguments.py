@@ -78,6 +78,16 @@ def check_callable(name: str, value: object, signature: str) -> None:
         raise TypeError(f"{name} must be callable as {signature}, got {_describe(value)}")
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise unless ``value`` is of a class of torch's.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be torch's {kind.__name__}, got {_describe(value)}")
+
+
 def check_iterable(name: str, value: object, of: str) -> None:
     """Raise unless ``value`` can be iterated, without starting to.
 

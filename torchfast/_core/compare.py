@@ -116,7 +116,7 @@ def same_objects(now: Sequence[Any], then: Sequence[Any]) -> bool:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two dense tensors of one dtype and shape agree in every bit; so equal NaNs do."""
-    return torch.equal(_bits(a), _bits(b))
+    return torch.equal(as_integers(a), as_integers(b))
 
 
 def parts(tensor: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ def parts(tensor: Tensor) -> Tensor:
     return _real(tensor).to(torch.float64)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the tensor's bits as integers."""
+def as_integers(tensor: Tensor) -> Tensor:
+    """Return the tensor's bits as integers, the two of a complex one along a last dimension."""
     tensor = _real(tensor)
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 

@@ -57,7 +57,12 @@ class LossError(TorchFastError, RuntimeError):
 
 
 class CaptureError(TorchFastError, RuntimeError):
-    """A step cannot be captured into a graph; the state is as it was before."""
+    """A step cannot be captured into a graph; the state is as it was before.
+
+    Where a `Trainer` ran out of memory in the capture, ``account`` says what was in there.
+    """
+
+    account: Any = None  # a MemoryAccount
 
 
 class HostSyncError(TorchFastError, RuntimeError):

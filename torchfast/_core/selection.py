@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from torchfast._core.blocks import find_blocks
 from torchfast._core.errors import PlanError
 
 
@@ -77,6 +78,23 @@ def select_modules(
     ordered = {path: module for path, module in modules.items() if path in chosen}
     outermost = {path: m for path, m in ordered.items() if not _has_ancestor(path, ordered)}
     return outermost, [path for path in ordered if path not in outermost]
+
+
+def named_blocks(model: nn.Module, regions: Any, option: str) -> list[tuple[str, nn.Module]]:
+    """Return the modules that regions name, with their paths.
+
+    Args:
+        model: Where they stand.
+        regions: ``"blocks"``, those that the model repeats, if any; or paths and module classes.
+        option: What the selection is called, for errors.
+
+    Raises:
+        ValueError: A path or class that is not in the model, or cannot be called.
+    """
+    if regions != "blocks":
+        return list(select_modules(model, regions, option)[0].items())
+    paths = {path for group in find_blocks(model) for path in group.paths}
+    return [(path, module) for path, module in model.named_modules() if path in paths]
 
 
 def _instances(modules: dict[str, nn.Module], cls: type[nn.Module], option: str) -> list[str]:

@@ -6,6 +6,7 @@ stay. Only what stands there now takes itself away, and it puts back what it fou
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -56,6 +57,11 @@ class StandIn:
             del vars(module)[self.ATTRIBUTE]
 
     @property
+    def behind(self) -> Any:
+        """What the object itself had there; None if nothing."""
+        return self._before[0] if self._before else None
+
+    @property
     def is_in_place(self) -> bool:
         """Whether it stands where it was put."""
         module = self._module()
@@ -65,6 +71,29 @@ class StandIn:
     def is_abandoned(self) -> bool:
         """Whether nobody is left who could take it away."""
         return self._owner() is None
+
+
+class ForwardStandIn(StandIn):
+    """Stands as ``forward`` of a module; what stood there before may be another of its kind."""
+
+    __slots__ = ()
+
+    ATTRIBUTE = "forward"
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what stands behind."""
+        if self._before:
+            return self._before[0](*args, **kwargs)
+        module: Any = self._module()
+        # By the class of now: sharding gives a module another one.
+        return type(module).forward(module, *args, **kwargs)
+
+    # A copy of the module computes by its class, or by what the user had put there.
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._before:
+            return operator.getitem, ([self._before[0]], 0)
+        module = self._module()
+        return (type(None), ()) if module is None else (getattr, (module, self.ATTRIBUTE))
 
 
 def _nothing() -> None:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # How sure it is that a call waits; 0 is a call that does not.
 NO, PERHAPS, SURE = 0, 1, 2
+# A call that reads numbers on the CPU, to check them, and none on CUDA.
+UNHEARD = -1
 
 Arguments = tuple[Any, ...]
 Options = Mapping[str, Any]
@@ -44,6 +46,7 @@ _REMEDIES = {
     "non_blocking=True",
     "blocking copy": "copy with non_blocking=True, and read what arrives on the host only after an "
     "event",
+    "save": "save every so many steps, from a copy on the host (AsyncCheckpointer)",
     "linalg": "use the form without a check where there is one (torch.linalg.inv_ex, cholesky_ex, "
     "solve_ex)",
     "synchronize": "take it out; torch orders what runs on one stream, and "
@@ -96,10 +99,21 @@ def sync_calls() -> list[SyncCall]:
         SyncCall(Tensor, "to", "blocking copy", _moves),
         SyncCall(Tensor, "cuda", "blocking copy", _moves_to_device),
         SyncCall(Tensor, "copy_", "blocking copy", _copies),
+        SyncCall(Tensor, "type", "blocking copy", _becomes),
+        SyncCall(Tensor, "new_tensor", "pageable copy", _makes_like),
+        SyncCall(torch, "tensor", "pageable copy", _makes),
+        SyncCall(torch, "as_tensor", "pageable copy", _makes),
+        SyncCall(torch, "asarray", "pageable copy", _makes),
+        SyncCall(torch, "save", "save", _saves),
         SyncCall(torch.cuda, "synchronize", "synchronize", _always),
         SyncCall(torch.accelerator, "synchronize", "synchronize", _always),
         SyncCall(torch.cuda.Stream, "synchronize", "stream wait", _always),
         SyncCall(torch.cuda.Event, "synchronize", "event wait", _always),
+    ]
+    calls += [
+        SyncCall(owner, name, "other", _on_host, is_in_graphs=True)
+        for name in _CHECKED_ON_HOST
+        for owner in (Tensor, torch)
     ]
     return [call for call in calls if hasattr(call.owner, call.name)]
 
@@ -128,6 +142,8 @@ _SIZES = {
     "allclose": "compare",
     "is_nonzero": "compare",
 }
+# No operator beneath them can be told by what it is for; sync_net has the others.
+_CHECKED_ON_HOST = ("quantile", "nanquantile", "tensor_split")
 _CHECKED = ("inv", "cholesky", "solve", "eigh", "eigvalsh", "svd", "lstsq")
 
 
@@ -137,11 +153,15 @@ def _always(_args: Arguments, _options: Options, _types: frozenset[str]) -> int:
 
 def _first(args: Arguments, options: Options, types: frozenset[str]) -> int:
     tensor = args[0] if args else options.get("input")
-    return SURE if _is_on(tensor, types) else NO
+    return SURE if is_on(tensor, types) else NO
+
+
+def _on_host(args: Arguments, options: Options, types: frozenset[str]) -> int:
+    return UNHEARD if types == {"cpu"} and _first(args, options, types) else NO
 
 
 def _checked(args: Arguments, options: Options, types: frozenset[str]) -> int:
-    if not _first(args, options, types) and not _is_on(options.get("A"), types):
+    if not _first(args, options, types) and not is_on(options.get("A"), types):
         return NO
     return SURE if "cpu" in types else PERHAPS  # the check runs where the library needs it
 
@@ -149,7 +169,7 @@ def _checked(args: Arguments, options: Options, types: frozenset[str]) -> int:
 def _where(args: Arguments, options: Options, types: frozenset[str]) -> int:
     if len(args) + len(options) != 1:
         return NO
-    return SURE if _is_on(args[0] if args else options.get("condition"), types) else NO
+    return SURE if is_on(args[0] if args else options.get("condition"), types) else NO
 
 
 def _repeats(args: Arguments, options: Options, types: frozenset[str]) -> int:
@@ -158,7 +178,7 @@ def _repeats(args: Arguments, options: Options, types: frozenset[str]) -> int:
     repeats = options.get("repeats", args[1] if len(args) > 1 else None)
     if len(args) == 1 and not options:
         repeats = args[0]  # torch.repeat_interleave(repeats)
-    return SURE if _is_on(repeats, types) else NO
+    return SURE if is_on(repeats, types) else NO
 
 
 def _read_by_index(args: Arguments, _options: Options, types: frozenset[str]) -> int:
@@ -166,12 +186,12 @@ def _read_by_index(args: Arguments, _options: Options, types: frozenset[str]) ->
     if type(index) is int:
         return NO  # the most common one first
     found = _index(index, types)
-    return found if found and _is_on(args[0], types) else NO
+    return found if found and is_on(args[0], types) else NO
 
 
 def _write_by_index(args: Arguments, _options: Options, types: frozenset[str]) -> int:
     found = _index(args[1], types) if len(args) > 2 else NO
-    if not found or not _is_on(args[0], types):
+    if not found or not is_on(args[0], types):
         return NO
     value = args[2]
     if not isinstance(value, Tensor) or value.numel() == 1:
@@ -185,14 +205,14 @@ def _index(index: Any, types: frozenset[str]) -> int:
         return NO  # the most common ones first, for this runs at each index
     if type(index) is slice:
         for end in (index.start, index.stop, index.step):
-            if end is not None and type(end) is not int and _is_on(end, types):
+            if end is not None and type(end) is not int and is_on(end, types):
                 return SURE
         return NO
     if isinstance(index, Tensor):
         if index.dtype in _MASKS:
             return SURE
         # A single whole number is read, so that it may select.
-        return SURE if not index.dim() and _is_on(index, types) else NO
+        return SURE if not index.dim() and is_on(index, types) else NO
     if isinstance(index, tuple):
         found = NO
         for part in index:
@@ -232,6 +252,58 @@ def _copies(args: Arguments, options: Options, types: frozenset[str]) -> int:
     )
 
 
+def _becomes(args: Arguments, options: Options, types: frozenset[str]) -> int:
+    """Judge ``x.type("torch.FloatTensor")``, which names a device along with a dtype."""
+    target = options.get("dtype", args[1] if len(args) > 1 else None)
+    if target is None or isinstance(target, torch.dtype) or not is_on(args[0], types):
+        # From the host to the device it may be.
+        if "cuda" not in types or not _names_cuda(target) or args[0].device.type != "cpu":
+            return NO
+        return _transfer(args[0], "cuda", _non_blocking(args[2:], options))
+    if _names_cuda(target) or _non_blocking(args[2:], options):
+        return NO
+    return SURE
+
+
+def _names_cuda(target: Any) -> bool:
+    return "cuda." in str(target)
+
+
+def _makes(args: Arguments, options: Options, types: frozenset[str]) -> int:
+    """Judge ``torch.tensor(values, device="cuda")``: values of the host, from pageable memory."""
+    if "cuda" not in types or not args:
+        return NO
+    device = options.get("device")
+    if isinstance(args[0], Tensor) and (args[0].is_cuda or is_traced(args[0])):
+        return NO
+    target = torch.get_default_device() if device is None else device
+    # torch's own check says whether it has waited: an empty one has not.
+    return NO if str(target).startswith(("cpu", "meta")) else PERHAPS
+
+
+def _makes_like(args: Arguments, options: Options, types: frozenset[str]) -> int:
+    if options.get("device") is not None or (len(args) > 1 and isinstance(args[1], Tensor)):
+        return _makes(args[1:], options, types)
+    if not _first(args, options, types):
+        return NO
+    return SURE if "cpu" in types else PERHAPS
+
+
+def _saves(args: Arguments, options: Options, types: frozenset[str]) -> int:
+    values = [args[0] if args else options.get("obj")]
+    while values:
+        value = values.pop()
+        if is_on(value, types):
+            return SURE
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list | tuple):
+            values += value
+        elif isinstance(value, nn.Module):
+            values += [*value.parameters(), *value.buffers()]
+    return NO
+
+
 def _transfer(source: Tensor, target: str, non_blocking: bool) -> int:
     if is_traced(source):
         return NO  # to ask it whether it is pinned would become a part of the graph
@@ -246,6 +318,8 @@ def kind_of_copy(call: SyncCall, args: Arguments) -> str:
     """Return the kind of a call; of a copy to the device, whether its source was pageable."""
     if call.kind != "blocking copy":
         return call.kind
+    if call.name == "type" and not any(map(_names_cuda, args[1:])):
+        return "cpu"
     source = args[1] if call.name == "copy_" and len(args) > 1 else args[0]
     if isinstance(source, Tensor) and source.device.type == "cpu" and not source.is_pinned():
         return "pageable copy"
@@ -257,7 +331,8 @@ def _non_blocking(positional: Arguments, options: Options) -> bool:
     return bool(options.get("non_blocking", first))
 
 
-def _is_on(value: Any, types: frozenset[str]) -> bool:
+def is_on(value: Any, types: frozenset[str]) -> bool:
+    """Return whether a value is a tensor with numbers on one of these types of device."""
     return isinstance(value, Tensor) and value.device.type in types and not is_traced(value)
 
 

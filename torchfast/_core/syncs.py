@@ -1,13 +1,15 @@
 """Where the host waits for the device: each wait, with the user's line, before and after it.
 
 A host sync is a line at which the host stops until the device has caught up: the queue that it had
-filled runs empty, and the device idles until it is filled again. Two listeners find them.
+filled runs empty, and the device idles until it is filled again. Three listeners find them.
 
 - The calls that wait (``item``, ``float()``, ``print``, a boolean mask, a pageable copy, ...;
   `sync_calls` has the list) are replaced by functions that look at their arguments and pass on.
   Before and after those that wait the clock is read. Nothing else of a step is touched: no mode is
   entered, so torch.compile is not disturbed (a dispatch mode would silently disable it for ever),
   and what does not wait pays a fraction of a microsecond, in a handful of calls.
+- Beneath them a net (`sync_net`) hears the few operators that wait, whichever name or C++ runs
+  them.
 - On CUDA, torch's own check (``torch.cuda.set_sync_debug_mode``) says where torch waits from C++:
   a check of linalg's, a backward, an operator of somebody else's. It speaks as a warning, when the
   call returns. That warning is taken out at the warning filters and shown to nobody.
@@ -16,14 +18,15 @@ torch has a trace for this too (``torch._C._activate_gpu_trace``). It is not use
 be switched off, and then every allocation, free and event of the process calls into Python, which
 an eager step has thousands of.
 
-What neither sees: waits in C++ that torch does not check (collectives, ``torch.Event`` and
+What none of them sees: waits in C++ that torch does not check (collectives, ``torch.Event`` and
 ``torch.Stream`` of `torch.accelerator`, which are immutable types, libraries of others), a
-``cudaFree`` by the allocator, and waits within a compiled graph that runs without autograd, as in
-an evaluation: torch then prints its warning past Python.
+``cudaFree`` by the allocator, and waits of other operators within a compiled graph that runs
+without autograd, as in an evaluation: torch then prints its warning past Python.
 
 Whose wait it is: that of the thread in which a listener was entered, and of the backward pass that
-it runs, wherever autograd runs it. Other threads, which may wait for their own copies, are not
-heard. Waits in the compiler (autotuning) and torchfast's own are left out.
+it runs, wherever autograd runs it; what is run by `SyncWatch.heard` too. Other threads, which may
+wait for their own copies, are not heard. Waits in the compiler (autotuning) and torchfast's own are
+left out.
 """
 
 from __future__ import annotations
@@ -34,48 +37,24 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 
 from torchfast._core.errors import UnsupportedDeviceError
-from torchfast._core.sync_calls import NO, SURE, SyncCall, kind_of_copy, sync_calls
-from torchfast._core.user_code import function_of, module_of, owner_of
+from torchfast._core.sync_calls import NO, SURE, UNHEARD, SyncCall, kind_of_copy, sync_calls
+from torchfast._core.sync_net import SyncNet
+from torchfast._core.sync_places import SyncPlace
+from torchfast._core.sync_places import place_of as _place
 
 logger = logging.getLogger(__name__)
 
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 # Said once a process, by whoever switches the check on first.
 _PROTOTYPE = "Synchronization debug mode is a prototype"
-_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._subclasses", "torch.fx", "triton")
-_COMPILES = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
-_GENERATED = "torch._inductor.runtime.compile_tasks"
-# The step counters of optimizers and the seeds of loaders are on the host on any machine, so that
-# on CUDA nothing would wait.
-_OF_THE_HOST = ("torch.optim", "torch.utils.data")
-# Waits in these parts of torch are the user's even where torchfast has called them.
-_OF_THE_STEP = ("torch.optim", "torch.autograd", "torch.nn")
-
-
-class SyncPlace(NamedTuple):
-    """A place in the user's code that makes the host wait.
-
-    Attributes:
-        kind: The kind of call, a key of `sync_calls.remedy_for`.
-        file: The source file, ``"?"`` where there is no Python below.
-        line: The line in it.
-        function: The function that the line is in.
-        via: Where in torch the call is, such as ``"torch.optim.adafactor"``; empty where the user's
-            line is the call itself.
-    """
-
-    kind: str
-    file: str
-    line: int
-    function: str
-    via: str
 
 
 class SyncListener(Protocol):
@@ -98,6 +77,10 @@ class _Call(threading.local):
 
     is_open = False
     has_waited = False
+    # Told last of an operator of the net, of which torch's check may speak when its call returns.
+    told: SyncPlace | None = None
+    during = ""
+    is_lent = False
 
 
 @final
@@ -123,6 +106,7 @@ class SyncWatch:
         self._call = _Call()
         self._filter = _SyncFilter(self)
         self._old_mode: int | None = None
+        self._net = SyncNet(self, _leave_to_python) if calls is None else None
 
     def hold(self, device_type: str) -> None:
         """Put the replacements in place, until as many `release` as `hold`."""
@@ -134,6 +118,8 @@ class SyncWatch:
             for call in sync_calls() if self._calls is None else self._calls:
                 if (device_type == "cpu" or not call.is_in_graphs) and call not in self._replaced:
                     self._replace(call)
+            if self._net is not None:
+                self._net.spread(device_type)
 
     def release(self) -> None:
         """Undo a `hold`."""
@@ -145,6 +131,8 @@ class SyncWatch:
                 self._replaced.clear()
                 self._held_types.clear()
                 self._filter.remove()
+                if self._net is not None:
+                    self._net.take_in()
 
     def enter(self, listener: SyncListener) -> None:
         """Tell a listener of the waits of this thread from now on."""
@@ -177,9 +165,15 @@ class SyncWatch:
         """
         if self._call.is_open:
             self._call.has_waited = True
-        elif (listeners := self._listeners()) and (place := _place(frame, "other", self._types)):
-            for listener in listeners:
-                listener.hear(place, None)
+        elif (listeners := self._listeners()) and (
+            place := self._placed(frame, "other", self._types)
+        ):
+            told, self._call.told = self._call.told, None
+            if told is not None and told[1:4] == place[1:4]:
+                self._call.told = told  # one call may make torch say it several times
+            else:
+                for listener in listeners:
+                    listener.hear(place, None)
         return self._old_mode == 0
 
     def run(
@@ -202,7 +196,7 @@ class SyncWatch:
                 one for one in listeners if call.judge(args, options, frozenset((one.device_type,)))
             ]
             types = frozenset(one.device_type for one in listeners)
-        place = _place(frame, kind_of_copy(call, args), types) if listeners else None
+        place = self._placed(frame, kind_of_copy(call, args), types) if listeners else None
         if place is not None and certainty == SURE:
             for listener in listeners:
                 listener.expect(place)
@@ -216,16 +210,92 @@ class SyncWatch:
             milliseconds = (time.perf_counter() - begin) * 1e3
             for listener in listeners:
                 listener.hear(place, milliseconds)
+        state.told = None
         return result
+
+    def run_below(
+        self,
+        call: SyncCall,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: Mapping[str, Any],
+        frame: FrameType | None,
+    ) -> Any:
+        """Run an operator of the net, and tell of it unless a call above it is told of."""
+        state = self._call
+        types = self._types
+        try:
+            certainty = call.judge(args, options, types) if types else NO
+        except Exception as error:  # tensors of a strange kind
+            logger.debug("an operator %s could not be judged: %s", call.name, error)
+            certainty = NO
+        if not certainty or state.is_open:
+            # A number that is read within a call may be one of the host's: x[mask] = 0.0 makes one.
+            state.has_waited |= bool(certainty) and call.kind != "item"
+            return original(*args, **options)
+        place = _place(frame, call.kind, types)
+        result = self.run(call, certainty, original, args, dict(options), frame)
+        state.told = None if state.has_waited else place
+        return result
+
+    def run_unheard(
+        self, original: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Any:
+        """Run what reads numbers on the CPU only, and tell of nothing."""
+        state = self._call
+        if state.is_open or self._types != {"cpu"}:
+            return original(*args, **options)
+        state.is_open = True
+        try:
+            return original(*args, **options)
+        finally:
+            state.is_open = False
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Tell what this thread does now along with its waits."""
+        state = self._call
+        before, state.during = state.during, what
+        try:
+            yield
+        finally:
+            state.during = before
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Tell of no wait of this thread."""
+        state = self._call
+        before, state.is_open = state.is_open, True
+        try:
+            yield
+        finally:
+            state.is_open = before
+
+    def heard(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Run the user's function, in whichever thread, for whoever has entered last."""
+        if not self._entered:
+            return function(*args)
+        state = self._call
+        before = state.is_lent, state.is_open, state.during
+        state.is_lent, state.is_open, state.during = True, False, what
+        try:
+            return function(*args)
+        finally:
+            state.is_lent, state.is_open, state.during = before
+
+    def _placed(self, frame: FrameType | None, kind: str, types: frozenset[str]) -> Any:
+        place = _place(frame, kind, types)
+        during = self._call.during
+        return place._replace(during=during) if place is not None and during else place
 
     def _listeners(self) -> list[SyncListener]:
         """Return who is to be told of what this thread does."""
         own = self._by_thread.get(threading.get_ident())
         if own is not None:
-            return list(own)
-        if self._entered and torch._C._current_graph_task_id() != -1:
-            # A thread of autograd's: it works for whoever has entered last.
-            return list(self._by_thread.get(self._entered[-1][0], ()))
+            return list(dict.fromkeys(own))
+        if self._entered and (self._call.is_lent or torch._C._current_graph_task_id() != -1):
+            # A loader's or autograd's thread: it works for whoever has entered last.
+            return list(dict.fromkeys(self._by_thread.get(self._entered[-1][0], ())))
         return []
 
     def _turn(self) -> None:
@@ -264,6 +334,8 @@ class SyncWatch:
                     certainty = judge(args, options, types)
                 except Exception as error:  # arguments of a strange kind, or wrong ones
                     logger.debug("a call of %s could not be judged: %s", name, error)
+            if certainty == UNHEARD:
+                return watch.run_unheard(original, args, options)
             if certainty:
                 return watch.run(call, certainty, original, args, options, _caller())
             return original(*args, **options)
@@ -338,42 +410,6 @@ def _caller() -> FrameType | None:
         return sys._getframe(2)
     except ValueError:
         return None
-
-
-def _place(frame: FrameType | None, kind: str, types: frozenset[str]) -> SyncPlace | None:
-    """Return the user's place that a frame is part of; None for a wait that is not the user's."""
-    via = ""
-    while frame is not None:
-        if frame.f_code.co_name == "listening" and frame.f_code.co_filename == __file__:
-            frame = frame.f_back  # the function in place of a call, by which nobody waits
-            continue
-        owner, module = owner_of(frame), module_of(frame)
-        if owner == "user":
-            if "cuda" not in types and _is_called_by(frame, "torch.utils.data"):
-                return None
-            return SyncPlace(
-                kind, frame.f_code.co_filename, frame.f_lineno, function_of(frame), via
-            )
-        if owner == "torchfast" and not via.startswith(_OF_THE_STEP):
-            return None
-        if module.startswith(_COMPILES) or (
-            not via and module.startswith(_COMPILERS) and not module.startswith(_GENERATED)
-        ):
-            return None
-        if not via and module.startswith(("torch.", "triton.")):
-            via = module
-            if "cuda" not in types and via.startswith(_OF_THE_HOST):
-                return None
-        frame = frame.f_back
-    return SyncPlace(kind, "?", 0, "?", via)
-
-
-def _is_called_by(frame: FrameType | None, module: str) -> bool:
-    while frame is not None:
-        if module_of(frame).startswith(module):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _keep_out_of_graphs(listening: Any, original: Any) -> None:

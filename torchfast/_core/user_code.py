@@ -7,6 +7,7 @@ that somebody who uses torch wrote: in the model, the loss function, or a librar
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sysconfig
 from pathlib import Path
@@ -32,6 +33,18 @@ def is_library(file: str) -> bool:
     standard = sysconfig.get_path("stdlib")
     # Where there is no virtual environment, other packages lie inside of the standard library.
     return file.startswith(standard) and "-packages" not in file[len(standard) :]
+
+
+def is_compiled(file: str) -> bool:
+    """Whether a file lies in one of the folders in which torch's compilers keep what they make."""
+    own = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+    folders = [f"{os.path.abspath(folder)}/" for folder in own if folder]
+    return "/torchinductor_" in file or "/.triton/cache/" in file or file.startswith((*folders,))
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither a library's in that sense nor torchfast's."""
+    return not (file.startswith(_OURS) or is_library(file))
 
 
 def owner_of(frame: FrameType) -> Owner:

@@ -23,16 +23,15 @@ tensors, and takes device memory over tensor by tensor.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from torchfast._core.local import local
-from torchfast._core.pinning import pin_in_place
+from torchfast._core.pinned_block import PinnedBlock
 from torchfast.checkpoint.sharded import is_sharded, with_part
 from torchfast.checkpoint.sharing import plain
 
@@ -63,7 +62,7 @@ class Stager:
     """Copies tensors into host memory that it keeps."""
 
     def __init__(self) -> None:
-        self._blocks: dict[torch.device, _Block] = {}
+        self._blocks: dict[torch.device, PinnedBlock] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._spared: dict[torch.device, int] = {}  # bytes of the last block on a device
         if torch.backends.cuda.is_built() and torch.cuda.is_initialized():
@@ -165,39 +164,16 @@ class Stager:
         if block is None or block.memory.numel() < num_bytes:
             if block is not None:
                 block.release()
-            block = self._blocks[device] = _Block(device, num_bytes)
-        return block.memory
-
-
-@final
-class _Block:
-    """Host memory, pinned where it stages for CUDA."""
-
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self.memory = torch.empty(max(num_bytes, _ALIGNMENT), dtype=torch.uint8, device="cpu")
-        self._unpin: weakref.finalize[..., Any] | None = None
-        if device.type == "cuda" and torch.version.hip is None:
-            # Touched by all cores first: the driver would fetch the pages with one.
-            self.memory.zero_()
-            address = self.memory.data_ptr()
-            code, unpin = pin_in_place(address, self.memory.numel(), device)
-            if code == 0:
-                self._unpin = weakref.finalize(self, unpin)
-                # At exit the driver may be gone already, and lets go of everything by itself.
-                self._unpin.atexit = False
-            else:
+            block = self._blocks[device] = PinnedBlock(max(num_bytes, _ALIGNMENT), device)
+            if block.code:
                 logger.warning(
                     "staging for checkpoints is not pinned (cudaHostRegister of %d bytes returned "
                     "%d), so each save holds training up longer; raise the limit on locked memory "
                     "(ulimit -l)",
-                    self.memory.numel(),
-                    code,
+                    block.memory.numel(),
+                    block.code,
                 )
-
-    def release(self) -> None:
-        """Unpin."""
-        if self._unpin is not None:
-            self._unpin()
+        return block.memory
 
 
 def _placed(memory: Tensor, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:

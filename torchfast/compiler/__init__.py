@@ -1,11 +1,7 @@
 """torch.compile made dependable: by region, in place, undone, and never silently eager."""
 
-from torchfast.compiler.compiled_module import (
-    Compiled,
-    CompiledCallable,
-    CompiledModule,
-    compile_callable,
-)
+from torchfast.compiler.compiled_callable import CompiledCallable, compile_callable
+from torchfast.compiler.compiled_module import Compiled, CompiledModule
 from torchfast.compiler.one_graph import OneGraph
 from torchfast.compiler.options import CompileOptions, Mode, compile_decision
 from torchfast.compiler.record import CompileRecord

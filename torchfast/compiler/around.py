@@ -49,16 +49,9 @@ class CodeAround(Closing):
     """
 
     def __init__(self, function: Callable[..., Any], options: CompileOptions) -> None:
-        name = name_of(function)
         self.is_in_force = True
         self._function = function
-        self._kind = RegionKind(
-            name,
-            "what stands around them",
-            replace(options, fullgraph=False, on_failure="eager"),
-            is_function=True,
-            is_around=True,
-        )
+        self._kind = self._kind_of(options)
         self._region = Region("", None, self._kind)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,8 +69,25 @@ class CodeAround(Closing):
         """Return what became of it."""
         return decision_of(self._kind, [self._region])
 
+    def compile_as(self, options: CompileOptions) -> None:
+        """Compile as these say from now on, which were found after this was made."""
+        self._kind.close()
+        self._kind = self._kind_of(options)
+        self._region = Region("", None, self._kind)
+
     @override
     def close(self) -> None:
         """Free what was compiled, and call the function as it is."""
         self.is_in_force = False
         self._kind.close()
+
+    def _kind_of(self, options: CompileOptions) -> RegionKind:
+        # Until a search has found the mode this is not in force, and torch knows no "auto".
+        mode = "default" if options.mode == "auto" else options.mode
+        return RegionKind(
+            name_of(self._function),
+            "what stands around them",
+            replace(options, mode=mode, fullgraph=False, on_failure="eager"),
+            is_function=True,
+            is_around=True,
+        )

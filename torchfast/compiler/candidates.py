@@ -9,6 +9,8 @@ from typing import NamedTuple, final
 
 import torch
 
+from torchfast.compiler.receipts import Status
+
 Undo = Callable[[], object]
 
 
@@ -45,6 +47,20 @@ def mode_choices(
         ModeChoice("eager", None, None),
         *(ModeChoice(f"{region}: {mode}", mode, region) for mode, region in pairs),
     ]
+
+
+class OutError(Exception):
+    """A candidate is out, for a reason.
+
+    Args:
+        status: What became of it.
+        reason: Why, in words.
+    """
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
 
 
 @final

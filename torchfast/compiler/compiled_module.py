@@ -25,10 +25,11 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, final
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchfast._core.arguments import check_callable, explain_keywords
 from torchfast._core.closing import Closing
@@ -36,9 +37,13 @@ from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import ClosedError
 from torchfast.compiler.account import CompileAccount
 from torchfast.compiler.around import CodeAround
-from torchfast.compiler.in_place import Region, RegionKind, decision_of, name_of, region_of
+from torchfast.compiler.compiled_callable import CompiledCallable
+from torchfast.compiler.in_place import Region, RegionKind, decision_of, region_of
 from torchfast.compiler.options import CompileOptions, Mode, Regions, compile_decision
 from torchfast.compiler.regions import RegionChoice, choose_regions
+
+if TYPE_CHECKING:
+    from torchfast.compiler.receipts import Receipt
 
 
 @final
@@ -47,7 +52,7 @@ class CompiledModule(Closing):
 
     Args:
         model: The model. It stays the same object, and calling it runs the compiled code.
-        mode: As in ``torch.compile``.
+        mode: As in ``torch.compile``; ``"auto"`` runs the model eagerly until `search`.
         regions: What is compiled in one piece; see `CompileOptions`.
         dynamic: As in ``torch.compile``.
         fullgraph: A graph break is an error.
@@ -58,6 +63,7 @@ class CompiledModule(Closing):
         backend: As in ``torch.compile``.
         mark_dynamic: After a recompilation because of a size, compile for any size of that
             dimension.
+        budget_s: Longest time that `search` may take.
 
     Raises:
         TypeError: Not a module.
@@ -91,6 +97,7 @@ class CompiledModule(Closing):
         timeout_s: float = 300.0,
         backend: str | Callable[..., Any] = "inductor",
         mark_dynamic: bool = False,
+        budget_s: float = 600.0,
     ) -> None:
         self.options = CompileOptions(
             mode=mode,
@@ -102,18 +109,26 @@ class CompiledModule(Closing):
             timeout_s=timeout_s,
             backend=backend,
             mark_dynamic=mark_dynamic,
+            budget_s=budget_s,
         )
-        _check_resolved(self.options)
         _check_model(model)
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         choice = choose_regions(model, self.options.regions)
-        self._account = CompileAccount(model, self.options)
-        self._explanation = str(choice)
-        self._kinds, self._regions = _made(choice, self.options)
         self._is_closed = False
         self._is_suspended = False
         self._around: CodeAround | None = None
+        self._kinds: tuple[RegionKind, ...] = ()
+        self._regions: tuple[Region, ...] = ()
+        self._is_undecided = mode == "auto"
+        if self._is_undecided:
+            # What is found has an account of its own.
+            self._account = CompileAccount(model, replace(self.options, cache=None))
+            self._explanation = "mode 'auto' is decided on by search(loss_fn, batch)"
+            return
+        self._account = CompileAccount(model, self.options)
+        self._explanation = str(choice)
+        self._kinds, self._regions = _made(choice, self.options)
         for region in self._regions:
             region.install(self)
 
@@ -161,6 +176,66 @@ class CompiledModule(Closing):
         """What `around` returned; None if it was not called."""
         return self._around
 
+    def search(self, loss_fn: Callable[[nn.Module, Any], Tensor], batch: Any) -> Receipt:
+        """Find out how to compile, for ``mode="auto"``, and put that in force.
+
+        Each way is compiled, compared with the eager model and timed in turns, on the forward and
+        backward of one batch; see `CompileOptions`. What is timed is launched. Modes that keep CUDA
+        graphs of their own are not tried: a loop has to announce its steps to torch for them.
+
+        Args:
+            loss_fn: ``loss_fn(model, batch)`` returns the loss. It is not compiled.
+            batch: On the model's device.
+
+        Returns:
+            What was measured, and what was chosen and why.
+
+        Raises:
+            ValueError: Another mode, or one that is found already.
+            ClosedError: After `close`.
+
+        Numerics: State, gradients and generators are as before.
+        Synchronizes: Often.
+        """
+        from torchfast.compiler.mode_search import search_mode  # which makes handles like this one
+
+        self._check_open()
+        check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+        if not self._is_undecided:
+            raise ValueError(
+                f"search() finds out what mode='auto' is to be, once; this is compiled as "
+                f"{self.options.mode!r}: make another CompiledModule with mode='auto'"
+            )
+        model = self.model
+        first = next(model.parameters(), None)
+
+        def work() -> Tensor:
+            loss = loss_fn(model, batch)
+            loss.backward()
+            return loss.detach()
+
+        def make(options: CompileOptions) -> CompiledModule:
+            given = {f.name: getattr(options, f.name) for f in fields(options)}
+            del given["update"]
+            return CompiledModule(model, **given)
+
+        in_force: list[Compiled | None] = [None]
+        found = search_mode(
+            model,
+            self.options,
+            make,
+            lambda compiled: in_force.__setitem__(0, compiled),
+            work,
+            batch,
+            torch.device("cpu") if first is None else first.device,
+            in_graph=True,  # or torch's own graphs were among the modes
+            plan="a loop of its own",
+        )
+        self._take(in_force[0])
+        receipt = found.receipt
+        self._explanation = f"mode 'auto' took {receipt.choice}, {found.when}: {receipt.why}"
+        return receipt
+
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile what a function does besides calling the regions.
 
@@ -178,7 +253,7 @@ class CompiledModule(Closing):
         if self._around is not None:
             self._around.close()
         self._around = CodeAround(function, self.options)
-        self._around.is_in_force = not self._is_suspended
+        self._around.is_in_force = bool(self._regions) and not self._is_suspended
         return self._around
 
     def decisions(self) -> list[Decision]:
@@ -242,7 +317,7 @@ class CompiledModule(Closing):
             region.install(self)
         self._is_suspended = False
         if self._around is not None:
-            self._around.is_in_force = True
+            self._around.is_in_force = bool(self._regions)
 
     def close(self) -> None:
         """Give the eager model back, or what ``model.compile()`` had made of it."""
@@ -260,13 +335,27 @@ class CompiledModule(Closing):
         state = "closed" if self._is_closed else self._explanation
         return f"CompiledModule({self._name}: {state})"
 
+    def _take(self, found: Compiled | None) -> None:
+        """Be what a search has found; None is eager."""
+        self._is_undecided = False
+        if found is None:
+            return
+        assert isinstance(found, CompiledModule)
+        found.suspend()
+        self._account.close()
+        self.options, self._account = found.options, found._account
+        self._kinds, self._regions = found._kinds, found._regions
+        if self._around is not None:  # made when it was not known yet how to compile
+            self._around.compile_as(self.options)
+        self.resume()
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this CompiledModule is closed; make another one to compile again")
 
     @property
     def _is_applied(self) -> bool:
-        return any(kind.eager_because is None for kind in self._kinds)
+        return not self._kinds or any(kind.eager_because is None for kind in self._kinds)
 
     @property
     def _code_names(self) -> list[str]:
@@ -277,141 +366,7 @@ class CompiledModule(Closing):
         return [region for region in self._regions if region.kind is kind]
 
 
-@final
-class CompiledCallable(Closing):
-    """A function compiled as a whole, such as one that calls a model and its loss.
-
-    Args:
-        function: What is compiled; it is not changed.
-        options: How; `CompileOptions.regions` has no meaning here.
-        model: Whose structure names the place in the cache; needed with one.
-        context: What else the place depends on, as text.
-
-    Raises:
-        TypeError: Something that cannot be called.
-        CompileError: As for `CompiledModule`.
-
-    Numerics: May differ by rounding, as for `CompiledModule`.
-    Synchronizes: While it compiles only.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        options: CompileOptions,
-        *,
-        model: nn.Module | None = None,
-        context: str = "",
-    ) -> None:
-        check_callable("function", function, "function(...)")
-        _check_resolved(options)
-        if hasattr(function, "_torchdynamo_orig_callable"):
-            raise ValueError(
-                f"function {name_of(function)} is compiled already: it is what torch.compile "
-                "returned; pass the function that was given to torch.compile"
-            )
-        self.options = options
-        self._function = function
-        self._account = CompileAccount(model, options, context)
-        self._kind = RegionKind(name_of(function), "", options, is_function=True)
-        self._region = Region("", None, self._kind)
-        self._is_closed = False
-        self._is_suspended = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        if self._is_suspended or self._is_closed or torch.compiler.is_compiling():
-            return self._function(*args, **kwargs)
-        return self._kind.run(self._region, self._function, args, kwargs)
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The function, as it was given."""
-        return self._function
-
-    @property
-    def status(self) -> str:
-        """``"not called"``, ``"compiled"``, or ``"eager: "`` and why."""
-        return self._region.status
-
-    def decisions(self) -> list[Decision]:
-        """Return what became of it."""
-        return [
-            decision_of(self._kind, [self._region]),
-            *self._account.decisions([self._kind.code_name]),
-        ]
-
-    def after_step(self) -> None:
-        """Say that a step of the training is done: see `CompiledModule.after_step`."""
-        self._account.after_step()
-
-    def report(self) -> Report:
-        """Return the decisions and the counts, for a person or as JSON."""
-        return Report(
-            title=f"CompiledCallable({name_of(self._function)})",
-            decisions=tuple(self.decisions()),
-            counters=self._account.counters([self._kind.code_name]),
-        )
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether it has been compiled."""
-        return self._region.state == "compiled"
-
-    def suspend(self) -> None:
-        """Call the function as it is until `resume`; what was compiled is kept."""
-        self._is_suspended = True
-
-    def resume(self) -> None:
-        """Call what was compiled again.
-
-        Raises:
-            ClosedError: After `close`.
-        """
-        if self._is_closed:
-            raise ClosedError("this CompiledCallable is closed; make another one to compile again")
-        self._is_suspended = False
-
-    def close(self) -> None:
-        """Call the function as it is from now on."""
-        self._is_closed = True
-        self._account.close()
-        self._kind.close()
-
-
 Compiled: TypeAlias = CompiledCallable | CompiledModule
-
-
-def compile_callable(
-    function: Callable[..., Any],
-    options: CompileOptions | None = None,
-    *,
-    model: nn.Module | None = None,
-    context: str = "",
-) -> CompiledCallable:
-    """Compile a function as a whole, with all that it calls.
-
-    Regions inside it are compiled as parts of it.
-
-    Args:
-        function: Such as ``loss_fn(model, batch)``.
-        options: How; by default as `CompileOptions` is.
-        model: The model that it calls; its structure names the place in the cache.
-        context: What else the place depends on, as text.
-
-    Example:
-        >>> double = compile_callable(lambda x: x * 2, CompileOptions(backend="eager"))
-        >>> double(torch.ones(2)).tolist(), double.status
-        ([2.0, 2.0], 'compiled')
-    """
-    return CompiledCallable(function, options or CompileOptions(), model=model, context=context)
-
-
-def _check_resolved(options: CompileOptions) -> None:
-    if options.mode == "auto":
-        raise ValueError(
-            "mode='auto' has to be measured first, which a plan does; give one of the other modes"
-        )
 
 
 def _check_model(model: object) -> None:

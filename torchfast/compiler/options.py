@@ -42,8 +42,9 @@ class CompileOptions:
     """How a model is compiled.
 
     Args:
-        mode: What the compiler optimises for, as in ``torch.compile``. ``"auto"``, under a plan,
-            measures ways of compiling on the first batch and takes the fastest.
+        mode: What the compiler optimises for, as in ``torch.compile``. ``"auto"`` measures
+            ways of compiling and takes the fastest: under a plan on the first batch, and otherwise
+            in `CompiledModule.search`.
         regions: ``"blocks"`` compiles the repeated blocks, each kind once, and under a plan what
             stands around them, in pieces; ``"whole"`` the model in one piece; ``"auto"`` takes
             whole for models that are small enough. Or name them: paths, in which ``*`` stands for
@@ -59,7 +60,7 @@ class CompileOptions:
         cache: Folder in which what was compiled, and what was measured, is kept for later runs.
         mark_dynamic: After a recompilation because of a size, compile for any size of that
             dimension.
-        budget_s: Longest time that ``mode="auto"`` may take.
+        budget_s: Longest time that the search of ``mode="auto"`` may take.
         update: Under a plan, compile the optimizer's update too, in one graph: True, or ``"auto"``
             to keep it where it is measured to be faster. A fused update stays as it is.
 

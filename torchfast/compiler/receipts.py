@@ -40,7 +40,7 @@ from torchfast._core.replacing import replacing, write_all
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 Status = Literal["measured", "failed", "timed out", "wrong", "left out"]
 
 _STATUSES: Final = ("measured", "failed", "timed out", "wrong", "left out")
@@ -134,6 +134,7 @@ class CandidateResult:
         peak_bytes: The most that tensors held on the device during a unit.
         loss_error: How far its loss is off the reference's, relatively.
         gradient_error: How far its gradients are, relatively.
+        is_replayed: Whether replays of a graph were timed, and not kernels launched one by one.
     """
 
     name: str
@@ -149,6 +150,7 @@ class CandidateResult:
     peak_bytes: int | None = None
     loss_error: float | None = None
     gradient_error: float | None = None
+    is_replayed: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -237,6 +239,8 @@ class Receipt:
         for candidate in self.candidates:
             texts += [candidate.name, candidate.reason]
             given = dataclasses.asdict(candidate)
+            if not isinstance(given.pop("is_replayed"), bool):
+                raise ValueError("one of its flags is none")
             measured = (given[n] for n in given if n not in ("name", "status", "reason"))
             numbers += [value for value in measured if value is not None]
         if not all(isinstance(text, str) for text in texts):

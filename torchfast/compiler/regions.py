@@ -7,9 +7,11 @@ never finish.
 
 By blocks: the block that a deep model repeats is compiled once and that code serves all of them.
 What stands around them is compiled in pieces where a loss function is given, see
-`torchfast.compiler.around`, and runs eagerly otherwise. On an H200, GPT-2 ran 1.0 to 1.15 times as
-fast whole as by blocks with the rest eager; a mixture of 6 layers with 192 experts was compiled by
-blocks in 31 s, and not within 60 s whole.
+`torchfast.compiler.around`, and runs eagerly otherwise. Loops by hand on an H200, with what stands
+around the blocks eager (``benchmarks/results/baseline_h200.json``, "by hand: graph + compile ..."):
+GPT-2 took 63.4 ms a step whole and 72.8 by blocks, ViT-B 37.7 and 37.5; they were ready after 14.5
+and 6.0 s, and after 22.3 and 8.6. A mixture of 6 layers with 192 experts was ready after 26 s by
+blocks, and not done in 60 s whole.
 
 ``"auto"`` therefore takes whole up to `WHOLE_LIMIT` layers, and blocks beyond.
 """

@@ -11,7 +11,8 @@ How it goes, within ``budget_s``:
 3. Each candidate is put in force and compiled, the cheapest first, within what is left of the time
    less a part for the timing. One that raises, takes too long or computes something else
    (`parity`) is out, with the reason.
-4. What is left is timed in turns (`measure`).
+4. What is left is timed in turns (`measure`), as replays where a graph will hold the step
+   (`torchfast.compiler.replays`).
 5. Chosen is the fastest. Where the difference is within the noise, the one that comes first in the
    order given stays: it is simpler and cheaper to compile.
 6. If the step draws random numbers, the choice is judged once more without dropout. If it is off,
@@ -28,7 +29,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
@@ -39,10 +40,11 @@ from torchfast._core.arguments import check_callable, check_positive
 from torchfast._core.batches import tensors
 from torchfast._core.measure import Measurement, drain, first_line, measure
 from torchfast._core.reachable import held_by
-from torchfast.compiler.candidates import Candidate
+from torchfast.compiler.candidates import Candidate, OutError
 from torchfast.compiler.judge import Judge
 from torchfast.compiler.parity import ParityTolerance
 from torchfast.compiler.receipts import CandidateResult, Receipt, ReceiptKey, Status, new_date
+from torchfast.compiler.replays import ALL_LAUNCHED, LAUNCHED, REPLAYED, Graphs, captured
 from torchfast.compiler.saved_modules import SavedModules
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ def search(
     key: ReceiptKey | None = None,
     tolerance: ParityTolerance | None = None,
     smallest: float = 0.02,
+    graphs: Graphs | None = None,
     call_within: CallWithin | None = None,
     clock: Callable[[], float] = time.perf_counter,
     synchronize: Callable[[], None] | None = None,
@@ -91,6 +94,7 @@ def search(
             device.
         tolerance: How far results may be off; by the precision of the step by default.
         smallest: The smallest difference in speed that matters, as a part.
+        graphs: What captures a unit as the step will be, where it will be.
         call_within: ``call_within(seconds, function)`` calls and interrupts a function. Without it
             a candidate that hangs hangs the search.
         clock: Seconds.
@@ -122,6 +126,7 @@ def search(
             candidates=list(candidates),
             judge=Judge(candidates[0], work, model, state, tolerance),
             smallest=smallest,
+            graphs=graphs,
             call_within=call_within if call_within is not None else lambda _, function: function(),
             clock=clock,
             synchronize=synchronize if synchronize is not None else lambda: drain(device),
@@ -145,15 +150,6 @@ def search(
     )
 
 
-class _OutError(Exception):
-    """A candidate is out, for a reason."""
-
-    def __init__(self, status: Status, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
-
-
 @dataclass(kw_only=True)
 class _Search:
     """One call of `search`."""
@@ -161,6 +157,7 @@ class _Search:
     candidates: list[Candidate]
     judge: Judge
     smallest: float
+    graphs: Graphs | None
     call_within: CallWithin
     clock: Callable[[], float]
     synchronize: Callable[[], None]
@@ -186,7 +183,12 @@ class _Search:
         )
         for candidate in self.candidates[1:]:
             self._try(candidate)
-        return self._best(self._time(device))
+        try:
+            measurement = self._time(device)
+        finally:
+            if self.graphs is not None:
+                self.graphs.close()
+        return self._best(measurement)
 
     # -- Compiling ---------------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class _Search:
             return
         try:
             self.results[candidate.name] = self._compiled(candidate, limit)
-        except _OutError as out:
+        except OutError as out:
             self._rule_out(candidate.name, out.status, out.reason, self.clock() - started)
             gc.collect()  # what a compiler that failed has left in cycles may be on the device
         finally:
@@ -216,11 +218,11 @@ class _Search:
             unit_s = self._timed_unit()
             failure = candidate.failure()
             if failure is not None:
-                raise _OutError("failed", failure)
+                raise OutError("failed", failure)
             errors = self.judge.errors()
             objection = self.judge.objection(errors)
             if objection is not None:
-                raise _OutError("wrong", objection)
+                raise OutError("wrong", objection)
             peak = self.peak_bytes(self.judge.unit)
         compile_s = max(0.0, first_s - _FIRST_UNITS * unit_s)
         started = self.clock()
@@ -228,7 +230,7 @@ class _Search:
             self._within(limit, self._timed_unit)
         again_s = self.clock() - started - unit_s
         if again_s > max(_SWITCH_S, _SWITCH_SHARE * compile_s):
-            raise _OutError(
+            raise OutError(
                 "failed",
                 f"it took {again_s:.1f} s to put it in force again, so it compiles anew each time "
                 "and cannot be timed in turns with the others",
@@ -257,19 +259,26 @@ class _Search:
     # -- Timing and choice -------------------------------------------------------------------------
 
     def _time(self, device: torch.device) -> Measurement:
+        by_name = {c.name: c for c in self.candidates}
+        units = self._units()
+
+        def around(name: str) -> AbstractContextManager[None]:
+            # A replay is of what was in force when it was captured.
+            is_replay = self.results[name].is_replayed
+            return nullcontext() if is_replay else by_name[name].in_force()
+
         left = min(self._left(), _MOST_TIMING_S)
         if self.judge.draws:
             # The choice is compiled once more, without dropout.
             longest = max(r.compile_s or 0.0 for r in self._measured())
             left = min(left, max(self._left() - longest, 0.5 * self._left()))
-        by_name = {c.name: c for c in self.candidates}
         measurement = measure(
-            {r.name: self.judge.unit for r in self._measured()},
+            units,
             reference=self.candidates[0].name,
             device=device,
             budget_s=max(left, 1e-3),
             smallest=self.smallest,
-            around=lambda name: by_name[name].in_force(),
+            around=around,
             clock=self.clock,
             synchronize=self.synchronize,
         )
@@ -294,6 +303,29 @@ class _Search:
                 "could not be told"
             )
         return measurement
+
+    def _units(self) -> dict[str, Callable[[], object]]:
+        """Return what runs a unit of each candidate in the running, as it will in the training."""
+        units: dict[str, Callable[[], object]] = {r.name: self.judge.unit for r in self._measured()}
+        if self.graphs is None:
+            return units
+        replays, reasons = captured([c for c in self.candidates if c.name in units], self._replay)
+        for name in units:
+            said = f"{LAUNCHED}: {reasons[name]}" if name in reasons else ""
+            self.results[name] = replace(
+                self.results[name], is_replayed=name in replays, reason=said
+            )
+        self.notes.append(REPLAYED if replays else ALL_LAUNCHED)
+        return units | replays
+
+    def _replay(self, candidate: Candidate) -> Callable[[], object]:
+        """Capture a candidate; return what replays it."""
+        assert self.graphs is not None
+        try:
+            with self._in_force(candidate):
+                return self._within(max(self._left(), _SWITCH_S), self.graphs.capture)
+        finally:
+            self.judge.set_back()
 
     def _best(self, measurement: Measurement) -> tuple[str, str]:
         reference = self.candidates[0].name
@@ -344,8 +376,8 @@ class _Search:
                 return True
             objection = self.judge.strict_objection(errors)
             if objection is not None:
-                raise _OutError("wrong", objection)
-        except _OutError as out:
+                raise OutError("wrong", objection)
+        except OutError as out:
             if out.status == "timed out":
                 self.notes.append(f"{blurred}: without dropout it was {out.reason}")
                 return True
@@ -371,7 +403,7 @@ class _Search:
             undo()
 
     def _within(self, limit: float, function: Callable[[], R]) -> R:
-        """Call a function under a limit, and turn whatever it raises into `_OutError`."""
+        """Call a function under a limit, and turn whatever it raises into `OutError`."""
         started = self.clock()
         try:
             result: R = self.call_within(limit, function)
@@ -381,15 +413,15 @@ class _Search:
             # An interruption may be no Exception, or one that the compiler has wrapped.
             took = self.clock() - started
             if took >= limit or isinstance(error, TimeoutError):
-                raise _OutError("timed out", f"not done in {took:.0f} s") from None
+                raise OutError("timed out", f"not done in {took:.0f} s") from None
             if not isinstance(error, Exception):
                 raise
             raise self._failed(error) from None
         return result
 
-    def _failed(self, error: Exception) -> _OutError:
+    def _failed(self, error: Exception) -> OutError:
         logger.info("a way of compiling failed", exc_info=error)
-        return _OutError("failed", first_line(error))
+        return OutError("failed", first_line(error))
 
     def _rule_out(self, name: str, status: Status, reason: str, spent: float | None = None) -> None:
         before = self.results.get(name, CandidateResult(name=name, status=status))

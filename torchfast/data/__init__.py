@@ -2,6 +2,7 @@
 
 from torchfast.data.loader import PrefetchingLoader
 from torchfast.data.monitored import MonitoredDataLoader
+from torchfast.data.padding import PadToLengths
 from torchfast.data.sharded import shard_loader
 from torchfast.data.statistics import LoaderStatistics
 from torchfast.data.worker_sweep import WorkerMeasurement, WorkerSweep, sweep_workers
@@ -10,6 +11,7 @@ from torchfast.data.workers import build_dataloader
 __all__ = [
     "LoaderStatistics",
     "MonitoredDataLoader",
+    "PadToLengths",
     "PrefetchingLoader",
     "WorkerMeasurement",
     "WorkerSweep",

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 
 from torchfast._core.batches import map_batch, tensors, to_device
+from torchfast._core.syncs import WATCH
 
 
 @final
@@ -28,7 +29,7 @@ class Finish:
     def __call__(self, batch: Any) -> Any:
         """Return the batch as the step gets it."""
         if self.transform is not None:
-            batch = self.transform(batch)
+            batch = WATCH.heard("transform", self.transform, batch)
         return to_device(batch, self.device, channels_last=self.channels_last)
 
 

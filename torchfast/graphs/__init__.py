@@ -9,11 +9,13 @@ from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.parallel_branches import ParallelBranches
 from torchfast.graphs.saved_named_state import SavedNamedState
 from torchfast.graphs.step import CUDAGraphStep
+from torchfast.graphs.trials import GraphTrials
 
 __all__ = [
     "CUDAGraphOptions",
     "CUDAGraphStep",
     "GraphForm",
+    "GraphTrials",
     "GraphedUpdate",
     "LearningRates",
     "NamedState",

@@ -1,9 +1,6 @@
 """The engine behind a captured step: warm-up, capture and replay of each kind of call.
 
-What it must notice, and what it does then, is told in `torchfast.graphs.step`. The parts are rooms
-of their own: what a call is (`signature`), the state (`named_state`), memory that the graph reads
-and writes (`static_inputs`, `outputs`), what Python holds (`host_facts`), why a capture failed
-(`failures`), and whether a replay does what the step does (`replay_check`).
+What it must notice is told in `torchfast.graphs.step`. Its parts are the modules beside this one.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from torchfast._core.errors import CaptureError, ClosedError
 from torchfast._core.loss import detached
 from torchfast._core.phases import CAPTURE, phase
 from torchfast._core.rank_group import RankGroup
-from torchfast.graphs.backend import backend_for
+from torchfast.graphs.backend import Backend, backend_for
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.entries import Entry, GraphStore
 from torchfast.graphs.failures import Failure, explain
 from torchfast.graphs.gradients import GradientsBefore
-from torchfast.graphs.host_facts import NEW_STATE, HostFacts
+from torchfast.graphs.host_facts import LATER, HostFacts
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
@@ -50,7 +47,6 @@ _SETTLED_REPLAYS = 10
 # So many graphs thrown out for each that is kept, and the kinds are too many to be captured.
 _EVICTIONS_PER_GRAPH = 4
 _NOT_NOW = "there are no gradients now to which the step would add"
-_LATER = "the step made new state of its optimizer, and can be captured later"
 _ATTEMPTS = 3
 
 
@@ -69,8 +65,10 @@ class GraphEngine:
             for its own.
         after_failure: Called when a capture has failed, to let go of what ``fn`` has kept of it.
         ranks: With whom ``fn`` talks in collectives; see `torchfast.graphs.together`.
+        backend: What captures, where its memory is to be shared with another engine's graphs.
 
     Attributes:
+        store: What is known of each kind of call, and the graphs.
         why_eager: Why no step is captured any more, in words; None while some are.
         varies: Whether that is because hyperparameters go on changing.
 
@@ -89,6 +87,7 @@ class GraphEngine:
         keep_gradients: bool = False,
         after_failure: Callable[[], None] = lambda: None,
         ranks: RankGroup | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self._fn = fn
         self._together = Together(ranks or RankGroup.alone())
@@ -98,9 +97,9 @@ class GraphEngine:
         self._keeps_gradients = keep_gradients
         self.device = device
         state.rates = list(rates)
-        self._backend = backend_for(self.device)
-        self._store = GraphStore(options)
-        self._steady = Steady(self._watch, self._store)
+        self._backend = backend or backend_for(device)
+        self.store = GraphStore(options)
+        self._steady = Steady(self._watch, self.store)
         self._frozen: list[Any] = []
         self._error: Exception | None = None
         self._adds: bool | None = None  # whether the step adds to gradients, once that is known
@@ -108,8 +107,7 @@ class GraphEngine:
         self.why_eager: str | None = None
         self.varies = self._closed = False
         self._num_since_change, self._num_hasty = _SETTLED_REPLAYS, 0
-        self._counts: Counter[str] = Counter()
-        self._capture_s = 0.0
+        self._counts, self._capture_s = Counter[str](), 0.0
         self._warned: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,12 +151,13 @@ class GraphEngine:
         """Return what was captured, and what was not and why."""
         found = [
             graph_decision("applied", f"{entry.shapes}: {entry.num_replays} replays")
-            for entry in self._store.graphs
+            for entry in self.store.graphs
         ]
-        entries = self._store.entries.values()
         reasons = [self.why_eager] if self.why_eager else []
-        reasons += [f"{e.shapes}: {e.why_eager}" for e in entries if e.why_eager]
-        if self._store.graphs and (num_hooks := self._watch.num_hooks()):
+        reasons += [
+            f"{e.shapes}: {e.why_eager}" for e in self.store.entries.values() if e.why_eager
+        ]
+        if self.store.graphs and (num_hooks := self._watch.num_hooks()):
             detail = f"{num_hooks} hooks: what they launch is replayed, their Python is not run"
             found.append(graph_decision("applied", detail))
         return found + [graph_decision("stepped aside", reason) for reason in reasons]
@@ -170,7 +169,7 @@ class GraphEngine:
     def counters(self) -> dict[str, int | float]:
         """Return graphs, replays, eager steps, captures, seconds and bytes."""
         return {
-            "graphs": len(self._store.graphs),
+            "graphs": len(self.store.graphs),
             "replays": self._counts["replays"],
             "eager steps": self._counts["eager steps"],
             "captures": self._counts["captures"],
@@ -180,12 +179,12 @@ class GraphEngine:
 
     def phase_times(self) -> list[Times]:
         """Return what phases took in some of the latest replays, in ms, if that is noted."""
-        return self._store.phase_times()
+        return self.store.phase_times()
 
     def close(self) -> None:
         """Let go of the graphs and their memory; a second call does nothing."""
         if not self._closed:
-            self._store.drop_all()
+            self.store.drop_all()
             self._backend.release_scratch()
         self._closed = True
 
@@ -194,24 +193,25 @@ class GraphEngine:
     def _run_eagerly(self, inputs: Any) -> Any:
         args, kwargs = inputs
         self._counts["eager steps"] += 1
-        self._store.release_gradients()
+        self.store.release_gradients()
         before = GradientsBefore(self._state.parameters) if self._adds is None else None
         with self._backend.side_stream(), self.rates_on_device():
             outputs = self._fn(*args, **kwargs)
             if self.why_eager is None:
                 self._state.settle_buffers()
-        if before is not None:
-            self._adds = before.compared().adds
+        if self.store.graphs:
+            self._watch.attributes.ran()
+        self._adds = self._adds if before is None else before.compared().adds
         return map_batch(outputs, detached)
 
     def _capture(self, entry: Entry, call: Call, inputs: Any) -> Any:
-        if self._store.num_evicted > _EVICTIONS_PER_GRAPH * self._options.max_graphs:
+        if self.store.num_evicted > _EVICTIONS_PER_GRAPH * self._options.max_graphs:
             for _ in range(2):  # the others wait to hear how it went, and whether to try again
                 self._together.begin()
                 self._together.fail()
             return self._fail(entry, Failure("more kinds of steps than max_graphs serves"), inputs)
-        self._store.make_room()
-        self._store.release_gradients()
+        self.store.make_room()
+        self.store.release_gradients()
         self._steady.forget()
         self._watch.refresh()
         self._frozen = self._watch.frozen()
@@ -235,7 +235,7 @@ class GraphEngine:
         """Return in what this step is to run before another attempt; None if none is to come."""
         if failure.reason == _NOT_NOW:
             return nullcontext()
-        is_passing = failure.reason in (_LATER, OTHERS) or failure.is_left_over
+        is_passing = failure.reason in (LATER, OTHERS) or failure.is_left_over
         if not is_passing and entry.is_to_be_told(failure):
             entry.secret = entry.constants = None  # which were those of the other way
             return nullcontext()
@@ -252,9 +252,9 @@ class GraphEngine:
 
     def _drop_error(self) -> None:
         """Let go of an error that was kept to be raised, and of all that its frames hold."""
-        if self._error is not None:
-            traceback.clear_frames(self._error.__traceback__)
-        self._error = None
+        error, self._error = self._error, None
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)
 
     def _attempt(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> Failure | None:
         """Capture and check; where that fails all is as before, and the reason is returned."""
@@ -267,7 +267,8 @@ class GraphEngine:
                 raise CaptureError(OTHERS)
             self._capture_s += time.perf_counter() - started
             self._counts["captures"] += 1
-            self._store.add(entry)
+            self.store.add(entry)
+            self._watch.attributes.ran()
             self._frozen = self._watch.frozen()
             together.begin()
             can_check = self._options.check and together.is_joint
@@ -293,8 +294,8 @@ class GraphEngine:
         return failure
 
     def _undo(self, entry: Entry, facts: HostFacts) -> None:
-        if entry in self._store.graphs:
-            self._store.remove(entry)
+        if entry in self.store.graphs:
+            self.store.remove(entry)
         entry.drop()
         facts.put_back()
         self._after_failure()
@@ -309,9 +310,9 @@ class GraphEngine:
         state = self._state
         static = StaticInputs(inputs, call.tensors, self.device)
         static.fill(call.tensors)
-        self._state.fill_rates()
+        state.fill_rates()
         written = static.versions()
-        entry.moments = self._store.moments(self._backend.moment)
+        entry.moments = self.store.moments(self._backend.moment)
 
         def body() -> StaticOutputs:
             torch.clear_autocast_cache()  # of weights as they were when it was filled
@@ -334,17 +335,7 @@ class GraphEngine:
         entry.from_none = [] if makes_anew else gradients.from_none
         if self._adds and entry.from_none:
             raise CaptureError(_NOT_NOW)
-        if (drawn := facts.draws()) is not None:
-            raise CaptureError(
-                f"the step draws from {drawn}, and each replay would repeat what was drawn once; "
-                "draw on the device (torch.rand(..., device=...)) or outside the step"
-            )
-        if (changed := facts.changes()) is not None:
-            raise CaptureError(
-                _LATER
-                if changed is NEW_STATE
-                else f"the step changes what no replay changes: {changed}"
-            )
+        facts.check_replayable()
         if (moved := self._watch.moved()) is not None:
             raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
         if static.versions() != written or static.has_gradients():
@@ -359,11 +350,11 @@ class GraphEngine:
         self._state.fill_rates()
         entry.inputs.fill(call.tensors)
         entry.replay()
-        self._store.used(entry)
+        self.store.used(entry)
         self._counts["replays"] += 1
         self._num_since_change += 1
-        if self._keeps_gradients or self._store.holds_others(entry):
-            self._store.hold_gradients(entry)
+        if self._keeps_gradients or self.store.holds_others(entry):
+            self.store.hold_gradients(entry)
         return entry.outputs.cloned()
 
     def _mismatch(self, entry: Entry, call: Call) -> str | None:
@@ -397,13 +388,13 @@ class GraphEngine:
             self._backend.release_scratch()
             self._counts, entry.num_replays = counts, num_replays
             self._num_since_change = num_since_change
-            self._store.owner = entry
+            self.store.owner = entry
 
     # -- What happened meanwhile -----------------------------------------------------------------
 
     def _notice_changes(self) -> None:
         """Drop the graphs if what they were captured from has changed."""
-        watch, store = self._watch, self._store
+        watch, store = self._watch, self.store
         reason = watch.moved()
         if reason is not None and store.graphs:
             self._state.settle_loaded()
@@ -414,9 +405,7 @@ class GraphEngine:
             return
         if reason is None and not store.has_its_gradients():
             reason = "gradients that the step adds to were replaced"
-        frozen = reason is None and not watch.is_frozen_as(self._frozen)
-        if frozen:
-            reason = "a hyperparameter, a number of a module or a hook changed"
+        frozen = reason is None and (reason := watch.unlike(self._frozen)) is not None
         if reason is None:
             return
         store.drop_all()
@@ -425,8 +414,12 @@ class GraphEngine:
         if self._num_hasty >= (1 if frozen else _ATTEMPTS):
             self.varies = frozen
             self.why_eager = f"{reason}, again after {self._num_since_change} replays"
-            self._warn(reason, f"the step runs eagerly from now on: {self.why_eager}")
         self._num_since_change = 0
+        if self.why_eager is not None:
+            message = f"the step runs eagerly from now on: {self.why_eager}"
+            if self._options.on_failure == "raise":
+                raise CaptureError(message)
+            self._warn(reason, message)
 
     def _fail(self, entry: Entry, failure: Failure, inputs: Any) -> Any:
         entry.why_eager = str(failure)
@@ -442,7 +435,7 @@ class GraphEngine:
             logger.warning("cuda_graph: %s", message)
 
     def _entry(self, key: Any) -> Entry:
-        entry, concern = self._store.entry(key)
+        entry, concern = self.store.entry(key)
         if concern is not None:
             self._warn("many", concern)
         return entry

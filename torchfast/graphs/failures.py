@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 from torchfast._core.errors import CaptureError
+from torchfast._core.user_code import is_compiled, owner_of
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<")
+_NOT_THE_USERS: tuple[str, ...] = ("<",)
 
 RECOMPILES = "torch.compile would have compiled it again"
 LEFT_OVER = "an autograd graph of an earlier step is still alive and belongs to another stream"
@@ -123,9 +122,15 @@ def explain(error: BaseException) -> Failure:
 
 
 def user_line(error: BaseException) -> str | None:
-    """Return the innermost line of a traceback that is neither torch's nor ours."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(_NOT_THE_USERS):
-            place = f"{frame.filename}:{frame.lineno}, in {frame.name}"
-            return f"{place}: {frame.line}" if frame.line else place
-    return None
+    """Return the innermost line of a traceback that somebody who uses torch wrote."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        is_theirs = owner_of(frame) == "user" and not is_compiled(file)
+        if is_theirs and not file.startswith(_NOT_THE_USERS):
+            found = file, line, frame.f_code.co_name
+    if found is None:
+        return None
+    file, line, name = found
+    text = linecache.getline(file, line).strip()
+    return f"{file}:{line}, in {name}: {text}" if text else f"{file}:{line}, in {name}"

@@ -1,11 +1,13 @@
 """One optimizer update as a graph: with the update in it where that is possible, else before it.
 
 Where the update cannot be captured, or where it would change a bit that must not change, the graph
-ends with the clipped gradients and the optimizer runs behind it, as ever.
+ends with the clipped gradients and the optimizer runs behind it, as ever. So it does where a
+capture has failed in the update: a hook of the optimizer's, say, makes the host wait.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,11 +19,15 @@ from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
 from torchfast._core.rank_group import RankGroup
+from torchfast._core.reachable import held_by
 from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
+from torchfast.graphs.trials import GraphTrials
+
+logger = logging.getLogger(__name__)
 
 Half = Callable[[tuple[Any, ...]], Any]
 
@@ -36,7 +42,7 @@ class GraphedUpdate:
         model: Trained by it.
         optimizer: Of the update.
         named: What else of state there is, such as a scaler.
-        found: Modules, tensors and generators that the loss refers to.
+        loss_fn: The user's, for what it refers to.
         options: How to capture.
         rate_dtype: Of learning rates on the device, where the optimizer is in a form whose update
             can be in the graph; None where it is not.
@@ -56,40 +62,69 @@ class GraphedUpdate:
         model: nn.Module,
         optimizer: Optimizer,
         named: Sequence[object],
-        found: Sequence[object],
+        loss_fn: Callable[..., Any],
         options: CUDAGraphOptions,
         rate_dtype: torch.dtype | None,
         device: torch.device,
         after_failure: Callable[[], None],
         ranks: RankGroup,
     ) -> None:
-        self._until_update = until_update
+        self._whole, self._until_update = whole, until_update
         self._after_failure, self._ranks = after_failure, ranks
+        self._is_updating = self._failed_in_update = False
         self._model, self._optimizer = model, optimizer
-        self._named, self._found = named, found
+        self._named, self._loss_fn = named, loss_fn
         self._options, self._device = options, device
         self._decisions: list[Decision] = []
         self._before: Counter[str] = Counter()  # of the graph that had the update in it
         self.is_whole = rate_dtype is not None
         if rate_dtype is not None:
             rates = LearningRates(optimizer, rate_dtype)
-            self._graph = self._engine(whole, optimizer, rates=[rates])
+            self._graph = self._engine(self._noting_updates, optimizer, rates=[rates])
         else:
             assert until_update is not None
             self._graph = self._engine(until_update)
 
     def __call__(self, group: tuple[Any, ...]) -> Any:
         """Run a step, but for the optimizer's ``step()`` unless `is_whole`."""
+        self._failed_in_update = False
         output = self._graph(group)
-        if self.is_whole and self._graph.varies and self._until_update is not None:
-            # Hyperparameters change again and again: from the next step on the update is outside.
-            detail = f"the update runs after the graph from now on: {self._graph.why_eager}"
-            self._decisions = [graph_decision("stepped aside", detail)]
-            self._before = Counter(self._graph.counters())
-            self._graph.close()
-            self._graph = self._engine(self._until_update)
-            self.is_whole = False
+        if self.is_whole and self._until_update is not None:
+            if self._graph.varies:
+                # Hyperparameters change again and again: from the next step on it is outside.
+                self._part(self._graph.why_eager)
+            elif self._failed_in_update and self._ranks.size == 1:
+                aside = [d for d in self._graph.decisions() if d.outcome == "stepped aside"]
+                # Not where it will be tried again, and not where other kinds of calls went well.
+                if aside and not self._graph.counters()["graphs"]:
+                    logger.warning("cuda_graph: forward and backward will be captured without it")
+                    self._part(f"it could not be captured: {aside[-1].detail}")
         return output
+
+    def update_begins(self) -> None:
+        """Be told that the gradients are clipped, and what follows is the update."""
+        self._is_updating = True
+
+    def _noting_updates(self, group: tuple[Any, ...]) -> Any:
+        self._is_updating = False
+        output = self._whole(group)
+        self._is_updating = False
+        return output
+
+    def _note_failure(self) -> None:
+        self._failed_in_update = self._is_updating
+        self._is_updating = False
+        self._after_failure()
+
+    def _part(self, why: str | None) -> None:
+        """Let the update run behind a graph of its own kind from the next step on."""
+        detail = f"the update runs after the graph from now on: {why}"
+        self._decisions = [graph_decision("stepped aside", detail)]
+        self._before = Counter(self._graph.counters())
+        self._graph.close()
+        assert self._until_update is not None
+        self._graph = self._engine(self._until_update)
+        self.is_whole = False
 
     def rates_on_device(self) -> AbstractContextManager[None]:
         """Let an update outside the graph read the learning rates that the graph reads."""
@@ -108,6 +143,23 @@ class GraphedUpdate:
         """Return what phases took in some of the latest replays, in ms, if that is noted."""
         return self._graph.phase_times()
 
+    def trials(self, work: Half, group: tuple[Any, ...]) -> GraphTrials:
+        """Return what captures a part of the step, done one way or another, to be timed.
+
+        Args:
+            work: Runs forward and backward of a group of micro-batches.
+            group: The group.
+        """
+        return GraphTrials(
+            work,
+            group,
+            model=self._model,
+            found=held_by(self._loss_fn),
+            options=self._options,
+            device=self._device,
+            after_failure=self._after_failure,
+        )
+
     def settle(self) -> None:
         """Bring what a step outside the graph has replaced back to its place."""
         self._graph.settle()
@@ -123,12 +175,15 @@ class GraphedUpdate:
         return GraphEngine(
             fn,
             NamedState(
-                [self._model, *optimizers, *self._named], found=self._found, updated_after=after
+                [self._model, *optimizers, *self._named],
+                found=held_by(self._loss_fn),
+                updated_after=after,
+                function=self._loss_fn,
             ),
             self._options,
             self._device,
             rates=rates,
             keep_gradients=not optimizers,
-            after_failure=self._after_failure,
+            after_failure=self._note_failure,
             ranks=self._ranks,
         )

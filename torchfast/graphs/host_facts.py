@@ -12,10 +12,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from torchfast._core.errors import CaptureError
 from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
 from torchfast.graphs.named_state import NamedState
 
-NEW_STATE = "the optimizer made new state, which takes a step outside a graph"
+LATER = "the step made new state of its optimizer, and can be captured later"
 _NUMBERS = (bool, int, float)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _ON_HOST = {"python": "random", "numpy": "numpy.random"}  # wherever the step runs
@@ -82,6 +83,22 @@ class HostFacts:
         for generator, state in self._generators:
             generator.set_state(state)
 
+    def check_replayable(self) -> None:
+        """Raise if Python did what no replay does.
+
+        Raises:
+            CaptureError: It drew random numbers, or changed state; `LATER` if that is only because
+                the optimizer's state was made.
+        """
+        if (drawn := self.draws()) is not None:
+            raise CaptureError(
+                f"the step draws from {drawn}, and each replay would repeat what was drawn once; "
+                "draw on the device (torch.rand(..., device=...)) or outside the step"
+            )
+        if (changed := self.changes()) is not None:
+            told = f"the step changes what no replay changes: {changed}"
+            raise CaptureError(LATER if changed is LATER else told)
+
     def draws(self) -> str | None:
         """Return which generators of the host were drawn from since; None if none was."""
         now = get_rng_state(CPU)
@@ -116,7 +133,7 @@ class HostFacts:
                 return f"the count of {type(scheduler).__name__}; step it outside, after the step"
         for of_optimizer, sizes in self._sizes:
             if [*map(len, of_optimizer.values())] != sizes:
-                return NEW_STATE
+                return LATER
         return None
 
     def replaced(self) -> list[Tensor]:

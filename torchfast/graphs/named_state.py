@@ -28,6 +28,7 @@ class NamedState:
             be data.
         updated_after: Optimizers that update behind the step: their parameters are part of the
             state, what else they hold is not.
+        function: The user's, whose Python values are watched.
 
     Raises:
         TypeError: Something else among them.
@@ -39,6 +40,7 @@ class NamedState:
         *,
         found: Iterable[object] = (),
         updated_after: Sequence[Optimizer] = (),
+        function: object = None,
     ) -> None:
         if not isinstance(holders, Iterable) or isinstance(holders, nn.Module | Tensor):
             raise TypeError(
@@ -52,6 +54,7 @@ class NamedState:
         self.schedulers: list[LRScheduler] = []  # which a step must leave alone
         self.loose: list[Tensor] = []
         self.updated_after = list(updated_after)
+        self.function = function
         for position, holder in enumerate(holders):
             if isinstance(holder, nn.Module):
                 self.modules.append(holder)

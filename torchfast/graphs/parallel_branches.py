@@ -339,7 +339,9 @@ def _dense_parts(tensor: Any) -> Iterator[Tensor]:
     """Yield the tensors that hold the memory of one: itself, if it is dense."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _dense_parts(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # since torch 2.13 a DTensor names its mesh, too
+                yield from _dense_parts(part)
         return
     if tensor.layout is torch.strided:
         yield tensor

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from torchfast._core.batches import tensors
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.saved_named_state import SavedNamedState, distance
+from torchfast.graphs.run_ends import Left, left
+from torchfast.graphs.saved_named_state import SavedNamedState, bytes_of, have_room
 from torchfast.graphs.signature import describe, without_tensors
 
 # How often eager runs are repeated to learn how far apart they are, and how much farther than
@@ -38,7 +39,7 @@ _STEPS = 2
 class _Run(NamedTuple):
     """What some steps have left: every output, then the state; and outputs that are no tensors."""
 
-    tensors: list[Tensor]
+    tensors: list[Left]
     others: tuple[Any, ...]
 
 
@@ -69,15 +70,21 @@ def find_mismatch(
     Synchronizes: Yes.
     """
     start = SavedNamedState(state, device, gradients)
+    num_bytes = bytes_of(start.tensors())
+    if with_gradients:
+        num_bytes += bytes_of(state.parameters)
+    # A replay and the eager runs are kept until the verdict.
+    whole = have_room(device, (1 + _EAGER_RUNS) * num_bytes)
 
     def run(step: Callable[[], Any]) -> _Run:
         try:
             outputs = [step() for _ in range(_STEPS)]
-            found = list(tensors(outputs))
+            found = left(list(tensors(outputs)))
             others = without_tensors(describe(outputs).key)
+            ends = [*state.everything(), *gradients]
             if with_gradients:
-                found += [p.grad.clone() for p in state.parameters if p.grad is not None]
-            return _Run([*found, *SavedNamedState(state, device, gradients).tensors()], others)
+                ends += [p.grad for p in state.parameters if p.grad is not None]
+            return _Run(found + left(ends, whole=whole), others)
         finally:
             start.put_back()
 
@@ -133,4 +140,4 @@ def _judge() -> Generator[None, _Run, str | None]:
 
 def _distances(first: _Run, second: _Run) -> list[float]:
     pairs = itertools.zip_longest(first.tensors, second.tensors)
-    return [distance(a, b) for a, b in pairs]
+    return [a.distance(b) for a, b in pairs]

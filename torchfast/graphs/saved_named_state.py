@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
-from torchfast._core.compare import parts, same_bits
+from torchfast._core.pinned_block import PinnedBlock
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.named_state import NamedState
 
-# A copy may take this part of the device's free memory; beyond it goes to the host.
+# Of the device's free memory copies may take this part; what takes more goes to the host. The steps
+# that are run from a copy need memory too.
 _PART_OF_FREE = 0.2
+_ALIGNMENT = 64
 
 
 @final
 class SavedNamedState:
     """Tensors, numbers and generators of a named state, as they are now.
+
+    On the device if there is memory to spare, else in pinned memory of the host.
 
     Args:
         state: What to save.
@@ -33,50 +36,58 @@ class SavedNamedState:
         self, state: NamedState, device: torch.device, others: Sequence[Tensor] = ()
     ) -> None:
         self._host = HostFacts(state, device)
+        self._device = device
         self._tensors = [*state.everything(), *others]
-        size = sum(t.numel() * t.element_size() for t in self._tensors)
-        place = None if _fits_on(device, size) else torch.device("cpu")
-        self._values = [_copied(tensor, place) for tensor in self._tensors]
+        self._block: PinnedBlock | None = None
+        if have_room(device, bytes_of(self._tensors)):
+            self._values = [tensor.detach().clone() for tensor in self._tensors]
+        else:
+            self._values = self._on_host()
 
     def put_back(self) -> None:
         """Bring everything to what it was."""
         self._host.put_back()
         with torch.no_grad():
             for tensor, value in zip(self._tensors, self._values, strict=True):
-                tensor.copy_(value)
+                tensor.copy_(value, non_blocking=self._block is not None)
+        self._wait()
 
     def tensors(self) -> list[Tensor]:
         """Return the copies, in the order of `NamedState.everything`."""
         return self._values
 
+    def _on_host(self) -> list[Tensor]:
+        plain = [t for t in self._tensors if type(t) in (Tensor, torch.nn.Parameter)]
+        starts, end = {}, 0
+        for tensor in plain:
+            starts[id(tensor)] = end
+            end += -(-bytes_of([tensor]) // _ALIGNMENT) * _ALIGNMENT
+        self._block = PinnedBlock(end, self._device)
+        values = []
+        for tensor in self._tensors:
+            value = tensor.detach()
+            if (start := starts.get(id(tensor))) is None:  # made of several: each knows its own way
+                values.append(value.to("cpu", copy=True))
+                continue
+            part = self._block.memory[start : start + bytes_of([tensor])]
+            values.append(part.view(tensor.dtype).view(tensor.shape))
+            values[-1].copy_(value, non_blocking=True)
+        self._wait()
+        return values
 
-def distance(first: Tensor, second: Tensor) -> float:
-    """Return the largest difference, relative to the largest value; 0 if all bits agree.
-
-    Two NaNs agree, and so do the two zeros.
-    """
-    near, far = first.detach(), second.detach().to(first.device)
-    if near.shape != far.shape or near.dtype != far.dtype:
-        return math.inf
-    if same_bits(near, far):
-        return 0.0
-    if not (near.is_floating_point() or near.is_complex()):
-        return math.inf
-    near, far = parts(near), parts(far)
-    both_nan = near.isnan() & far.isnan()
-    gap = torch.where(both_nan | (near == far), 0.0, (near - far).abs()).amax()
-    size = near.abs().nan_to_num(0.0, 0.0, 0.0).amax()
-    ratio = float(gap / size.clamp_min(torch.finfo(torch.float32).tiny))
-    return math.inf if math.isnan(ratio) else ratio
+    def _wait(self) -> None:
+        if self._block is not None and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
-def _fits_on(device: torch.device, size: int) -> bool:
+def bytes_of(some: Sequence[Tensor]) -> int:
+    """Return how much memory the values of some tensors take."""
+    return sum(t.numel() * t.element_size() for t in some)
+
+
+def have_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether copies of so many bytes may stay on the device."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
-    return size < _PART_OF_FREE * free
-
-
-def _copied(tensor: Tensor, place: torch.device | None) -> Tensor:
-    value = tensor.detach()
-    return value.clone() if place is None else value.to(place, copy=True)
+    return num_bytes < _PART_OF_FREE * free

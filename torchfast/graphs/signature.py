@@ -77,7 +77,7 @@ def _is_of_tensor(part: Any) -> bool:
 
 
 @final
-class _Identity:
+class Identity:
     """An object told from others by being it; held, so that its address is not another's."""
 
     __slots__ = ("value",)
@@ -86,7 +86,7 @@ class _Identity:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.value is self.value
+        return isinstance(other, Identity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -138,7 +138,7 @@ def _scan_rare(value: Any, key: list[Any], found: list[Tensor], seen: dict[int, 
         key.append((kind, value))
         return
     else:
-        key.append((kind, _Identity(value)))
+        key.append((kind, Identity(value)))
         return
     for item in items:
         _scan(item, key, found, seen)

@@ -111,7 +111,7 @@ class CUDAGraphStep(Closing):
             host_constants=host_constants,
             time_phases=time_phases,
         )
-        named = NamedState(state, found=held_by(fn))
+        named = NamedState(state, found=held_by(fn), function=fn)
         self.device = _device_of(named, device)
         self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self._forms: list[OptimizerForm] = []

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchfast._core.compare import same_objects
+from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.named_state import NamedState, Table
 
 _TRAINING = operator.attrgetter("training")
@@ -32,7 +33,6 @@ _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_FROZEN = frozenset(
     ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 )
-_NUMBERS = (bool, int, float)
 _END = object()
 _STATE_AND_GROUPS = operator.attrgetter("state", "param_groups")
 _NUM_HOOKS = operator.attrgetter("next_id")
@@ -45,10 +45,14 @@ class StateWatch:
 
     Args:
         state: Whose.
+
+    Attributes:
+        attributes: What else is read on the host.
     """
 
     def __init__(self, state: NamedState) -> None:
         self._state = state
+        self.attributes = Attributes(state.function)
         self.refresh()
 
     def refresh(self) -> None:
@@ -75,11 +79,7 @@ class StateWatch:
         ]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self._settings = [_Settings(group) for group in state.own_groups()]
-        self._names = [(_names_of_numbers(module), module.__dict__) for module in modules]
-        self._numbers = [
-            (operator.itemgetter(*names), held) for names, held in self._names if names
-        ]
-        self._attributes = [vars(module) for module in modules]
+        self.attributes.refresh(modules)
         self._hooks = [getattr(m, name) for m in modules for name in _MODULE_HOOKS]
         self._hooks += [getattr(o, name) for o in state.optimizers for name in _OPTIMIZER_HOOKS]
 
@@ -109,24 +109,20 @@ class StateWatch:
             elif rate is not None:
                 names.append("lr")
             settings.append((group, names or ["params"]))
-        numbers = [(held, ["training", *names]) for names, held in self._names]
         # What can change and stay the same object is to be compared by what it is.
         of_groups = [group[name] for group, names in settings for name in names if name != "params"]
-        of_modules = [held.get(name) for held, names in numbers for name in names]
-        if all(_is_plain(value) or isinstance(value, Tensor) for value in of_groups) and all(
-            type(value) in _NUMBERS for value in of_modules
-        ):
-            return Glance(state, self, settings=settings, numbers=numbers, rated=rated)
+        is_plain = all(_is_plain(value) or isinstance(value, Tensor) for value in of_groups)
+        if is_plain and all("training" in vars(module) for module in state.every_module):
+            return Glance(state, self, settings=settings, rated=rated)
         return None
 
     def frozen(self) -> list[Any]:
-        """Return what is read on the host: hyperparameters, numbers of modules, hooks there are."""
+        """Return hyperparameters, settings of scalers, and what hooks there are."""
         groups = self._state.own_groups()
         values: list[Any] = []
         try:
             pairs = zip(self._settings, groups, strict=False)
             values += [setting.read(group) for setting, group in pairs]
-            values += [numbers(attributes) for numbers, attributes in self._numbers]
         except KeyError:
             values.append(None)  # one was taken away
         on_device = {id(group) for rates in self._state.rates for group in rates.groups}
@@ -137,7 +133,6 @@ class StateWatch:
             if (rate := group.get("lr")) is not None
         ]
         values += map(_SCALER_SETTINGS, self._state.scalers)
-        values += map(len, self._attributes)  # an attribute can hide that of the class
         # Of hooks their numbers, which are given once.
         values += map(tuple, filter(None, self._hooks))
         values += map(tuple, self._hooks_of_parameters())
@@ -149,6 +144,13 @@ class StateWatch:
             return self.frozen() == before
         except (RuntimeError, ValueError):  # a number has become a tensor or an array
             return False
+
+    def unlike(self, before: list[Any]) -> str | None:
+        """Return what is read on the host and has changed, in words; None if nothing has."""
+        if not self.is_frozen_as(before):
+            return "a hyperparameter or a hook changed"
+        changed = self.attributes.changed()
+        return None if changed is None else f"{changed} changed"
 
     def num_hooks(self) -> int:
         """Return how many hooks there are on modules, optimizers and parameters."""
@@ -189,7 +191,6 @@ class Glance:
         state: Whose.
         watch: What looks closer.
         settings: Parameter groups with the names of what a graph holds of them.
-        numbers: Attributes of modules, with the names of numbers in them.
         rated: Parameter groups whose learning rate may be another one of the same type.
     """
 
@@ -199,7 +200,6 @@ class Glance:
         watch: StateWatch,
         *,
         settings: list[tuple[Table, list[str]]],
-        numbers: list[tuple[Table, list[str]]],
         rated: list[Table],
     ) -> None:
         optimizers = [*state.optimizers, *state.updated_after]
@@ -211,8 +211,8 @@ class Glance:
             (torch.is_autocast_enabled, "cuda"),
             (torch.get_autocast_dtype, "cuda"),
             (_NUM_HOOKS, RemovableHandle),  # a higher one with each hook, on whatever
-            *((operator.itemgetter(*names), held) for held, names in numbers),
-            *((len, held) for held in (*watch._attributes, *params)),
+            *watch.attributes.sizes(),
+            *((len, held) for held in params),
             *((tuple, held) for held in (*state.own_groups(), *filter(None, hooks))),
             *((_type_of_rate, group) for group in rated),
             *((_SCALER_SETTINGS, scaler) for scaler in state.scalers),
@@ -231,6 +231,7 @@ class Glance:
             *((_STATE_AND_GROUPS, optimizer) for optimizer in optimizers),
             (tuple, (_END,)),  # or what is gone at the end would not be missed
         )
+        self._attributes = watch.attributes.objects
         self._values, self._objects = self._values_now(), [*self._objects_now()]
 
     def is_as_it_was(self) -> bool:
@@ -241,8 +242,8 @@ class Glance:
                 and not any(self._no_hooks)
                 and all(map(operator.is_, self._objects_now(), self._objects))
             )
-        except (KeyError, RuntimeError, ValueError):  # one is gone, or is a tensor or an array now
-            return False
+        except (AttributeError, KeyError, RuntimeError, ValueError):
+            return False  # one is gone, or is a tensor or an array now
 
     def _values_now(self) -> list[Any]:
         grad, same = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
@@ -250,7 +251,7 @@ class Glance:
 
     def _objects_now(self) -> Iterator[Any]:
         taken = map(operator.call, self._take, self._out_of)
-        return chain.from_iterable(chain(self._tables, taken))
+        return chain(self._attributes(), chain.from_iterable(chain(self._tables, taken)))
 
 
 def _unzipped(
@@ -296,11 +297,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _names_of_numbers(module: nn.Module) -> list[str]:
-    attributes = vars(module)
-    return [n for n, v in attributes.items() if type(v) in _NUMBERS and n != "training"]
 
 
 def _frozen(value: Any) -> Any:

@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING
 
 from torchfast._core.later import later
-from torchfast.memory.offload_options import OffloadOptions, StepOffload
+from torchfast.memory.offload_options import OffloadOptions
 from torchfast.memory.out_of_memory_options import OutOfMemoryOptions
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.splitting import SplitBatch
+from torchfast.memory.step_offload import StepOffload
 
 if TYPE_CHECKING:
     from torchfast.memory.account import HeldTensor, MemoryAccount, MemoryLine
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torchfast.memory.offload_choice import OffloadChoice
     from torchfast.memory.optimizer_offload import OffloadedOptimizer
     from torchfast.memory.out_of_memory import OutOfMemoryGuard
+    from torchfast.memory.parameter_offload import ParameterOffload
     from torchfast.memory.recompute import Recompute
     from torchfast.memory.recompute_plan import RecomputeChoice, RecomputePlan, plan_recompute
     from torchfast.memory.recompute_transform import RecomputeTransform, memory_budget
@@ -50,6 +52,7 @@ __all__ = [
     "OffloadedOptimizer",
     "OutOfMemoryGuard",
     "OutOfMemoryOptions",
+    "ParameterOffload",
     "PoolStatistics",
     "Recompute",
     "RecomputeChoice",
@@ -104,6 +107,7 @@ _HOMES = {
     ),
     "torchfast.memory.monitor": ("MemoryMonitor",),
     "torchfast.memory.out_of_memory": ("OutOfMemoryGuard",),
+    "torchfast.memory.parameter_offload": ("ParameterOffload",),
     "torchfast.memory.recompute": ("Recompute",),
     "torchfast.memory.recompute_plan": (
         "RecomputeChoice",

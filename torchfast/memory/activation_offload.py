@@ -73,6 +73,7 @@ class ActivationOffload:
             ``LOCAL_WORLD_SIZE``.
         auto: Send only what hides behind the computation, as measured in the first steps; until
             then all of it.
+        device: Where to compute; None means where the first parameter is.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -102,6 +103,7 @@ class ActivationOffload:
         max_bytes: int | None = None,
         max_host_bytes: int | None = None,
         auto: bool = False,
+        device: torch.device | str | int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -109,7 +111,7 @@ class ActivationOffload:
         self._window_bytes = _optional("window_bytes", window_bytes)
         self._max_bytes = _optional("max_bytes", max_bytes)
         self._max_host_bytes = _optional("max_host_bytes", max_host_bytes)
-        self._device = resolve_device(None, model)
+        self._device = resolve_device(device, model)
         self._model = model
         blocks = sum(group.num_uses for group in find_blocks(model))
         self._num_parts = blocks if blocks > 1 else _PARTS
@@ -394,6 +396,11 @@ class _Forward:
             if self._tuned is not None:
                 self._tuned.found_no_room(self._sent)
         self._lane.land(self._window_bytes)
+
+
+def is_offloading(pack: Any) -> bool:
+    """Whether a hook on what is saved is that of a forward under an `ActivationOffload`."""
+    return isinstance(getattr(pack, "__self__", None), _Forward)
 
 
 def _optional(name: str, value: int | None) -> int | None:

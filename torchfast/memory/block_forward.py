@@ -20,7 +20,6 @@ which the compiler understands; what it makes of it writes no buffer twice and d
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
@@ -29,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchfast._core.stand_in import StandIn
+from torchfast._core.stand_in import ForwardStandIn
 from torchfast.memory.block_costs import CostMeter
 from torchfast.memory.kept_calls import KeptCalls, KeptPlaces
 from torchfast.memory.kept_results import KeptChoice, choose_kept, policy
@@ -83,7 +82,7 @@ class BlockKind:
 
 
 @final
-class BlockForward(StandIn):
+class BlockForward(ForwardStandIn):
     """Stands as ``forward`` of a module, which it does not keep alive.
 
     Args:
@@ -93,8 +92,6 @@ class BlockForward(StandIn):
     """
 
     __slots__ = ("_buffers", "kind", "path")
-
-    ATTRIBUTE = "forward"
 
     def __init__(self, path: str, module: nn.Module, kind: BlockKind) -> None:
         super().__init__(module)
@@ -124,13 +121,6 @@ class BlockForward(StandIn):
         kind.num_recomputed += 1
         return _Call(module, self._plain, self._buffers, kind.places).run(args, kwargs)
 
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before:
-            return self._before[0](*args, **kwargs)
-        module: Any = self._module()
-        # By the class of now: sharding gives a module another one.
-        return type(module).forward(module, *args, **kwargs)
-
     def _either(self, *args: Any, **kwargs: Any) -> Any:
         """Run within what is compiled, or, where the compiler has to leave the block, eagerly."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
@@ -138,13 +128,6 @@ class BlockForward(StandIn):
         module: Any = self._module()
         with self._buffers.standing_in(module, self._buffers.before(module)):
             return self._plain(*args, **kwargs)
-
-    # A copy of the module computes by its class, or by what the user had put there.
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self._before:
-            return operator.getitem, ([self._before[0]], 0)
-        module = self._module()
-        return (type(None), ()) if module is None else (getattr, (module, self.ATTRIBUTE))
 
 
 def forward_of(module: nn.Module) -> BlockForward | None:

@@ -62,9 +62,12 @@ class AccountTaker:
         self._stages, self._facts, self._others = stages, facts, others
         self._num_snapshots = 0
 
-    def take(self, error: torch.OutOfMemoryError, pieces: tuple[Any, ...]) -> MemoryAccount:
+    def take(
+        self, error: torch.OutOfMemoryError, pieces: tuple[Any, ...], *, in_capture: bool = False
+    ) -> MemoryAccount:
         """Return the account, as far as there is one; an error here would hide the other one."""
         stage, line = self._stage(error)
+        stage = "capture" if in_capture else stage
         try:
             return self._take(str(error), stage, line, pieces)
         except Exception as problem:
@@ -141,6 +144,24 @@ class AccountTaker:
             remarks.append(f"the snapshot was not written: {problem}")
             return None
         return str(path)
+
+
+def cause_of(
+    error: BaseException | None, outer: BaseException | None
+) -> torch.OutOfMemoryError | None:
+    """Return that memory ran out, if an error is that or comes of it.
+
+    Args:
+        error: The error.
+        outer: What was being handled before, which may be that of another step.
+    """
+    seen = {id(outer)}
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def let_go(error: BaseException, outer: BaseException | None) -> None:

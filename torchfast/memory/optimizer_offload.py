@@ -61,7 +61,8 @@ class OffloadedOptimizer(Optimizer):
     loads into one without offloading and the other way round. On the CPU it is just that optimizer.
 
     Parameters that are changed in place by others (``load_state_dict`` of the model) are noticed.
-    A change through ``.data`` is not: call `refresh` after it.
+    A change through ``.data`` is not: call `refresh` after it. Parameters that are on the host
+    anyway, such as those of `ParameterOffload`, are updated where they are.
 
     Args:
         parameters: Parameters or groups of them, as for any optimizer.
@@ -282,7 +283,12 @@ class OffloadedOptimizer(Optimizer):
         found = self._buckets(self._bucket_bytes if is_torchs else None)
         buckets = [(bucket, self._copy_out(bucket, side)) for bucket in found]
         back.wait_event(home.record_event())
+        own = {p: p.grad for p, host in self._hosts.items() if host is p}
         try:
+            if any(g is not None for g in own.values()) and (is_torchs or not buckets):
+                inner.step()  # what is on the host anyway, while the copies are made
+                for there in own:
+                    there.grad = None
             for bucket, copied in buckets:
                 copied.synchronize()
                 for parameter in bucket:
@@ -296,6 +302,8 @@ class OffloadedOptimizer(Optimizer):
         finally:
             for parameter in self._hosts.values():
                 parameter.grad = None
+            for there, gradient in own.items():
+                there.grad = gradient
             self._early.clear()
             # Behind all copies: parameters are read by the next forward, gradients freed here.
             home.wait_event(out.record_event())
@@ -306,7 +314,7 @@ class OffloadedOptimizer(Optimizer):
         buckets: list[list[Tensor]] = []
         room = 0
         for parameter in self._hosts:
-            if parameter.grad is None:
+            if parameter.grad is None or self._hosts[parameter] is parameter:
                 continue
             if parameter.grad.layout is not torch.strided:
                 raise RuntimeError(

@@ -14,6 +14,9 @@ fits; where every batch is too large, a smaller batch with ``accumulate`` does t
 copies of the buffers that each step then takes.
 
 An update that ran out is never tried again: it may have updated some parameters already.
+
+A capture that ran out has an account as well. Nothing was computed in it, so the step goes on
+eagerly, or `CaptureError` is raised, as the options of the graph say.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from torchfast._core.decisions import Decision
 from torchfast._core.errors import CaptureError, OutOfMemoryError
 from torchfast.memory.account import MemoryAccount
 from torchfast.memory.before_step import BeforeStep
-from torchfast.memory.failure import AccountTaker, let_go
+from torchfast.memory.failure import AccountTaker, cause_of, let_go
 from torchfast.memory.moment import MomentSource, moments_of
 from torchfast.memory.out_of_memory_options import OutOfMemoryOptions
 from torchfast.memory.splitting import SplitBatch, num_elements, parts_of, split, why_whole
@@ -89,6 +92,10 @@ class OutOfMemoryGuard:
         self._num_split_steps = 0
         self._most_parts = 1
         self._last_account: MemoryAccount | None = None
+        # Of the try that is under way: its micro-batches, and what was being handled before.
+        self._pieces: Group = ()
+        self._outer: BaseException | None = None
+        self._num_failed_captures = 0
         self._accounts = AccountTaker(
             model,
             optimizer,
@@ -152,9 +159,19 @@ class OutOfMemoryGuard:
                 self._of_batch_norm(),
             )
 
+    def after_failed_capture(self) -> None:
+        """Take an account if it was memory that a capture has run out of; call as it is handled."""
+        error = cause_of(sys.exception(), self._outer)
+        if error is None:
+            return
+        self._num_failed_captures += 1
+        self._last_account = self._accounts.take(error, self._pieces, in_capture=True)
+        if self._num_failed_captures == 1:  # others are of other shapes, and for the same reason
+            logger.warning("%s", self._last_account)
+
     @property
     def last_account(self) -> MemoryAccount | None:
-        """What was in memory when a step last ran out of it; None if none has."""
+        """What was in memory when a step or a capture last ran out of it; None if none has."""
         return self._last_account
 
     def decisions(self) -> list[Decision]:
@@ -172,14 +189,17 @@ class OutOfMemoryGuard:
         return [Decision(lever="out_of_memory", outcome="applied", detail=detail)]
 
     def counters(self) -> dict[str, int]:
-        """Return tries that ran out of memory, and steps in parts; empty if there were none."""
-        if not self._num_failures:
-            return {}
-        return {
-            "out_of_memory": self._num_failures,
-            "split_steps": self._num_split_steps,
-            "most_parts": self._most_parts,
-        }
+        """Return tries and captures that ran out, and steps in parts; empty if there were none."""
+        counters = {}
+        if self._num_failures:
+            counters = {
+                "out_of_memory": self._num_failures,
+                "split_steps": self._num_split_steps,
+                "most_parts": self._most_parts,
+            }
+        if self._num_failed_captures:
+            counters["captures_out_of_memory"] = self._num_failed_captures
+        return counters
 
     def close(self) -> None:
         """End the noting of lines; a second call does nothing."""
@@ -191,7 +211,8 @@ class OutOfMemoryGuard:
         self, attempt: Callable[[Group], R], pieces: Group
     ) -> tuple[R | None, MemoryAccount | None]:
         """Return what the try returned, or what was in memory when it ran out of it."""
-        outer = sys.exception()
+        outer = self._outer = sys.exception()
+        self._pieces = pieces
         self._moments.open()
         try:
             return attempt(pieces), None
@@ -203,8 +224,10 @@ class OutOfMemoryGuard:
             self._num_failures += 1
             let_go(error, outer)
         except CaptureError as error:
-            if isinstance(error.__cause__, torch.OutOfMemoryError):
-                let_go(error.__cause__, outer)
+            if (cause := cause_of(error.__cause__, outer)) is not None:
+                error.account = self._last_account
+                error.add_note(str(self._last_account))
+                let_go(cause, outer)
             raise
         except Exception as error:
             if any(isinstance(piece, SplitBatch) for piece in pieces):
@@ -214,6 +237,7 @@ class OutOfMemoryGuard:
                 )
             raise
         finally:
+            self._pieces, self._outer = (), None
             self._moments.close()
         return None, account
 

@@ -135,7 +135,9 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
     inner: Iterable[Tensor]
     if is_traceable_wrapper_subclass(wrapper):
         names, _ = wrapper.__tensor_flatten__()
-        inner = [getattr(wrapper, name) for name in names]
+        found = [getattr(wrapper, name) for name in names]
+        # Since torch 2.13 a DTensor names its mesh, too.
+        inner = [part for part in found if isinstance(part, Tensor)]
     elif tensor.layout is torch.sparse_coo:
         inner = [tensor._indices(), tensor._values()]
     elif tensor.layout is not torch.strided:

@@ -31,11 +31,11 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from torchfast._core.blocks import abbreviated, equal_kinds, find_blocks
+from torchfast._core.blocks import abbreviated, equal_kinds
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
-from torchfast._core.selection import select_modules
+from torchfast._core.selection import named_blocks
 from torchfast.memory.block_forward import BlockForward, BlockKind, forward_of
 from torchfast.memory.recompute_options import RecomputeOptions, Setting, recompute_decision
 
@@ -155,13 +155,7 @@ def chosen_blocks(model: nn.Module, options: RecomputeOptions) -> list[tuple[str
     Raises:
         ValueError: A path or class that is not in the model.
     """
-    if options.regions == "blocks":
-        modules = dict(model.named_modules())
-        paths = {path for group in find_blocks(model) for path in group.paths}
-        found = [(path, module) for path, module in modules.items() if path in paths]
-    else:
-        found = list(select_modules(model, options.regions, "recompute")[0].items())
-    return found[:: options.every]
+    return named_blocks(model, options.regions, "recompute")[:: options.every]
 
 
 def why_not(model: Any, options: RecomputeOptions) -> str | None:

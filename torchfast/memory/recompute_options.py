@@ -63,7 +63,7 @@ class RecomputeOptions:
 
     def __post_init__(self) -> None:
         nothing = "recompute=False to recompute nothing"
-        regions = checked_regions(_ordered(self.regions), ("blocks",), nothing)
+        regions = checked_regions(ordered(self.regions), ("blocks",), nothing)
         object.__setattr__(self, "regions", regions)
         check_flag("selective", self.selective)
         object.__setattr__(self, "share", _fraction("share", self.share))
@@ -98,7 +98,7 @@ class RecomputeOptions:
                 )
             return cls(selective=value == "selective")
         if isinstance(value, tuple | list | set | frozenset):
-            return cls(regions=_ordered(value))
+            return cls(regions=ordered(value))
         if isinstance(value, int | float) and not isinstance(value, bool):
             return cls(budget=float(value))
         raise TypeError(
@@ -133,7 +133,8 @@ class RecomputeOptions:
 Setting: TypeAlias = Literal["blocks", "selective"] | float | Regions | RecomputeOptions
 
 
-def _ordered(value: Any) -> Any:
+def ordered(value: Any) -> Any:
+    """Return what names regions in an order of its own, if it has none."""
     # A set has another order in another process.
     return tuple(sorted(value, key=str)) if isinstance(value, set | frozenset) else value
 

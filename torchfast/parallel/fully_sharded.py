@@ -11,15 +11,15 @@ which uses a weight of the model by itself, or calls a method of it, finds it wh
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -34,10 +34,12 @@ from torchfast._core.errors import PlanError
 from torchfast._core.fsdp_pieces import own_pieces
 from torchfast._core.local import local
 from torchfast._core.selection import select_modules
-from torchfast.parallel.meta_device import check_initialization, is_on_meta, materialize
+from torchfast.parallel.meshes import check_mesh, mesh_for, num_replicas, reshard_for
+from torchfast.parallel.meta_device import give_memory, is_on_meta, materialize
 from torchfast.parallel.observed_shards import ObservedShards
 from torchfast.parallel.options import DTYPES, ShardOptions
 from torchfast.parallel.ranks import Ranks, send_from_first
+from torchfast.parallel.whole_parameters import WholeParameters
 
 _METHOD = "_torchfast_call"
 # What is tried where the depth is to be measured; the usual one first.
@@ -79,14 +81,19 @@ class ShardedModel:
         self._model, self._options, self._ranks, self._device = model, options, ranks, device
         self._paths = _paths_of_blocks(model, options)
         _check_pieces(model, self._paths)
-        self._ignored = _ignored_names(model, options)
+        check_mesh(options, ranks, device)
         self._is_on_meta = is_on_meta(model)
-        if self._is_on_meta:
-            check_initialization(model, options.initialize)
         if options.gather_dtype != "auto":
             gather_dtype = DTYPES[options.gather_dtype]
-        self._gather_dtype = gather_dtype
-        self._replicas = _num_replicas(options, ranks)
+        self._policy = options.mp_policy or MixedPrecisionPolicy(
+            param_dtype=gather_dtype,
+            reduce_dtype=DTYPES[options.reduce_dtype],
+            cast_forward_inputs=False,  # the batch is the user's: autocast casts what it must
+        )
+        self._whole = WholeParameters(model, options, self._policy.reduce_dtype)
+        _check_dtypes(model, self._paths, self._whole.names)
+        self._replicas = num_replicas(options, ranks)
+        self._reshard = reshard_for(options, ranks.world_size // self._replicas)
         # Given where to note when collectives run, and None when that is over.
         self.observe = ObservedShards(model, is_replicated=options.strategy == "hsdp").observe
 
@@ -96,16 +103,18 @@ class ShardedModel:
         if not self._is_on_meta:
             # What is sharded is each rank's part of its own copy: they must be copies of one.
             send_from_first([*model.parameters(), *model.buffers()])
-        self._mesh = self._new_mesh()
+        self._mesh = mesh_for(self._options, self._ranks, self._device)
         self._shard(model)
         if self._is_on_meta:
             self._materialize()
+        self._whole.move(model, self._device)
 
     def shard_twin(self, twin: nn.Module) -> None:
         """Shard a copy that was made of the model before `apply` in the same way."""
         self._shard(twin)
         if self._is_on_meta:
-            twin.to_empty(device=self._where)
+            give_memory(twin, self._where)
+        self._whole.move(twin, self._device)
 
     def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
         """Call with the model whole; only the ``is_last`` one reduces gradients."""
@@ -118,11 +127,30 @@ class ShardedModel:
         model.set_requires_gradient_sync(yes)
         model.set_is_last_backward(yes)
 
+    def end_backward(self) -> None:
+        """Bring the gradients together of what is not sharded, behind the last backward."""
+        self._whole.reduce()
+
+    def check_scaled(self) -> None:
+        """Raise if gradients cannot be scaled; see `WholeParameters.check_scaled`."""
+        self._whole.check_scaled()
+
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that every rank has whole."""
+        return self._whole.replicas()
+
+    def mixed(self) -> AbstractContextManager[Any]:
+        """Return the context in which whole and sharded tensors may stand in one list."""
+        return self._whole.mixed()
+
     def whole(self, call: Callable[[], Any], model: nn.Module) -> Any:
         """Call with what belongs to no block gathered, as in a forward of the model or its twin."""
+        state = model._get_fsdp_state() if isinstance(model, FSDPModule) else None
         try:
             return getattr(model, _METHOD, _call)(lambda: _kept_whole(call, model))
         finally:
+            if state is not None:
+                state._mp_policy = self._policy
             if not torch.is_grad_enabled():
                 # No backward takes it apart again. What stays whole would be what a later forward
                 # uses, though an average has moved on meanwhile.
@@ -135,8 +163,10 @@ class ShardedModel:
         over = f"{self._ranks.world_size // self._replicas} ranks"
         if self._replicas > 1:
             over += f", in {self._replicas} replicas"
-        dtype = "" if self._gather_dtype is None else f", gathered in {self._gather_dtype}"
-        return f"{pieces}, over {over}{dtype}"
+        gathered = self._policy.param_dtype
+        dtype = "" if gathered is None else f", gathered in {gathered}"
+        whole = f", {self._whole}" if self._whole.names else ""
+        return f"{pieces}, over {over}{dtype}{whole}"
 
     def _materialize(self) -> None:
         """Give every rank's shards memory, and fill them: alike where they are replicas."""
@@ -150,9 +180,9 @@ class ShardedModel:
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
             materialize(model, self._where, self._options.initialize)
-        send_from_first(model.buffers())
+        send_from_first([*model.buffers(), *self._whole.plain(model)])
         if self._replicas > 1:
-            group = self._mesh["replicate"].get_group()
+            group = self._mesh.get_group(0)
             source = dist.get_global_rank(group, 0)
             for parameter in model.parameters():
                 dist.broadcast(local(parameter.detach()), src=source, group=group)
@@ -166,30 +196,20 @@ class ShardedModel:
         options = self._options
         shared: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=self._gather_dtype,
-                reduce_dtype=DTYPES[options.reduce_dtype],
-                cast_forward_inputs=False,  # the batch is the user's: autocast casts what it must
-            ),
             "offload_policy": self._offload_policy(),
-            "ignored_params": {p for n, p in model.named_parameters() if n in self._ignored},
+            "ignored_params": self._whole.of(model),
         }
         modules = dict(model.named_modules(remove_duplicate=False))
         blocks = list(dict.fromkeys(modules[path] for path in self._paths))
+        # What a block returns goes to another block, of the dtype in which both compute.
+        policy = dataclasses.replace(self._policy, output_dtype=None)
         for block in blocks:
-            fully_shard(block, reshard_after_forward=options.reshard_after_forward, **shared)
-        fully_shard(model, **shared)  # whatever no block holds
+            fully_shard(block, mp_policy=policy, reshard_after_forward=self._reshard, **shared)
+        fully_shard(model, mp_policy=self._policy, **shared)  # whatever no block holds
         depth = DEPTHS[0] if options.prefetch == "auto" else options.prefetch
         self._prefetch(cast("list[FSDPModule]", blocks), depth)
         vars(model)[_METHOD] = _call
         register_fsdp_forward_method(model, _METHOD)
-
-    def _new_mesh(self) -> DeviceMesh:
-        kind, world = self._device.type, self._ranks.world_size
-        if self._options.strategy == "fsdp":
-            return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
-        shape = (self._replicas, world // self._replicas)
-        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self._options.offload:
@@ -223,6 +243,10 @@ def _kept_whole(call: Callable[[], Any], model: nn.Module) -> Any:
     already, takes that for no forward, and would have the backward wait for another gather.
     """
     result = call()
+    state = getattr(model, "_get_fsdp_state", lambda: None)()
+    if state is not None and state._mp_policy.output_dtype is not None:
+        # What the model returns has been cast. This is a loss, its metrics and its weight.
+        state._mp_policy = dataclasses.replace(state._mp_policy, output_dtype=None)
     if torch.is_grad_enabled():
         for piece in own_pieces(model):
             states = type(piece._training_state)
@@ -263,23 +287,21 @@ def _check_pieces(model: nn.Module, paths: list[str]) -> None:
             )
 
 
-def _ignored_names(model: nn.Module, options: ShardOptions) -> set[str]:
-    """Return the names of the parameters that are to be left alone."""
-    names = [name for name, _ in model.named_parameters()]
-    chosen = {item for item in options.ignored if item in names}
-    rest = [item for item in options.ignored if item not in chosen]
-    paths = tuple(f"{path}." for path in select_modules(model, rest, "ignored")[0]) if rest else ()
-    return {name for name in names if name in chosen or name.startswith(paths or "\0")}
+def _check_dtypes(model: nn.Module, paths: list[str], whole: set[str]) -> None:
+    """Raise unless what is trained in one piece is of one dtype, as torch reduces it at once.
 
-
-def _num_replicas(options: ShardOptions, ranks: Ranks) -> int:
-    if options.strategy == "fsdp":
-        return 1
-    count = options.num_replicas
-    if count is None:
-        count = ranks.num_machines
-    if ranks.world_size % count:
-        raise PlanError(
-            f"num_replicas={count} does not divide the {ranks.world_size} ranks; take a divisor"
-        )
-    return count
+    Raises:
+        PlanError: It is not.
+    """
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if name in whole or not parameter.requires_grad:
+            continue
+        piece = next((path for path in paths if name.startswith(f"{path}.")), "")
+        known, dtype = first.setdefault(piece, (name, parameter.dtype))
+        if dtype != parameter.dtype:
+            raise PlanError(
+                f"{known!r} is {dtype} and {name!r} is {parameter.dtype}, and what is sharded in "
+                "one piece must be of one dtype; name blocks= that part them, leave one whole "
+                "with ignored=, or convert the model"
+            )

@@ -33,6 +33,12 @@ def is_on_meta(model: nn.Module) -> bool:
     return bool(on_meta)
 
 
+def has_no_memory(model: nn.Module) -> bool:
+    """Whether no parameter has memory; one that its user spreads over devices may have some."""
+    devices = {parameter.device.type for parameter in model.parameters()}
+    return devices == {"meta"}
+
+
 def check_initialization(model: nn.Module, initialize: Callable[[Any], Any] | None) -> None:
     """Raise unless there is something to fill every parameter and buffer with.
 
@@ -54,11 +60,20 @@ def check_initialization(model: nn.Module, initialize: Callable[[Any], Any] | No
         )
 
 
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Give a model memory on ``device``, whatever is in it; what was tied stays so."""
+    tied = _tied(model)
+    model.to_empty(device=device)
+    for (first, name), *others in tied:
+        for module, other_name in others:
+            module._parameters[other_name] = first._parameters[name]
+
+
 def materialize(
     model: nn.Module, device: torch.device, initialize: Callable[[Any], Any] | None
 ) -> None:
-    """Give a sharded model memory on ``device``, and fill it."""
-    model.to_empty(device=device)
+    """Give a model memory on ``device``, sharded or not, and fill it."""
+    give_memory(model, device)
     with torch.no_grad():
         if initialize is not None:
             initialize(model)
@@ -66,6 +81,16 @@ def materialize(
         for module in model.modules():
             if _holds_tensors(module):
                 cast("Any", module).reset_parameters()
+
+
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return where parameters stand that stand in several places, of which torch makes several."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
 
 
 def _holds_tensors(module: nn.Module) -> bool:

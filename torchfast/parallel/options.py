@@ -15,6 +15,7 @@ from torchfast._core.arguments import (
     check_flag,
     check_int,
     check_positive,
+    check_type,
     explain_init_keywords,
 )
 from torchfast._core.decisions import Decision, Outcome
@@ -43,21 +44,29 @@ class ShardOptions:
             ``"hsdp"``: sharded within a group of ranks, by default those of one node, and
             replicated over the groups.
         num_replicas: Under ``"hsdp"``, how many groups; None means one a node.
+        mesh: A ``DeviceMesh`` of your own, of all ranks: of one dimension, or under ``"hsdp"`` of
+            two, (replicas, shards), with names. None makes one.
         blocks: What is sharded by the piece, so that only one piece at a time is whole in memory:
             ``"auto"`` takes the repeated blocks; or name them by paths, in which ``*`` stands for
             one name, and by module classes.
         reshard_after_forward: Whether a block is taken apart again after its forward, and gathered
-            a second time in the backward; False keeps it whole, for memory.
+            a second time in the backward; False keeps it whole, for memory. A number, as
+            ``fully_shard`` has it, takes it apart over so many ranks only: a divisor of those that
+            share a model, such as the GPUs of a machine.
         gather_dtype: Dtype in which parameters are gathered and used; ``"auto"`` takes the
             precision of the plan where that has 16 bits, else their own.
         reduce_dtype: Dtype in which gradients are reduced.
+        mp_policy: torch's ``MixedPrecisionPolicy`` as it is, in place of these two; also casts
+            what goes into blocks, and what the model returns, as it says.
         offload: Keep shards in host memory, and gather from there.
         bucket_mb: Under ``"ddp"``, how much of the gradients is reduced at a time, in MiB;
             ``"auto"`` measures some sizes on the first batch.
         prefetch: Blocks that are gathered ahead of the one that runs, forward and backward;
             ``"auto"`` measures some depths on the first batch.
-        ignored: Paths or module classes whose parameters are left alone by ``"fsdp"`` and
-            ``"hsdp"``: neither sharded nor are their gradients reduced.
+        ignored: Paths or module classes whose parameters ``"fsdp"`` and ``"hsdp"`` do not shard:
+            each rank has them whole, and their gradients are averaged behind the backward, one that
+            no rank has as zeros. So it is with parameters without dimensions. Those that are a
+            ``DTensor`` already are left to you.
         unused_parameters: Under ``"ddp"``, whether a step may leave parameters without a gradient;
             it costs a walk through the graph of each forward.
         initialize: ``initialize(model)`` fills parameters of a model that was built on the meta
@@ -74,10 +83,12 @@ class ShardOptions:
 
     strategy: Strategy = "ddp"
     num_replicas: int | None = None
+    mesh: Any = None  # a DeviceMesh, whose class takes long to import, as does the next one's
     blocks: Literal["auto"] | tuple[str | type[nn.Module], ...] = "auto"
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | int = True
     gather_dtype: GatherDtype = "auto"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    mp_policy: Any = None
     offload: bool = False
     bucket_mb: float | Literal["auto"] = 25.0
     prefetch: int | Literal["auto"] = 1
@@ -94,7 +105,11 @@ class ShardOptions:
             check_int("num_replicas", self.num_replicas, minimum=1)
         for name in ("blocks", "ignored"):
             object.__setattr__(self, name, _selection(name, getattr(self, name)))
-        check_flag("reshard_after_forward", self.reshard_after_forward)
+        if type(self.reshard_after_forward) is int:
+            check_int("reshard_after_forward", self.reshard_after_forward, minimum=2)
+        else:
+            check_flag("reshard_after_forward", self.reshard_after_forward)
+        self._check_torchs()
         check_choice("gather_dtype", self.gather_dtype, ("auto", *DTYPES), PlanError)
         check_choice("reduce_dtype", self.reduce_dtype, tuple(DTYPES), PlanError)
         check_flag("offload", self.offload)
@@ -143,12 +158,32 @@ class ShardOptions:
         """Return the call that makes these options, defaults left out."""
         return call_of(self, self._changed())
 
+    def _check_torchs(self) -> None:
+        """Check what is an object of torch's."""
+        if self.mesh is not None:
+            from torch.distributed.device_mesh import DeviceMesh  # when one is there, at the latest
+
+            check_type("mesh", self.mesh, DeviceMesh)
+            if self.num_replicas is not None:
+                raise PlanError(
+                    "mesh and num_replicas both say how many replicas there are; leave one out"
+                )
+        if self.mp_policy is not None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            check_type("mp_policy", self.mp_policy, MixedPrecisionPolicy)
+            if (self.gather_dtype, self.reduce_dtype) != ("auto", "fp32"):
+                raise PlanError(
+                    "mp_policy says in which dtypes to gather and to reduce; leave out it, or "
+                    "gather_dtype and reduce_dtype"
+                )
+
     def _check_strategy(self) -> None:
         """Refuse what would have no effect under this strategy."""
         of_others = {
             "ddp": (
-                "blocks", "reshard_after_forward", "gather_dtype", "reduce_dtype", "offload",
-                "prefetch", "ignored", "initialize", "num_replicas",
+                "blocks", "reshard_after_forward", "gather_dtype", "reduce_dtype", "mp_policy",
+                "offload", "prefetch", "ignored", "num_replicas",
             ),
             "fsdp": ("bucket_mb", "unused_parameters", "num_replicas"),
             "hsdp": ("bucket_mb", "unused_parameters"),

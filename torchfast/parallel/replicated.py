@@ -127,10 +127,12 @@ class ReplicatedModel:
         # Takes its hooks along, before others are put on.
         self._wrapped = self._observed = None
         if now:
+            mesh = self._options.mesh
             for parameter in now:
                 parameter.grad = None
             self._wrapped = DistributedDataParallel(
                 _Call(self._model),
+                process_group=None if mesh is None else mesh.get_group(),
                 bucket_cap_mb=self.bucket_mb,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=self._options.unused_parameters,

@@ -17,7 +17,15 @@ from torch.nn.utils import clip_grad_norm_
 
 from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
-from torchfast.parallel.meta_device import check_initialization, is_on_meta, materialize
+from torchfast._core.errors import PlanError
+from torchfast.parallel.last_words import LastWords
+from torchfast.parallel.meshes import check_mesh
+from torchfast.parallel.meta_device import (
+    check_initialization,
+    has_no_memory,
+    is_on_meta,
+    materialize,
+)
 from torchfast.parallel.options import ShardOptions, shard_decision
 from torchfast.parallel.ranks import Ranks, largest_over_ranks, mean_over_ranks
 from torchfast.parallel.replicated import BUCKETS_MB, ReplicatedModel
@@ -66,6 +74,19 @@ class Sharding:
         # Entered around the forwards and backwards of a step.
         self.around_gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.collectives = Collectives()  # of forwards and backwards, for whoever times them
+        # Entered around these, so that an error of one rank is told by all.
+        self.heard: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if self.is_on:
+            self.heard = LastWords(ranks.rank, ranks.world_size).heard
+        self._is_on_meta = has_no_memory(model) if options is None else is_on_meta(model)
+        if self._is_on_meta:
+            if options is None:
+                raise PlanError(
+                    f"{type(model).__name__} was built on the meta device and has no memory; give "
+                    "Plan(shard=...), which fills such a model on one rank too, or call "
+                    "to_empty(device=...) and fill it"
+                )
+            check_initialization(model, options.initialize)
         if options is None or not self.is_on:
             return
         if options.is_sharded:
@@ -74,6 +95,7 @@ class Sharding:
             self._sharded = ShardedModel(model, options, ranks, device, gather_dtype)
             self.collectives.issued_by(self._sharded.observe)
         else:
+            check_mesh(options, ranks, device)
             self._replicated = ReplicatedModel(model, options)
             self.collectives.issued_by(self._replicated.observe)
 
@@ -85,15 +107,17 @@ class Sharding:
     @property
     def needs_factory(self) -> str | None:
         """Why the optimizer must be built behind `apply`; None if it need not."""
-        if self._options is None or not self._options.is_sharded:
+        if self._options is None:
             return None
+        if not self._options.is_sharded:
+            what = "a model of the meta device gets other parameters with its memory"
+            return what if self._is_on_meta else None
         # One rank changes nothing, but a script must not fail only once it runs on many.
         return f"shard={self._options.strategy!r} replaces the model's parameters"
 
     def apply(self) -> None:
         """Shard the model, and give each rank random numbers of its own."""
-        if self._options is not None and not self.is_on and is_on_meta(self._model):
-            check_initialization(self._model, self._options.initialize)
+        if self._is_on_meta and self._sharded is None and self._options is not None:
             materialize(self._model, self._device, self._options.initialize)
         if not self.is_on:
             return
@@ -137,6 +161,29 @@ class Sharding:
         """Return whether all ranks say yes. Synchronizes: The ranks' hosts, not the device."""
         return self.ranks.all_agree(yes)
 
+    def check_counts(self, count: int) -> None:
+        """Raise on all ranks unless they take a step of equally many micro-batches.
+
+        Shards are gathered in each of them: a rank that has one more would wait for the others.
+
+        Raises:
+            ValueError: They do not.
+
+        Synchronizes: The ranks' hosts, not the device, under ``"fsdp"`` and ``"hsdp"``.
+        """
+        if self._sharded is None:
+            return
+        group = self.ranks.group
+        least, most = group.least(count), group.least(-count)
+        if least.wait() == -most.wait():
+            return
+        counts = ", ".join(map(str, group.gather(count)))
+        raise ValueError(
+            f"the ranks were given different numbers of micro-batches for a step (by rank: "
+            f"{counts}), and shards are gathered in each one on all ranks; give all ranks equally "
+            "many, as trainer.prefetch(loader) does"
+        )
+
     def shard_twin(self, twin: nn.Module) -> None:
         """Shard a copy of the model, made before `apply`, as the model is."""
         if self._sharded is not None:
@@ -150,10 +197,33 @@ class Sharding:
             return self._sharded.run(call, is_last=is_last)
         return call()
 
-    def check_reduced(self) -> None:
-        """Raise if a backward has left gradients that are not averaged."""
+    def end_backward(self) -> None:
+        """Do what is left behind the last backward, so that all gradients are averaged.
+
+        Raises:
+            PlanError: Some cannot be.
+        """
         if self._replicated is not None:
             self._replicated.check_reduced()
+        if self._sharded is not None:
+            self._sharded.end_backward()
+
+    def check_scaled(self) -> None:
+        """Raise if the gradients cannot be scaled, as fp16 scales them.
+
+        Raises:
+            PlanError: They cannot.
+        """
+        if self._sharded is not None:
+            self._sharded.check_scaled()
+
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of a sharded model that every rank has whole."""
+        return [] if self._sharded is None else self._sharded.whole_parameters()
+
+    def mixed(self) -> AbstractContextManager[Any]:
+        """Return the context in which whole and sharded tensors may stand in one list."""
+        return nullcontext() if self._sharded is None else self._sharded.mixed()
 
     def whole(self, call: Callable[[], Any], model: nn.Module) -> Any:
         """Run a forward of the model, or of its twin, that no backward follows."""
@@ -176,6 +246,7 @@ class Sharding:
         if self._sharded is not None:
             self._sharded.reduce_gradients()
             loss.backward()
+            self._sharded.end_backward()
             return [p.grad for p in trained if p.grad is not None]
         found = torch.autograd.grad(loss, trained, allow_unused=True)
         # All ranks the same ones, for what follows.

@@ -19,9 +19,11 @@ step sees them, however many trainers a process has.
 from typing import TYPE_CHECKING
 
 from torchfast._core.later import later
+from torchfast.precision.convolutions import Convolutions
 from torchfast.precision.float8_options import Float8Options
-from torchfast.precision.layout import ChannelsLast
-from torchfast.precision.low_bit_kind import as_low_bit
+from torchfast.precision.low_bit_kind import as_low_bit, check_replicas
+from torchfast.precision.low_bit_options import WORDS as LOW_BIT_WORDS
+from torchfast.precision.low_bit_options import LowBitOptions
 from torchfast.precision.nonfinite import NonfiniteOptions, UpdateGuard
 from torchfast.precision.options import PrecisionOptions, precision_from
 from torchfast.precision.policy import PrecisionPolicy
@@ -32,11 +34,14 @@ from torchfast.precision.skipping import Snapshot
 if TYPE_CHECKING:
     from torchfast.precision.float8 import Float8Linears
     from torchfast.precision.float8_choice import Float8Receipt, ShapeChoice
-    from torchfast.precision.float8_watch import Drift, Float8Watch, LayerNumbers
-    from torchfast.precision.low_bit import LowBitAdamW, low_bit_source
+    from torchfast.precision.float8_drift import Drift, LayerNumbers
+    from torchfast.precision.float8_watch import Float8Watch
+    from torchfast.precision.low_bit import LowBitAdamW
+    from torchfast.precision.low_bit_sources import low_bit_source
 
 __all__ = [
-    "ChannelsLast",
+    "LOW_BIT_WORDS",
+    "Convolutions",
     "Drift",
     "Float8Linears",
     "Float8Options",
@@ -45,6 +50,7 @@ __all__ = [
     "LayerNumbers",
     "LossScaler",
     "LowBitAdamW",
+    "LowBitOptions",
     "NonfiniteOptions",
     "PrecisionOptions",
     "PrecisionPolicy",
@@ -53,6 +59,7 @@ __all__ = [
     "Snapshot",
     "UpdateGuard",
     "as_low_bit",
+    "check_replicas",
     "low_bit_source",
     "precision_from",
 ]
@@ -61,7 +68,9 @@ __all__ = [
 _HOMES = {
     "torchfast.precision.float8": ("Float8Linears",),
     "torchfast.precision.float8_choice": ("Float8Receipt", "ShapeChoice"),
-    "torchfast.precision.float8_watch": ("Drift", "Float8Watch", "LayerNumbers"),
-    "torchfast.precision.low_bit": ("LowBitAdamW", "low_bit_source"),
+    "torchfast.precision.float8_drift": ("Drift", "LayerNumbers"),
+    "torchfast.precision.float8_watch": ("Float8Watch",),
+    "torchfast.precision.low_bit": ("LowBitAdamW",),
+    "torchfast.precision.low_bit_sources": ("low_bit_source",),
 }
 __getattr__ = later(globals(), _HOMES)

@@ -165,8 +165,8 @@ class Float8Linears(Closing):
             reason = layer.reason
             if reason is None and layer.name not in uses:
                 reason = "nothing called it in the first forward"
-            elif reason is None and uses[layer.name].rows % MULTIPLE and not self.options.pad_rows:
-                reason = f"its {uses[layer.name].rows} rows are not divisible by {MULTIPLE}"
+            elif reason is None and uses[layer.name].rows == 0:
+                reason = "it got no rows in the first forward"
             layers.append(dataclasses.replace(layer, reason=reason))
         self._layers = layers
         possible = [layer for layer in layers if layer.reason is None]
@@ -186,6 +186,16 @@ class Float8Linears(Closing):
             for layer in layers
         ]
         self._convert(chosen)
+
+    def give_up(self, reason: str) -> None:
+        """Put all layers back into bf16, for a reason that the report gives."""
+        self._leave()
+        self._layers = [
+            dataclasses.replace(layer, reason=reason) if layer.name in self.recipes else layer
+            for layer in self._layers
+        ]
+        self._forms = {}
+        self.recipes = {}
 
     @contextmanager
     def left(self) -> Iterator[None]:
@@ -288,7 +298,7 @@ class Float8Linears(Closing):
         # Not initialised by torch, which would draw from the generators of the run.
         layer = nn.utils.skip_init(nn.Linear, MULTIPLE, MULTIPLE, False, device=self.device)
         nn.init.ones_(layer.weight)
-        convert = self._converter(recipe, False)
+        convert = self._converter(recipe)
         try:
             with torch.autocast(self.device.type, dtype=torch.bfloat16):
                 out: Tensor = convert(layer)(torch.ones(MULTIPLE, MULTIPLE, device=self.device))
@@ -299,12 +309,11 @@ class Float8Linears(Closing):
                 "recipe='auto' or another, or precision='bf16'"
             ) from error
 
-    def _converter(self, recipe: str, pad_rows: bool) -> Callable[[nn.Module], nn.Module]:
+    def _converter(self, recipe: str) -> Callable[[nn.Module], nn.Module]:
         """Return what converts a layer, or those within a module that a filter names."""
         config = dataclasses.replace(
             self._ao.Float8LinearConfig.from_recipe_name(recipe),
             emulate=self.options.emulate,
-            pad_inner_dim=pad_rows or self.options.pad_rows,
         )
 
         def convert(module: nn.Module) -> nn.Module:
@@ -320,7 +329,7 @@ class Float8Linears(Closing):
         for layer in self._layers:
             recipe = recipes.get(layer.name)
             if recipe is not None:
-                new = self._converter(recipe, False)(layer.module)
+                new = self._converter(recipe)(layer.module)
                 self._forms[layer.name] = kind(layer, new)
                 self.recipes[layer.name] = recipe
         self._enter()

@@ -3,14 +3,16 @@
 Whether float8 pays depends on the shape: the product becomes faster with its volume, the casts
 before it take time with its surface. So each distinct shape (rows, inputs, outputs) is timed by
 itself, forward and backward, compiled if the step is, in turns with bf16 (see `_core/measure`).
-What is not faster beyond the noise stays bf16: a step is not slower for having asked.
+What is not faster beyond the noise stays bf16.
 
 What it does not see: casts that the compiler fuses with the layer before, so it is a little hard on
-float8; and the launches that a graph saves, which matter for small shapes only.
+float8; and the launches that a graph saves, which matter for small shapes only. Whether the step is
+faster with what was chosen is asked of the step itself (see `float8_step`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -20,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from torchfast._core.measure import Measurement, first_line, measure
-from torchfast.precision.float8_layers import MULTIPLE, Layer
+from torchfast.precision.float8_layers import Layer, layer_input
 from torchfast.precision.float8_options import RECIPES
 from torchfast.precision.float8_trial import without_trace
 
 PLAIN: Final = "bf16"
 Work = Callable[[], object]
 Timer = Callable[[Mapping[str, Work], torch.device, float], Measurement]
-Converter = Callable[[str, bool], Callable[[nn.Module], nn.Module]]
+Converter = Callable[[str], Callable[[nn.Module], nn.Module]]
 # A part less than which a recipe need not be faster: what a step of many layers may not lose.
 _SMALLEST: Final = 0.02
 
@@ -137,14 +139,19 @@ def uses_of(
     uses: dict[str, Use] = {}
 
     def note(name: str) -> Callable[..., None]:
-        def hook(layer: nn.Linear, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], Tensor):
-                rows = args[0].numel() // max(1, args[0].shape[-1])
-                uses[name] = Use(rows, layer.weight.dtype)
+        def hook(layer: nn.Linear, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given = layer_input(args, named)
+            if given is not None:
+                rows = math.prod(given.shape[:-1])
+                known = uses.get(name, Use(0, layer.weight.dtype))  # one may be called often
+                uses[name] = known._replace(rows=max(rows, known.rows))
 
         return hook
 
-    hooks = [layer.module.register_forward_pre_hook(note(layer.name)) for layer in layers]
+    hooks = [
+        layer.module.register_forward_pre_hook(note(layer.name), with_kwargs=True)
+        for layer in layers
+    ]
     try:
         with without_trace(model, device):
             forward()
@@ -204,7 +211,7 @@ def _choice(
         layer: nn.Module = _layer(shape, device)
         try:
             if recipe != PLAIN:
-                layer = converter(recipe, shape.rows % MULTIPLE != 0)(layer)
+                layer = converter(recipe)(layer)
             work = _work(layer, shape, device, compiled)
             with _no_recompile_limit() if compiled else nullcontext():
                 for _ in range(2):  # compiles, forward and backward

@@ -1,18 +1,26 @@
-"""The forward of a converted layer, under autocast on any device.
+"""The forward of a converted layer: under autocast on any device, with any number of rows.
 
 torchao's own asks for the autocast of CUDA alone, by a call that torch has deprecated, and so does
 not cast on a CPU, where emulation is tested, and raises where warnings are errors. The product is
 torchao's; what stands around it is here.
+
+The product that gives the gradient of the weight sums over the rows (batch times sequence), and the
+float8 units take sums over multiples of 16 only. A last batch, or the tokens that an expert gets,
+may be any number, none among them. Rows of zeros make up the rest: they change no scale and add
+nothing to a sum, so the numbers are those of the rows that there are.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchfast.precision.float8_layers import MULTIPLE
 from torchfast.precision.torchao_modules import torchao_module
 
 
@@ -26,13 +34,55 @@ def forward_class(converted: type[nn.Module]) -> type[nn.Module]:
     product = torchao_module(
         "torchao.float8.float8_linear", "precision='fp8'"
     ).matmul_with_hp_or_float8_args
+    disabled = torchao_module(
+        "torchao.float8.config", "precision='fp8'"
+    ).ScalingType.DISABLED  # which says that a product is in bf16
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """Multiply in float8, in the type that autocast says or that the input has."""
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        out: Tensor = product.apply(input, self.weight.t(), self.linear_mm_config, self.config)
+        sums_rows = self.config.cast_config_input_for_grad_weight.scaling_type != disabled
+        rows = math.prod(input.shape[:-1])
+        given, more = input, rows_to_add(rows, sums_rows=sums_rows)
+        if more:
+            given = F.pad(input.reshape(rows, input.shape[-1]), (0, 0, 0, more))
+        if self.config.emulate:
+            check_sizes(given, self.weight, sums_rows=sums_rows)
+        out: Tensor = product.apply(given, self.weight.t(), self.linear_mm_config, self.config)
+        if more:
+            out = out[:rows].reshape(*input.shape[:-1], out.shape[-1])
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     return type("Float8Linear", (converted,), {"forward": forward})
+
+
+def rows_to_add(rows: int, *, sums_rows: bool) -> int:
+    """Return how many rows of zeros the products of a layer need beside those that it gets.
+
+    Args:
+        rows: Those that it gets.
+        sums_rows: Whether the gradient of the weight is a float8 product.
+    """
+    if rows == 0:
+        return MULTIPLE  # there is no largest value of nothing
+    return -rows % MULTIPLE if sums_rows else 0
+
+
+def check_sizes(input: Tensor, weight: Tensor, *, sums_rows: bool) -> None:
+    """Raise where the float8 units would: emulation alone would take every size.
+
+    Raises:
+        RuntimeError: Sides of a product that are not divisible by 16, in torch's words.
+    """
+    outputs, inputs = weight.shape
+    sides = {"inputs": inputs, "outputs": outputs}
+    if sums_rows:
+        sides["rows"] = math.prod(input.shape[:-1])
+    for name, size in sides.items():
+        if size == 0 or size % MULTIPLE:
+            raise RuntimeError(
+                f"float8 products take {name} divisible by {MULTIPLE}, got {size} "
+                f"(input {tuple(input.shape)}, weight {tuple(weight.shape)})"
+            )

@@ -8,13 +8,13 @@ their own, which the replacement would not have), and layers that lose more than
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchfast._core.arguments import suggestion
 from torchfast._core.errors import PlanError
@@ -95,6 +95,12 @@ def survey(model: nn.Module, options: Float8Options) -> list[Layer]:
 def is_float8(module: nn.Module) -> bool:
     """Whether torchao has converted this layer; asked without importing torchao."""
     return any(kind.__name__ == "Float8Linear" for kind in type(module).__mro__)
+
+
+def layer_input(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | None:
+    """Return what a linear layer is called with, by position or by name."""
+    given = args[0] if args else named.get("input")
+    return given if isinstance(given, Tensor) else None
 
 
 def _linears(model: nn.Module) -> Iterator[Layer]:

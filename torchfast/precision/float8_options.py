@@ -32,7 +32,7 @@ class Float8Options:
     Args:
         recipe: One of these for all layers; or ``"auto"``: at the first step each recipe and bf16
             are timed on the shapes of this model, and each shape takes what is fastest. What is not
-            faster than bf16 stays bf16.
+            faster than bf16 stays bf16, and all does where the whole step is slower.
         keep: Layers that stay in bf16, by name or pattern: ``("head", "blocks.0.*")``.
         only: Where given, no other layers are converted, and those that it names by name must be.
         smallest: A layer with fewer inputs or outputs than this stays in bf16, unless its recipe is
@@ -40,10 +40,11 @@ class Float8Options:
         vocabulary: Whether the layer that gives the logits of a vocabulary is converted too. It
             decides the loss, and every published recipe leaves it out.
         emulate: Compute in bf16 or fp32 what float8 would give. Slow; for tests without hardware.
-        pad_rows: Pad batches whose rows (batch times sequence) are no multiple of 16, for a copy.
         all_gather: Gather the weights of these layers in float8 where ``Plan(shard=...)`` shards
             them: half the bytes of bf16. With ``recipe="tensorwise"`` only.
         watch_at: Before which updates loss and gradient norm are compared with bf16; none: never.
+        watch_every: Behind the last of these, before how many updates they are compared once more,
+            as long as the run goes; None: no more. Each takes as long as two eager steps.
         loss_drift: Largest relative difference of the loss from bf16 without a warning.
         norm_drift: The same for the norm of the gradients.
         budget_s: Most seconds that measuring one shape takes, compilation aside.
@@ -62,9 +63,9 @@ class Float8Options:
     smallest: int = 1024
     vocabulary: bool = False
     emulate: bool = False
-    pad_rows: bool = False
     all_gather: bool = False
     watch_at: tuple[int, ...] = (1, 10, 100)
+    watch_every: int | None = 1000
     loss_drift: float = 0.02
     norm_drift: float = 0.25
     budget_s: float = 4.0
@@ -76,7 +77,7 @@ class Float8Options:
         for name in ("keep", "only"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         check_int("smallest", self.smallest, minimum=0)
-        for name in ("vocabulary", "emulate", "pad_rows", "all_gather"):
+        for name in ("vocabulary", "emulate", "all_gather"):
             check_flag(name, getattr(self, name))
         if self.all_gather and self.recipe != "tensorwise":
             raise PlanError(
@@ -85,6 +86,8 @@ class Float8Options:
                 "name recipe='tensorwise'"
             )
         object.__setattr__(self, "watch_at", _steps(self.watch_at))
+        if self.watch_every is not None:
+            check_int("watch_every", self.watch_every, minimum=1)
         for name in ("loss_drift", "norm_drift", "budget_s"):
             check_positive(name, getattr(self, name))
         if math.isinf(self.budget_s):
@@ -96,6 +99,18 @@ class Float8Options:
         if isinstance(value, cls):
             return value
         return cls() if value == "fp8" else None
+
+    def watches(self, step: int) -> bool:
+        """Whether this update is compared with bf16; the first is 1."""
+        if not self.watch_at or step <= self.watch_at[-1]:
+            return step in self.watch_at
+        return self.watch_every is not None and step % self.watch_every == 0
+
+    @property
+    def watched(self) -> str:
+        """Which updates are compared, in words."""
+        steps = ", ".join(map(str, self.watch_at))
+        return steps if self.watch_every is None else f"{steps} and every {self.watch_every:,}"
 
     @property
     def changed(self) -> dict[str, Any]:

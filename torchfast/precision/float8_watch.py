@@ -1,10 +1,11 @@
 """What float8 does to the numbers of a model: drift from bf16, and what falls out of the format.
 
 A converted layer that loses too much raises nothing: the model just learns worse. So before some of
-the first updates the first micro-batch goes through forward and backward twice more, once in float8
-and once in bf16, with the same weights and the same random draws, and loss and gradient norm are
-compared. On the way each converted layer's operands are looked at: the largest value, which sets
-the scale, and the part of the values that the scale leaves so small that they become zero.
+the first updates, and every so often from then on, the first micro-batch goes through forward and
+backward twice more, once in float8 and once in bf16, with the same weights and the same random
+draws, and loss and gradient norm are compared. On the way each converted layer's operands are
+looked at: the largest value, which sets the scale, and the part of the values that the scale leaves
+so small that they become zero.
 
 Nothing of it is read by the host when it is computed. The figures go to pinned memory behind an
 event, and are judged at a later step, when they have arrived. The two passes run eagerly and leave
@@ -21,8 +22,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -33,6 +32,8 @@ from torchfast._core.measure import first_line
 from torchfast._core.rank_group import is_distributed
 from torchfast._core.reading import Reading
 from torchfast.precision.float8 import Float8Linears
+from torchfast.precision.float8_drift import Drift, DriftHistory, LayerNumbers, figures
+from torchfast.precision.float8_layers import layer_input
 from torchfast.precision.float8_ranks import Alone, WatchedRanks
 from torchfast.precision.float8_trial import without_trace
 
@@ -42,81 +43,8 @@ _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The format of gradients: a scale for a whole tensor needs range more than it needs digits.
 _GRADIENTS: Final = {"tensorwise": _E5M2, "rowwise": _E4M3, "rowwise_with_gw_hp": _E4M3}
 _BY_ROW: Final = ("rowwise", "rowwise_with_gw_hp")
-# More than this part of an operand's values lost, and most of it is not there.
-MOST_LOST: Final = 0.5
 _FIGURES: Final = ("amax", "lost")
 _OPERANDS: Final = ("input", "weight", "gradient")
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class LayerNumbers:
-    """One operand of a layer, as it was before an update.
-
-    Attributes:
-        layer: Its name.
-        operand: ``"input"``, ``"weight"`` or ``"gradient"`` (of the output).
-        amax: The largest magnitude.
-        scale: What brings it to the largest number of the format; of the whole operand, where
-            there is one for each row.
-        lost: The part of its values that are not zero and become it.
-    """
-
-    layer: str
-    operand: str
-    amax: float
-    scale: float
-    lost: float
-
-    @property
-    def problem(self) -> str | None:
-        """What is wrong with it, or None."""
-        if not math.isfinite(self.amax):
-            return f"its {self.operand} has values that are not finite, so it has no scale"
-        if self.lost > MOST_LOST:
-            return (
-                f"{self.lost:.0%} of its {self.operand} become zero beside a largest value of "
-                f"{self.amax:.3g}"
-            )
-        return None
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Drift:
-    """Loss and gradient norm of one micro-batch, in float8 and in bf16.
-
-    Attributes:
-        step: The number of the update before which they were compared.
-        loss: In float8.
-        plain_loss: In bf16.
-        norm: Of the gradients, in float8.
-        plain_norm: In bf16.
-        layers: The operands of the converted layers.
-    """
-
-    step: int
-    loss: float
-    plain_loss: float
-    norm: float
-    plain_norm: float
-    layers: tuple[LayerNumbers, ...]
-
-    @property
-    def loss_drift(self) -> float:
-        """Relative difference of the loss."""
-        return _relative(self.loss, self.plain_loss)
-
-    @property
-    def norm_drift(self) -> float:
-        """Relative difference of the gradient norm."""
-        return _relative(self.norm, self.plain_norm)
-
-    @property
-    def problems(self) -> tuple[LayerNumbers, ...]:
-        """The operands that do not fit the format, the worst first."""
-        found = [numbers for numbers in self.layers if numbers.problem]
-        return tuple(sorted(found, key=lambda n: (math.isfinite(n.amax), -n.lost)))
 
 
 @final
@@ -142,7 +70,12 @@ class Float8Watch:
         self._obstacle: str | None = None
         self._warned: set[str] = set()
         self._looked_at = 0
-        self.drifts: list[Drift] = []
+        self._history = DriftHistory()
+
+    @property
+    def drifts(self) -> list[Drift]:
+        """What was found, oldest first: the first comparisons and the latest of a long run."""
+        return self._history.kept
 
     def look(self, step: int, forward: Callable[[], Tensor]) -> None:
         """Compare, if this update is one of those to compare at, and judge what has arrived.
@@ -153,7 +86,7 @@ class Float8Watch:
         """
         while self._pending and self._pending[0][1].is_ready:
             self._judge()
-        is_due = step in self._options.watch_at and step != self._looked_at
+        is_due = self._options.watches(step) and step != self._looked_at
         if not is_due or self._obstacle or not self._float8.recipes:
             return
         self._looked_at = step
@@ -184,21 +117,17 @@ class Float8Watch:
             detail = f"float8 is not compared with bf16: {self._obstacle}"
             return [Decision(lever="float8 watch", outcome="left alone", detail=detail)]
         if not self.drifts:
-            steps = ", ".join(map(str, self._options.watch_at))
-            detail = f"compares with bf16 before updates {steps}"
+            detail = f"compares with bf16 before updates {self._options.watched}"
             return [Decision(lever="float8 watch", outcome="applied", detail=detail)]
-        compared = "; ".join(
-            f"update {d.step}: loss {d.loss:.6g} ({d.loss_drift:+.2%}), "
-            f"gradient norm {d.norm:.4g} ({d.norm_drift:+.2%})"
-            for d in self.drifts
-        )
         scales = "; ".join(
             f"{numbers.layer} {numbers.operand} {numbers.scale:.3g}"
             + (f" (!) {numbers.problem}" if numbers.problem else "")
             for numbers in self.drifts[-1].layers
         )
         return [
-            Decision(lever="float8 watch", outcome="applied", detail=f"beside bf16, {compared}"),
+            Decision(
+                lever="float8 watch", outcome="applied", detail=f"beside bf16, {self._history}"
+            ),
             Decision(lever="float8 scales", outcome="applied", detail=scales),
         ]
 
@@ -265,11 +194,15 @@ class Float8Watch:
         def note(operand: str, tensor: Tensor, dtype: torch.dtype) -> None:
             if f"{_FIGURES[0]}/{operand}/{name}" in into:
                 return  # the pass in bf16, where a layer that changes its class is seen too
+            if not tensor.numel():
+                return  # an expert without tokens
             for figure, value in zip(_FIGURES, figures(tensor, dtype, by_row=by_row), strict=True):
                 into[f"{figure}/{operand}/{name}"] = value
 
-        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            note("input", args[0], _E4M3)
+        def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given = layer_input(args, named)
+            if given is not None:
+                note("input", given, _E4M3)
             weight = module.weight
             assert isinstance(weight, Tensor)
             # Gathered in float8 it has lost already what there was to lose: see it in bf16.
@@ -280,7 +213,10 @@ class Float8Watch:
             if out.requires_grad:
                 out.register_hook(lambda g: note("gradient", g, _GRADIENTS[recipe]))
 
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ]
 
     # --- what is made of it -----------------------------------------------------------------
 
@@ -307,7 +243,7 @@ class Float8Watch:
             plain_norm=values["plain_norm"],
             layers=tuple(layers),
         )
-        self.drifts.append(drift)
+        self._history.add(drift)
         if self._ranks.is_first:
             self._warn(drift)
 
@@ -328,9 +264,10 @@ class Float8Watch:
                     what,
                     100 * found,
                 )
-        if drift.problems and "layer" not in self._warned:
-            self._warned.add("layer")
-            worst = drift.problems[0]
+        worst = drift.problems[0] if drift.problems else None
+        # Another layer, later in the run, is told too.
+        if worst is not None and f"layer {worst.layer}" not in self._warned:
+            self._warned.add(f"layer {worst.layer}")
             more = f", and {len(drift.problems) - 1} operands more" if drift.problems[1:] else ""
             logger.warning(
                 "before update %d layer %r does not fit float8: %s%s; leave it out with "
@@ -345,32 +282,3 @@ class Float8Watch:
 
 class _StoppedError(Exception):
     """A comparison that this rank or another could not make."""
-
-
-@torch.no_grad()
-def figures(tensor: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor, Tensor]:
-    """Return the largest magnitude of a tensor, and the part that its scale makes zero.
-
-    Args:
-        tensor: An operand.
-        dtype: The float8 format.
-        by_row: Whether each row has a scale of its own.
-
-    Synchronizes: Never.
-    """
-    # The operands of a step are bf16 under autocast, which must not catch the arithmetic here.
-    context = torch.autocast(tensor.device.type, enabled=False) if tensor.numel() else nullcontext()
-    with context:
-        magnitude = tensor.detach().float().abs()
-        amax = magnitude.amax(-1, keepdim=True) if by_row else magnitude.amax()
-        limits = torch.finfo(dtype)
-        # Half of the smallest number is rounded to zero, as what lies below it is.
-        smallest = limits.smallest_normal * limits.eps / 2
-        is_lost = (magnitude <= amax * (smallest / limits.max)) & (magnitude > 0)
-        return magnitude.amax(), is_lost.float().mean()
-
-
-def _relative(found: float, expected: float) -> float:
-    if found == expected:
-        return 0.0
-    return (found - expected) / abs(expected) if expected else math.inf

@@ -231,6 +231,10 @@ class LowBitAdamW(Optimizer):
             f"AdamW with moments in {self.kind}: {coded:,} bytes of state, fp32 takes {full:,}; "
             f"the update is {how}, and a graph can hold it"
         )
+        if self.stochastic_rounding:
+            rounded = sum(p.dtype == torch.bfloat16 for p in self._parameters())
+            total = sum(1 for _ in self._parameters())
+            detail += f"; {rounded} of {total} parameters are bf16 and rounded by chance"
         return Decision(lever="optimizer state", outcome="applied", detail=detail)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -414,22 +418,3 @@ def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     names = group.get("param_names")  # which torch takes together with the parameters only
     own = group["params"]
     return {**kept, "params": own if names is None else list(zip(names, own, strict=True))}
-
-
-def low_bit_source(source: Any, kind: str) -> Any:
-    """Return what builds an optimizer with low-bit state where ``source`` builds an AdamW.
-
-    Raises:
-        PlanError: ``source`` is an optimizer that is built, and keeps its state otherwise.
-    """
-    if isinstance(source, LowBitAdamW) and source.kind == kind:
-        return source
-    if isinstance(source, Optimizer):
-        raise PlanError(
-            f"optimizer='adamw{kind}' builds another optimizer in place of the "
-            f"{type(source).__name__} that was given built; give Trainer a callable parameters -> "
-            f"AdamW, such as functools.partial(AdamW, lr=...), or LowBitAdamW(..., state={kind!r})"
-        )
-    if not callable(source) or isinstance(source, type):
-        return source  # for whoever builds it to refuse
-    return lambda parameters: LowBitAdamW.like(source(parameters), state=kind)

@@ -15,8 +15,9 @@ import argparse
 import builtins
 import os
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -30,6 +31,7 @@ from torchfast.profiling.script_steps import steps_counted
 
 _TRACES: Final = (".json", ".gz")
 _INTERRUPTED: Final = 130
+_SAID_EVERY_S: Final = 5.0
 _NO_STEPS: Final = (
     "the script made no steps that can be counted: a step is an update of its first optimizer, or "
     "a replay of its CUDA graphs, made by the thread that runs the script; put "
@@ -104,11 +106,25 @@ def _look_at(path: Path, arguments: argparse.Namespace, folder: Path) -> int:
     lines = path.with_name(LINES)
     try:
         with_lines = path.name == TRACE and lines.is_file()
-        report = analyse_trace(path, lines=lines if with_lines else None)
+        report = analyse_trace(
+            path, lines=lines if with_lines else None, progress=_progress_of(path)
+        )
     except (TraceError, OSError) as error:
         return fail(str(error), DAMAGED)
     page = folder / PAGE if hasattr(arguments, "out") else path.with_name(f"{path.name}.html")
     return _deliver(report, arguments, page)
+
+
+def _progress_of(path: Path) -> Callable[[float], None]:
+    """Return what says now and then, on stderr, how far a large file has been read."""
+    said = [time.monotonic()]
+
+    def tell(part: float) -> None:
+        if time.monotonic() - said[0] >= _SAID_EVERY_S:
+            said[0] = time.monotonic()
+            sys.stderr.write(f"reading {path.name}: {part:.0%}\n")
+
+    return tell
 
 
 def _deliver(report: ProfileReport, arguments: argparse.Namespace, page: Path) -> int:

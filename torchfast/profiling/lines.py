@@ -1,11 +1,12 @@
-"""The lines of the user's own calls, added to a trace.
+"""The lines that the user's code is at, added to a trace.
 
 torch.profiler notes calls with ``with_stack=True``, but those of all code and of every thread, for
 which it takes on the state of one thread after another when it begins; which line made a call is
-only in a tree of events that torch does not document. Here Python's own hook notes the calls of one
-thread, the one that makes the steps, and of these only what the user's code calls. The lines are
-written into the trace as events of their own: any viewer shows them, and `torchfast` reads them
-back to say which line made the host wait.
+only in a tree of events that torch does not document, and what is no call (``tokens[mask]``,
+``a @ b``) has no line at all. Here Python's own hook for debuggers notes the lines of one thread,
+the one that makes the steps, and only within the user's code. They are written into the trace as
+events of their own: any viewer shows them, and `torchfast` reads them back to say which line made
+the host wait.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from torchfast.profiling.places import is_users
 from torchfast.profiling.trace import LINE
@@ -26,24 +28,28 @@ from torchfast.profiling.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 
-# A loop in Python that makes a call for each number could fill any file.
+TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
+
+# A loop in Python over numbers could fill any file.
 _MOST: Final = 300_000
 # What follows the events: the name of the trace, which may be a long path, and the clock.
 _TAIL: Final = 1 << 16
 
 
 @final
-class CallLines:
-    """What the user's code calls on this thread: from which line, and from when to when.
+class UserLines:
+    """Which line of the user's code this thread is at, from when to when.
 
-    It stands where `sys.setprofile` has one place, so a profiler that is there already is left
-    alone, and nothing is noted. Times are those of the clock of the system, as in the trace.
+    It stands where `sys.settrace` has one place, so a debugger that is there already is left
+    alone, and nothing is noted. Times are those of the clock of the system, as in the trace. A line
+    that was begun before is not noted: all that is seen happens in it.
     """
 
     def __init__(self) -> None:
         self._noted: list[tuple[str, int, int, int]] = []  # file, line, begin and end in ns
-        # The calls that have not returned; without a file where the caller is not the user's.
-        self._open: list[tuple[str | None, int, int]] = []
+        self._open: dict[FrameType, tuple[str, int, int]] = {}  # file, line and begin
+        self._entered: list[FrameType] = []  # that ran already at the start
+        self._begun: FrameType | None = None  # the last that began, until it is at a line
         self._files: dict[CodeType, str | None] = {}
         self._prefixes = _prefixes()
         self._is_on = False
@@ -52,20 +58,31 @@ class CallLines:
 
     def start(self) -> bool:
         """Begin; return whether there was room for it."""
-        if sys.getprofile() is not None:
+        if sys.gettrace() is not None:
             return False
         self._is_on = True
-        sys.setprofile(self._note)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if self._file_of(frame.f_code) is not None and frame.f_trace is None:
+                frame.f_trace = self._note
+                self._entered.append(frame)
+            frame = frame.f_back
+        sys.settrace(self._enter)
         return True
 
     def stop(self) -> None:
-        """End; a call that has not returned by now is not noted."""
+        """End; a line that is not over by now is not noted."""
         if not self._is_on:
             return
         self._is_on = False
-        # Where another thread ends it, or another profiler took the place, the hook ends by itself.
-        if sys.getprofile() == self._note:
-            sys.setprofile(None)
+        # Where another thread ends it, or a debugger took the place, the hook ends by itself.
+        if sys.gettrace() == self._enter:
+            sys.settrace(None)
+        for frame in self._entered:
+            if frame.f_trace == self._note:
+                frame.f_trace = None
+        self._entered.clear()
+        self._open.clear()
 
     def write_into(self, path: Path) -> int:
         """Write the lines into the trace of the same steps, in place and not compressed.
@@ -105,29 +122,33 @@ class CallLines:
             "dur": (end - begin) / 1e3,
         }
 
-    def _note(self, frame: FrameType, event: str, _: object) -> None:
-        """Note a call or its end; this runs at each of either, of whosever code."""
+    def _enter(self, frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        """Look at a frame that begins, of whosever code; lines are told of the user's only."""
+        if self._file_of(frame.f_code) is not None:
+            return self._note(frame, event, None)
         if not self._is_on:
-            sys.setprofile(None)
-            return
-        if event == "call" or event == "c_call":
-            caller = frame if event == "c_call" else frame.f_back
-            file = None if caller is None else self._file_of(caller.f_code)
-            if file is None or caller is None:
-                self._open.append((None, 0, 0))
-            else:
-                self._open.append((file, caller.f_lineno, time.time_ns()))
-            return
-        # What was called before the start returns as well, and only when nothing else is open.
-        if not self._open:
-            return
-        file, line, begin = self._open.pop()
-        if file is None:
-            return
-        self._noted.append((file, line, begin, time.time_ns()))
-        if len(self._noted) >= _MOST:
-            self._is_on = False
-            sys.setprofile(None)
+            sys.settrace(None)
+        return None
+
+    def _note(self, frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        """Note that a frame goes to another line, or ends."""
+        now = time.time_ns()
+        if not self._is_on:
+            sys.settrace(None)
+            return None
+        if event == "exception":  # what handles it has a line, or the frame ends
+            return self._note
+        was = self._open.pop(frame, None)
+        # A frame begins at its `def`, and a generator goes on where it stands: then a line follows.
+        if was is not None and not (frame is self._begun and event == "line"):
+            self._noted.append((*was, now))
+            if len(self._noted) >= _MOST:
+                self.stop()
+                return None
+        self._begun = frame if event == "call" else None
+        if event != "return" and (file := self._file_of(frame.f_code)) is not None:
+            self._open[frame] = (file, frame.f_lineno, time.time_ns())
+        return self._note
 
     def _file_of(self, code: CodeType) -> str | None:
         """Return the file of the user's code as traces name it; None for that of a library."""

@@ -221,8 +221,8 @@ def _work(report: ProfileReport) -> Iterator[str]:
                     row.name,
                     row.dtype,
                     f"{row.total_us / 1e3:.3f}",
-                    f"{row.flops / 1e12:.1f}",
-                    f"{row.intensity:.0f}",
+                    f"{row.flops / 1e12:.1f}" if row.is_known else "not known",
+                    f"{row.intensity:.0f}" if row.is_known else "not known",
                     row.bound,
                     "" if math.isnan(row.of_ceiling) else f"{row.of_ceiling:.0%}",
                 )

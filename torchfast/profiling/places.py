@@ -1,7 +1,7 @@
 """Which line of the user's code the host was in.
 
 A trace with Python frames names functions, not lines. `torchfast.profile` therefore takes a few
-steps more with Python frames, and adds the lines of the user's own calls to that trace (see
+steps more with Python frames, and adds the lines of the user's own code to that trace (see
 torchfast/profiling/lines.py). Frames make the host slow, so times are never taken from those steps:
 a wait is looked up there by what it is (which call, in which operator), not by when it was.
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Final, final
 
 from torchfast.profiling.trace import HostSpan, Trace
+from torchfast.profiling.trace_events import FORWARD_THREAD, SEQUENCE
 
 _FRAME: Final = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): ")
 # Packages whose frames are not the user's; the paths in a trace begin at the package.
@@ -94,6 +95,27 @@ class Places:
         for index in range(at, max(-1, at - 2000), -1):
             if spans[index].end >= moment:
                 return spans[index]
+        return None
+
+
+@final
+class Origins:
+    """The lines of the forward, for what the backward of one of its operators does."""
+
+    def __init__(self, trace: Trace, places: Places) -> None:
+        self._places = places
+        # An operator without a gradient has the number of the next that has: the last is it.
+        self._forward: dict[str, HostSpan] = {}
+        for span in trace.spans:
+            if span.facts and FORWARD_THREAD not in span.facts and SEQUENCE in span.facts:
+                self._forward[str(span.facts[SEQUENCE])] = span
+
+    def of(self, stack: Iterable[HostSpan]) -> str | None:
+        """Return the line of the operator whose backward is in a stack; None if none is."""
+        for span in stack:
+            if span.facts and FORWARD_THREAD in span.facts:
+                made = self._forward.get(str(span.facts.get(SEQUENCE)))
+                return self._places.at(made.thread, made.start) if made else None
         return None
 
 

@@ -32,7 +32,7 @@ from torchfast._core.arguments import check_flag, check_int, check_iterable, exp
 from torchfast._core.errors import TraceError
 from torchfast._core.rank_group import is_distributed
 from torchfast.profiling.ceilings import Ceilings, measure_ceilings
-from torchfast.profiling.lines import CallLines
+from torchfast.profiling.lines import UserLines
 from torchfast.profiling.report import ProfileReport, report_on
 from torchfast.profiling.trace import read_trace
 
@@ -133,7 +133,7 @@ class Profile:
         self._steps, self._warmup, self._lines = steps, warmup, lines
         self._memory, self._shapes, self._ceilings = memory, shapes, ceilings
         self._running: torch.profiler.profile | None = None
-        self._calls: CallLines | None = None
+        self._calls: UserLines | None = None
         self._first_noted = self._end_of_stretch = 0
         self._num_measured = 0
         self._stretch = ""
@@ -284,10 +284,10 @@ class Profile:
             self._running.start()
 
     def _note_lines(self) -> None:
-        self._calls = CallLines()
+        self._calls = UserLines()
         if not self._calls.start():
             self._remarks.append(
-                "the lines of calls are not known: another profiler holds sys.setprofile"
+                "the lines of the code are not known: a debugger holds sys.settrace"
             )
 
     def _end_stretch(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -22,7 +23,7 @@ from torchfast.profiling.places import Places
 from torchfast.profiling.roofline import RooflineRow, roofline
 from torchfast.profiling.table import table_of
 from torchfast.profiling.trace import Trace, read_trace
-from torchfast.profiling.verdict import Verdict, judge
+from torchfast.profiling.verdict import Verdict, in_order, judge
 
 _MOST_ROWS = 20
 # Below this a step with a log line or a slow batch is a good part of all.
@@ -139,6 +140,7 @@ def analyse_trace(
     *,
     lines: str | os.PathLike[str] | None = None,
     ceilings: Ceilings | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> ProfileReport:
     """Say where the time goes in a trace that torch.profiler wrote.
 
@@ -149,6 +151,7 @@ def analyse_trace(
         lines: A second trace of the same loop, with Python frames, for the lines of what is found;
             `torchfast.profile` takes it by itself. The first serves where it has frames.
         ceilings: What the device can do, for the roofline.
+        progress: Told now and then which part of the trace has been read, from 0 to 1.
 
     Returns:
         The verdict and all figures.
@@ -159,7 +162,7 @@ def analyse_trace(
 
     Synchronizes: Never.
     """
-    trace = read_trace(path)
+    trace = read_trace(path, progress=progress)
     lined = read_trace(lines) if lines is not None else trace
     return report_on(trace, lined, ceilings)
 
@@ -173,9 +176,10 @@ def report_on(
     """Return the report on a trace that was read; `measure_trace` says what `untraced_us` is."""
     figures = measure_trace(trace, untraced_us)
     findings = find_faults(trace, figures, lined)
+    verdict = judge(figures, findings)
     return ProfileReport(
-        verdict=judge(figures, findings),
-        findings=tuple(findings),
+        verdict=verdict,
+        findings=tuple(in_order(findings, verdict)),
         figures=figures,
         trace=trace,
         memory=tuple(memory_use(trace)),

@@ -3,35 +3,34 @@
 The shapes of an operator's inputs tell how many operations it has to do and how many bytes it has
 to move at least. The quotient, its intensity, says which ceiling holds for it: with few operations
 for each byte it is the memory's, with many the arithmetic's. What it reached, over that ceiling, is
-how much of the device it used. Only operators whose cost follows from their shapes are placed:
-products and attention in the forward pass, products in the backward pass.
+how much of the device it used. Only operators whose cost follows from their inputs are placed:
+products, convolutions and attention, forward and backward. Of the same kernels in the replay of a
+CUDA graph, or made by torch.compile, the trace has no shapes: their time is told, and that the rest
+is not known.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, final
 
 from torchfast.profiling.ceilings import Ceilings
 from torchfast.profiling.figures import Figures
-from torchfast.profiling.kernels import tensor_cores
+from torchfast.profiling.kernels import ARITHMETIC, category, tensor_cores
+from torchfast.profiling.operator_costs import ATTENTION, Cost, cost_of, first_type, is_shape
+from torchfast.profiling.projection import Launched
 from torchfast.profiling.trace import HostSpan
 
-_BYTES: Final = {
-    "float": 4,
-    "double": 8,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "c10::Float8_e4m3fn": 1,
-    "c10::Float8_e5m2": 1,
+_TYPES: Final = {
+    "float": "float32",
+    "c10::BFloat16": "bfloat16",
+    "c10::Half": "float16",
+    "c10::Float8_e4m3fn": "float8_e4m3fn",
+    "c10::Float8_e5m2": "float8_e5m2",
 }
-_ATTENTION: Final = "aten::_scaled_dot_product_"
-_TYPES: Final = {"float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
-
-Shapes = Sequence[Sequence[int]]
 
 
 @final
@@ -42,11 +41,12 @@ class RooflineRow:
     Attributes:
         name: The operator and its shapes.
         dtype: The type that its arithmetic has: ``"tf32"`` where float32 ran on tensor cores.
-        num: How many times it ran.
+        num: How many times it ran; of what is not known, how many kernels.
         total_us: The time of its kernels in all.
-        flops: Operations a second that it reached.
-        bytes_a_second: The bytes that it had to move at least, a second.
-        intensity: Operations for each of those bytes.
+        flops: Operations a second that it reached; NaN where the trace does not tell, as in the
+            replay of a CUDA graph.
+        bytes_a_second: The bytes that it had to move at least, a second; NaN likewise.
+        intensity: Operations for each of those bytes; NaN likewise.
         bound: ``"compute"`` or ``"bandwidth"``; empty without ceilings.
         of_ceiling: What it reached of the ceiling that holds for it; NaN without ceilings, and for
             attention, whose operations are counted as if nothing were masked.
@@ -64,23 +64,33 @@ class RooflineRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        known = asdict(self)
-        known["of_ceiling"] = None if math.isnan(self.of_ceiling) else self.of_ceiling
-        return known
+        return {
+            name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in asdict(self).items()
+        }
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the trace tells what it had to do."""
+        return not math.isnan(self.flops)
 
 
 def roofline(figures: Figures, ceilings: Ceilings | None, most: int = 20) -> list[RooflineRow]:
-    """Return the operators that took most time, against the ceilings if there are any."""
+    """Return the operators that took most time, against the ceilings if there are any.
+
+    Behind them stands the time of kernels of that kind of which nothing else is known.
+    """
+    unknown: dict[str, list[float]] = defaultdict(list)
     times: dict[tuple[str, str], float] = defaultdict(float)
     calls: dict[tuple[str, str], set[tuple[str, float]]] = defaultdict(set)
-    cost: dict[tuple[str, str], tuple[float, float]] = {}
+    cost: dict[tuple[str, str], Cost] = {}
     for each in figures.launched:
         if each.work.kind != "kernel":
             continue
         # The innermost operator with a known cost: aten::linear calls aten::addmm.
         for span in reversed(each.stack):
             if span.kind == "op" and (found := cost_of(span)) is not None:
-                dtype = _TYPES.get(_first_type(span), _first_type(span))
+                dtype = _TYPES.get(first_type(span), first_type(span))
                 if dtype == "float32" and tensor_cores(each.work.name) == "yes":
                     dtype = "tf32"
                 key = (_label(span), dtype)
@@ -88,19 +98,41 @@ def roofline(figures: Figures, ceilings: Ceilings | None, most: int = 20) -> lis
                 calls[key].add((span.thread, span.start))
                 cost[key] = found
                 break
+        else:
+            if category(each.work.name) in ARITHMETIC:
+                unknown[_where(each)].append(each.work.end - each.work.start)
     rows = [_row(key, times[key], len(calls[key]), cost[key], ceilings) for key in times]
-    return sorted(rows, key=lambda row: -row.total_us)[:most]
+    rows = sorted(rows, key=lambda row: -row.total_us)[:most]
+    return rows + [_unknown(name, times) for name, times in sorted(unknown.items())]
+
+
+def _where(each: Launched) -> str:
+    if each.phase == "replay":
+        return "in replays of CUDA graphs"
+    return "in compiled kernels" if each.work.name.startswith("triton") else "of other operators"
+
+
+def _unknown(name: str, times: Sequence[float]) -> RooflineRow:
+    return RooflineRow(
+        name=name,
+        dtype="",
+        num=len(times),
+        total_us=sum(times),
+        flops=math.nan,
+        bytes_a_second=math.nan,
+        intensity=math.nan,
+    )
 
 
 def _row(
-    key: tuple[str, str], us: float, num: int, cost: tuple[float, float], ceilings: Ceilings | None
+    key: tuple[str, str], us: float, num: int, cost: Cost, ceilings: Ceilings | None
 ) -> RooflineRow:
     seconds = max(us, 1e-3) / 1e6
-    flops, moved = cost[0] * num / seconds, cost[1] * num / seconds
-    intensity = cost[0] / max(cost[1], 1.0)
+    flops, moved = cost.operations * num / seconds, cost.num_bytes * num / seconds
+    intensity = cost.operations / max(cost.num_bytes, 1.0)
     bound, part = "", math.nan
     # How much of an attention its mask leaves out the shapes do not tell: a causal one does half.
-    is_placed = not key[0].startswith(_ATTENTION)
+    is_placed = not key[0].startswith(ATTENTION)
     if ceilings is not None and key[1] in ceilings.flops and is_placed:
         by_memory = intensity * ceilings.bytes_a_second
         bound = "compute" if ceilings.flops[key[1]] < by_memory else "bandwidth"
@@ -118,52 +150,6 @@ def _row(
     )
 
 
-def cost_of(span: HostSpan) -> tuple[float, float] | None:
-    """Return operations, and bytes moved at least, of an operator whose shapes tell them.
-
-    Example:
-        >>> facts = {"Input Dims": [[2, 3], [3, 4]], "Input type": ["float", "float"]}
-        >>> cost_of(HostSpan("aten::mm", "op", 0, 1, "1", facts))
-        (48.0, 104.0)
-    """
-    facts: Mapping[str, Any] = span.facts or {}
-    try:
-        shapes = [[int(n) for n in s] for s in facts["Input Dims"] if _is_shape(s)]
-        sizes = _numbers(span.name, shapes)
-        if sizes is None:
-            return None
-        operations, elements = sizes
-        return float(operations), float(elements * _BYTES.get(_first_type(span), 4))
-    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
-        return None
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(n, int) for n in value)
-
-
-def _numbers(name: str, shapes: Shapes) -> tuple[int, int] | None:
-    """Return operations and elements read and written."""
-    if name in ("aten::addmm", "aten::baddbmm"):
-        shapes = shapes[-2:]  # before them stands the bias
-    if name in ("aten::mm", "aten::addmm"):
-        (m, k), (_, n) = shapes[0], shapes[1]
-        return 2 * m * n * k, m * k + k * n + m * n
-    if name in ("aten::bmm", "aten::baddbmm"):
-        (b, m, k), (_, _, n) = shapes[0], shapes[1]
-        return 2 * b * m * n * k, b * (m * k + k * n + m * n)
-    if name.startswith(_ATTENTION) and "backward" not in name:
-        (*batch, queries, width), (*_, keys, _) = shapes[0], shapes[1]
-        b = math.prod(batch)
-        return 4 * b * queries * keys * width, 2 * b * width * (queries + keys)
-    return None
-
-
-def _first_type(span: HostSpan) -> str:
-    types = [t for t in (span.facts or {}).get("Input type", []) if t in _BYTES]
-    return str(types[0]) if types else "float"
-
-
 def _label(span: HostSpan) -> str:
-    shapes = [s for s in (span.facts or {}).get("Input Dims", []) if _is_shape(s)]
+    shapes = [s for s in (span.facts or {}).get("Input Dims", []) if is_shape(s)]
     return f"{span.name} {' '.join('x'.join(map(str, s)) for s in shapes[:3])}"

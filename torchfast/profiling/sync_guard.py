@@ -26,7 +26,8 @@ import torch
 
 from torchfast._core.arguments import check_choice, check_int, explain_keywords
 from torchfast._core.errors import ClosedError, HostSyncError
-from torchfast._core.syncs import WATCH, SyncPlace
+from torchfast._core.sync_places import SyncPlace
+from torchfast._core.syncs import WATCH
 from torchfast.profiling.sync_report import SyncAccount, SyncReport, describe, row_of
 
 logger = logging.getLogger(__name__)

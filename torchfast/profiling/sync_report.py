@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import final
 
 from torchfast._core.sync_calls import remedy_for
-from torchfast._core.syncs import SyncPlace
+from torchfast._core.sync_places import SyncPlace
 
 # What a tensor that is on the host by now is asked for next; on a machine without CUDA, where
 # .cpu() gives the tensor itself, that is no second wait.
@@ -30,6 +30,8 @@ class HostSync:
             ``"boolean mask"``, ``"pageable copy"``, ``"synchronize"``, ...; ``"other"`` for a wait
             that torch reported from C++.
         via: The part of torch that the line called and that waited; empty if the line itself did.
+        during: What ran it, of what runs between the steps of ``fit``: ``"callbacks"``,
+            ``"loader"``, ``"transform"``, ``"count_items"``; empty for a step.
         count: How often.
         num_timed: How often the time is known; not of waits of kind ``"other"``.
         total_ms: Host milliseconds that the calls took, the wait and the call's own work.
@@ -43,6 +45,7 @@ class HostSync:
     function: str
     kind: str
     via: str
+    during: str
     count: int
     num_timed: int
     total_ms: float
@@ -117,7 +120,9 @@ def describe(row: HostSync) -> str:
     """Return kind, place and source text of a row."""
     via = f" (in {row.via})" if row.via else ""
     source = f": {row.source}" if row.source else ""
-    return f"{row.kind}{via} at {Path(row.file).name}:{row.line}, in {row.function}{source}"
+    during = f" (of {row.during})" if row.during else ""
+    place = f"{Path(row.file).name}:{row.line}, in {row.function}{during}"
+    return f"{row.kind}{via} at {place}{source}"
 
 
 def row_of(place: SyncPlace, tally: Tally | None = None) -> HostSync:
@@ -130,6 +135,7 @@ def row_of(place: SyncPlace, tally: Tally | None = None) -> HostSync:
         function=place.function,
         kind=place.kind,
         via=place.via,
+        during=place.during,
         count=tally.count,
         num_timed=tally.num_timed,
         total_ms=tally.total_ms,

@@ -187,12 +187,15 @@ def _memory(report: ProfileReport) -> Iterator[str]:
 
 
 def _roofline(report: ProfileReport) -> Iterator[str]:
-    rows = report.roofline[:_ROWS]
-    if not rows:
+    known = [row for row in report.roofline if row.is_known]
+    unknown = [row for row in report.roofline if not row.is_known]
+    if not report.roofline:
         return
     yield ""
     yield "products and attention                                   ms  TFLOP/s   GB/s  of ceiling"
-    for row in rows:
+    for row in unknown:
+        yield f"  {row.name:<50} {row.total_us / 1e3:>7.3f}  not known: the trace has no shapes"
+    for row in known[:_ROWS]:
         part = "" if math.isnan(row.of_ceiling) else f"{row.of_ceiling:.0%} {row.bound}"
         yield (
             f"  {row.name[:40]:<40} {row.dtype:<9} {row.total_us / 1e3:>7.3f} "

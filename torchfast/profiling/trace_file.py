@@ -29,6 +29,9 @@ _LONGEST_EVENT: Final = 1 << 26
 _LONGEST_WORD: Final = 12
 _GZIP: Final = b"\x1f\x8b"
 _ANY_GZIP: Final = zlib.MAX_WBITS | 16
+# Between two events; and how many braces from the end may belong to one event.
+_LONGEST_GAP: Final = 32
+_TRIES: Final = 64
 # Part of the message on a file that is no JSON.
 _TOO_DEEP: Final = "it is nested too deeply"
 _SPACE: Final = " \t\r\n"
@@ -58,19 +61,35 @@ class TraceFile:
         self.path = Path(path)
         self.header: dict[str, Any] = {}
         self.remarks: list[str] = []
+        self._num_read = 0
         if self.path.stat().st_size == 0:
             raise TraceError(f"{self.path} is empty: the run ended before it wrote its trace")
 
+    @property
+    def part_read(self) -> float:
+        """Which part of the file has been read, from 0 to 1."""
+        return self._num_read / max(self.path.stat().st_size, 1)
+
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield each event as a dict; a second call reads the file again."""
-        self.header, self.remarks = {}, []
+        for events in self.event_lists():
+            yield from events
+
+    def event_lists(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield the events, as many at a time as a piece of the file holds."""
+        self.header, self.remarks, self._num_read = {}, [], 0
         with self.path.open("rb") as raw:
-            text = _Text(_pieces(raw))
+            text = _Text(self._counted(raw))
             if not self._find_events(text):
                 return
             yield from self._list(text)
             if text.cut_short:
                 self._remark_cut()
+
+    def _counted(self, raw: IO[bytes]) -> Iterator[str]:
+        for piece in _pieces(raw):
+            self._num_read = raw.tell()
+            yield piece
 
     def _find_events(self, text: _Text) -> bool:
         """Read up to the first event; False if the file ends before."""
@@ -111,9 +130,12 @@ class TraceFile:
             f"{', '.join(sorted(self.header)[:5]) or 'nothing'}); {_REMEDY}"
         )
 
-    def _list(self, text: _Text) -> Iterator[dict[str, Any]]:
+    def _list(self, text: _Text) -> Iterator[list[dict[str, Any]]]:
         number = 0
         while True:
+            if many := text.values():
+                number += len(many)
+                yield [event for event in many if isinstance(event, dict)]
             following = text.peek(_SEPARATORS)
             if following == "]":
                 return
@@ -133,7 +155,7 @@ class TraceFile:
                 return
             number += 1
             if isinstance(event, dict):
-                yield event
+                yield [event]
 
     def _not_json(self, error: ValueError) -> TraceError:
         return TraceError(f"{self.path} is not a whole JSON file ({error}); {_REMEDY}")
@@ -179,6 +201,8 @@ class _Text:
         self._decode: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder(
             strict=False
         ).raw_decode
+        self._decode_list: Callable[[str], Any] = json.JSONDecoder(strict=False).decode
+        self._is_tried = False
         self.cut_short = False
 
     def peek(self, skipped: str) -> str:
@@ -220,6 +244,32 @@ class _Text:
             self._at = end
             return value
 
+    def values(self) -> list[Any]:
+        """Decode the values of a list that are held as a whole, all at once; [] if that fails.
+
+        Decoded one by one they take several times as long.
+        """
+        if self._is_tried or self.peek(_SEPARATORS) in ("", "]"):
+            return []
+        self._is_tried = True  # until more is held
+        held, at, end = self._held, self._at, len(self._held)
+        for _ in range(_TRIES):
+            end = held.rfind("{", at, end)
+            if end <= at:
+                return []
+            before = held[max(at, end - _LONGEST_GAP) : end].rstrip(_SPACE)
+            if before.endswith(",") and before[:-1].rstrip(_SPACE).endswith("}"):
+                break
+        else:
+            return []
+        # That was the comma before a value, or before one within a value; the latter is no JSON.
+        try:
+            found: list[Any] = self._decode_list(f"[{held[at:end].rstrip(_SEPARATORS)}]")
+        except (ValueError, RecursionError):
+            return []
+        self._at = end
+        return found
+
     def _is_wrong(self, error: json.JSONDecodeError) -> bool:
         """Return whether more text would not help: the error is not at the end of what is held."""
         unterminated = error.msg.startswith("Unterminated string")
@@ -234,4 +284,5 @@ class _Text:
             return False
         self._held = self._held[self._at :] + piece
         self._at = 0
+        self._is_tried = False
         return True

@@ -157,6 +157,12 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
     return _verdict(name, evidence, _text(name, f, classes), findings)
 
 
+def in_order(findings: Sequence[Finding], verdict: Verdict) -> list[Finding]:
+    """Return findings in the order in which they matter: those first that the verdict speaks of."""
+    first = _KINDS.get(verdict.name, ())
+    return sorted(findings, key=lambda finding: finding.kind not in first)
+
+
 def _judge_host(figures: Figures, findings: Sequence[Finding]) -> Verdict:
     f = figures
     waiting = f.host_phases.get("data_wait", 0.0)

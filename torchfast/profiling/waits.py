@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from torchfast.profiling.gaps import Gap, is_sync
 from torchfast.profiling.intervals import Interval
 from torchfast.profiling.kernels import copy_direction, is_pageable_copy
-from torchfast.profiling.places import Places, most_common
+from torchfast.profiling.places import Origins, Places, most_common
 from torchfast.profiling.playback import Wait
 from torchfast.profiling.projection import Launched, host_stacks
 from torchfast.profiling.trace import HostCall, HostSpan, Trace
@@ -102,8 +102,13 @@ def wait_sites(
     waited_us = sum(call.end - call.start for call, _ in waits)
     lines: dict[Site, list[str | None]] = defaultdict(list)
     if lined is not None and (places := Places(lined)):
-        for call, site in _waits(lined):
-            lines[site].append(places.at(call.thread, (call.start + call.end) / 2))
+        origins = Origins(lined, places)
+        calls = waits_of(lined)
+        stacks = host_stacks(lined, calls)
+        for call in calls:
+            stack = stacks.get(call, ())
+            line = origins.of(stack) or places.at(call.thread, (call.start + call.end) / 2)
+            lines[_site(call, stack)].append(line)
     idle: dict[Site, float] = defaultdict(float)
     by_start = {(call.thread, call.start): site for call, site in waits}
     for gap in gaps:

@@ -1,4 +1,4 @@
-"""The lines of the user's calls: which are noted, from when to when, and what is left alone."""
+"""The lines that the user's code is at: from when to when, and what is left alone."""
 
 import inspect
 import json
@@ -13,7 +13,7 @@ import torch
 import torchfast
 from synthetic_trace import SyntheticTrace
 from torchfast.profiling import lines as module
-from torchfast.profiling.lines import CallLines
+from torchfast.profiling.lines import UserLines
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def noted(tmp_path):
     """A function that runs another with its calls noted, and returns ``{line: [(begin, end)]}``."""
 
     def run(function):
-        lines = CallLines()
+        lines = UserLines()
         assert lines.start()
         try:
             function()
@@ -60,19 +60,49 @@ def outer():
     time.sleep(0.01)
 
 
-def test_calls_of_python_and_of_c_have_their_lines_and_nest(noted):
+def test_lines_nest_as_calls_do(noted):
     found = noted(outer)
 
     def span(function, text):
-        return found["test_call_lines.py", line_of(function, text)]
+        (one,) = found["test_user_lines.py", line_of(function, text)]
+        return one
 
-    ((begin, end),) = span(outer, "inner()")
-    inside = span(inner, "torch.ones")
-    assert len(inside) == 3  # ones, sum, item
-    assert all(begin <= first <= last <= end for first, last in inside)
-    ((slept, woke),) = span(outer, "time.sleep")
+    begin, end = span(outer, "inner()")
+    first, last = span(inner, "torch.ones")
+    assert begin <= first <= last <= end
+    slept, woke = span(outer, "time.sleep")
     assert woke - slept >= 10_000
-    assert slept >= end
+    assert slept >= last
+
+
+def picks(tokens, mask):
+    chosen = mask > 0
+    taken = tokens[chosen]
+    tokens[chosen] = 2 * taken
+    return tokens @ tokens.T
+
+
+def test_what_is_no_call_has_its_line(noted):
+    tokens, mask = torch.ones(4, 4), torch.tensor([1, 0, 1, 0])
+    found = noted(lambda: picks(tokens, mask))
+    for text in ("mask > 0", "tokens[chosen]", "2 * taken", "tokens @"):
+        assert len(found["test_user_lines.py", line_of(picks, text)]) == 1
+
+
+def test_a_frame_that_runs_already_has_the_lines_to_come(tmp_path):
+    lines = UserLines()
+    assert lines.start()
+    total = torch.ones(3) + 1  # begun after
+    lines.stop()
+    path = tmp_path / "trace.json"
+    SyntheticTrace().write(path)
+    lines.write_into(path)
+    names = [e["name"] for e in json.loads(path.read_text())["traceEvents"]]
+    text = "total = torch"
+    here = line_of(test_a_frame_that_runs_already_has_the_lines_to_come, text)
+    assert sum(name.endswith(f"test_user_lines.py:{here}") for name in names) == 1
+    assert sys._getframe().f_trace is None
+    assert total.sum() == 6
 
 
 def test_what_a_library_calls_is_not_noted(noted):
@@ -84,10 +114,10 @@ def test_what_a_library_calls_is_not_noted(noted):
 
     found = noted(step)
 
-    mine = {line: spans for (file, line), spans in found.items() if file == "test_call_lines.py"}
+    mine = {line: spans for (file, line), spans in found.items() if file == "test_user_lines.py"}
     assert len(mine.pop(line_of(step, "model(batch)"))) == 1
-    assert set(found) - {("test_call_lines.py", line) for line in mine} <= {
-        ("test_call_lines.py", line_of(step, "model(batch)"))
+    assert set(found) - {("test_user_lines.py", line) for line in mine} <= {
+        ("test_user_lines.py", line_of(step, "model(batch)"))
     }
 
 
@@ -112,38 +142,41 @@ def goes_on():
 def test_generators_and_exceptions_keep_the_order(noted):
     found = noted(goes_on)
 
-    assert len(found["test_call_lines.py", line_of(goes_on, "abs(-1)")]) == 3
-    assert len(found["test_call_lines.py", line_of(goes_on, "fails()")]) == 1
-    assert len(found["test_call_lines.py", line_of(goes_on, "abs(-3)")]) == 1
-    # Each generator is entered three times, and once more to end.
-    assert len(found["test_call_lines.py", line_of(goes_on, "in counting()")]) >= 4
+    assert len(found["test_user_lines.py", line_of(goes_on, "abs(-1)")]) == 3
+    assert len(found["test_user_lines.py", line_of(goes_on, "fails()")]) == 1
+    assert len(found["test_user_lines.py", line_of(goes_on, "abs(-3)")]) == 1
+    assert len(found["test_user_lines.py", line_of(goes_on, "in counting()")]) == 4
+    # A generator is entered three times, and once more to end.
+    assert len(found["test_user_lines.py", line_of(counting, "yield from")]) == 4
+    # Where a function begins, nothing runs yet.
+    assert ("test_user_lines.py", line_of(fails, "def fails")) not in found
 
 
-def test_a_profiler_that_is_there_is_left_alone():
+def test_a_debugger_that_is_there_is_left_alone():
     calls = []
 
     def mine(frame, event, _):
         calls.append(event)
 
-    lines = CallLines()
-    sys.setprofile(mine)
+    lines = UserLines()
+    sys.settrace(mine)
     try:
         started = lines.start()
         lines.stop()
-        held = sys.getprofile()
+        held = sys.gettrace()
     finally:
-        sys.setprofile(None)
+        sys.settrace(None)
     assert not started
     assert held is mine
 
 
 def test_one_that_takes_the_place_is_left_alone():
-    lines = CallLines()
+    lines = UserLines()
     assert lines.start()
-    sys.setprofile(print_nothing)
+    sys.settrace(print_nothing)
     lines.stop()
-    held = sys.getprofile()
-    sys.setprofile(None)
+    held = sys.gettrace()
+    sys.settrace(None)
 
     assert held is print_nothing
 
@@ -153,7 +186,7 @@ def print_nothing(frame, event, argument):
 
 
 def test_another_thread_can_end_it():
-    lines = CallLines()
+    lines = UserLines()
     assert lines.start()
     thread = threading.Thread(target=lines.stop)
     thread.start()
@@ -161,7 +194,7 @@ def test_another_thread_can_end_it():
 
     abs(-1)  # the hook ends at the next call that it notes
 
-    assert sys.getprofile() is None
+    assert sys.gettrace() is None
 
 
 def test_a_loop_of_many_calls_fills_no_file(monkeypatch, noted):
@@ -174,17 +207,17 @@ def test_a_loop_of_many_calls_fills_no_file(monkeypatch, noted):
     found = noted(loop)
 
     assert sum(len(spans) for spans in found.values()) == 10
-    assert sys.getprofile() is None
+    assert sys.gettrace() is None
 
 
 def test_a_worker_that_is_forked_notes_nothing():
-    lines = CallLines()
+    lines = UserLines()
     lines.start()
     child = os.fork()
     if child == 0:
         try:
             abs(-1)
-            os._exit(0 if sys.getprofile() is None else 1)
+            os._exit(0 if sys.gettrace() is None else 1)
         finally:
             os._exit(2)
     _, status = os.waitpid(child, 0)
@@ -197,7 +230,7 @@ FORKING = """
 import os, sys
 
 def later():
-    return sys.getprofile() is None
+    return sys.gettrace() is None
 
 def forked():
     child = os.fork()
@@ -211,7 +244,7 @@ def forked():
 def test_a_worker_of_libraries_alone_goes_on_without_the_hook():
     library = {}
     exec(compile(FORKING, "/lib/site-packages/library.py", "exec"), library)
-    lines = CallLines()
+    lines = UserLines()
     assert lines.start()
     _, status = os.waitpid(library["forked"](), 0)
     lines.stop()
@@ -227,7 +260,7 @@ def test_threads_of_others_are_not_touched(tmp_path):
 
     def other():
         while not is_over.wait(0.0005):
-            hooks.add(sys.getprofile())
+            hooks.add(sys.gettrace())
 
     threads = [threading.Thread(target=other) for _ in range(3)]
     for thread in threads:
@@ -236,7 +269,7 @@ def test_threads_of_others_are_not_touched(tmp_path):
         with torchfast.profile(tmp_path, steps=1, warmup=1) as profiling:
             for batch in profiling.iterate(batches):
                 model(batch).sum().backward()
-                on_main.add(sys.getprofile() is not None)
+                on_main.add(sys.gettrace() is not None)
                 time.sleep(0.01)
     finally:
         is_over.set()
@@ -245,18 +278,18 @@ def test_threads_of_others_are_not_touched(tmp_path):
 
     assert hooks == {None}
     assert on_main == {False, True}
-    assert sys.getprofile() is None
+    assert sys.gettrace() is None
 
 
 def test_the_report_says_why_there_are_no_lines(tmp_path):
-    sys.setprofile(print_nothing)
+    sys.settrace(print_nothing)
     try:
         with torchfast.profile(tmp_path, steps=1, warmup=1) as profiling:
             for _ in profiling.iterate(range(20)):
                 torch.ones(3).sum()
     finally:
-        held = sys.getprofile()
-        sys.setprofile(None)
+        held = sys.gettrace()
+        sys.settrace(None)
 
     assert held is print_nothing
-    assert any("another profiler holds sys.setprofile" in r for r in profiling.report.remarks)
+    assert any("a debugger holds sys.settrace" in r for r in profiling.report.remarks)

@@ -4,9 +4,9 @@ Each way is put in force in turn, and the step's own forward and backward run on
 that the step is given. What was found is kept beside the compile cache, where one is named, and the
 next run begins with it.
 
-What is timed is launched kernel by kernel, also where a graph will hold the step later. So where
-launching is what takes the time, compiled code, which launches less, looks better than it will be
-in the graph.
+Where a graph will hold the step, what is timed are replays of graphs of its forward and backward:
+launched kernel by kernel, compiled code, which launches less, would look better or worse than it
+will be.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torchfast._core.blocks import find_blocks
 from torchfast.compiler import Compiled, CompileOptions
 from torchfast.compiler.candidates import Candidate, ModeChoice, mode_choices
 from torchfast.compiler.receipts import Receipt, ReceiptKey, find_receipt, save_receipt
+from torchfast.compiler.replays import Graphs
 from torchfast.compiler.search import search
 from torchfast.compiler.timeout import call_within
 
@@ -84,6 +85,7 @@ def search_mode(
     *,
     in_graph: bool,
     plan: str,
+    graphs: Graphs | None = None,
 ) -> Found:
     """Return the fastest way to compile that computes what eager does, in force.
 
@@ -97,6 +99,7 @@ def search_mode(
         device: Where.
         in_graph: Whether a graph will hold the step.
         plan: What else is done to the step, as text.
+        graphs: What captures the work as the step will be, where it will be.
 
     Numerics: State, gradients and generators are as before.
     Synchronizes: Often.
@@ -127,6 +130,7 @@ def search_mode(
             budget_s=options.budget_s,
             batch=batch,
             key=key,
+            graphs=graphs,
             call_within=call_within,
         )
     except BaseException:

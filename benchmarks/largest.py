@@ -1,0 +1,330 @@
+"""The largest batch, and the largest model, that one GPU trains: plain, and with levers on memory.
+
+    PYTHONPATH=. python benchmarks/largest.py [--searches batch model] [--levers plain recompute]
+        [--limit-s 600] [--limit-gb 40] [--size smoke] [--device cpu] [--out FILE]
+
+"batch" trains a Llama of 1.1 billion parameters on as many sequences at once as fit; "model" trains
+a wider Llama of as many layers as fit, on one sequence. Both have their head, their loss and AdamW
+with float32 parameters under bf16. A size fits if two whole steps of it do: the second one has the
+optimizer's state from the beginning. Sizes double until one does not fit, and are halved in between
+then. Each set of levers has a process of its own. One that dies, or is not done in time, counts as
+a size that does not fit, and the next size gets another process.
+
+``--limit-gb`` leaves a process only so much of the GPU. On a CPU it is what tensors may take.
+
+Each row is written as it comes. One whose search ran out of time says so: its figure is a lower
+bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.arms import parser_of, write_rows
+from benchmarks.simulated_memory import SimulatedMemory
+from benchmarks.workloads.definition import Batch, Size
+from benchmarks.workloads.llama import SIZES, Llama, LlamaSize
+from benchmarks.workloads.tokens import next_token_loss
+from torchfast import Plan, TrainStep
+from torchfast.losses import linear_cross_entropy
+
+STEPS = 2
+RESOLUTION = 0.03  # of the largest size, and never finer than one
+TRY_LIMIT_S = 120.0
+
+
+class Levers(NamedTuple):
+    """What is done about memory: fields of the plan, and whether logits are made in chunks."""
+
+    plan: dict[str, Any]
+    chunked_loss: bool = False
+
+
+LEVERS = {
+    "plain": Levers({}),
+    "low-bit": Levers({"optimizer": "adamw8bit"}),
+    "offload": Levers({"offload": "activations"}),
+    "recompute": Levers({"recompute": "blocks"}),
+    "recompute, offload": Levers({"recompute": "blocks", "offload": "activations"}),
+    "recompute, chunked loss": Levers({"recompute": "blocks"}, chunked_loss=True),
+    "recompute, chunked loss, low-bit": Levers(
+        {"recompute": "blocks", "optimizer": "adamw8bit"}, chunked_loss=True
+    ),
+    "recompute, chunked loss, offload of all": Levers(
+        {"recompute": "blocks", "offload": "all"}, chunked_loss=True
+    ),
+}
+WIDE = LlamaSize(1, 4096, 32, 8, 14336, vocabulary=32_000, batch=1, context=4096, lr=1e-4)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What grows.
+
+    Attributes:
+        size: The rest of the model and of its batch.
+        field: "batch" or "layers".
+        first: The size that is tried first.
+        most: The size from which on nothing larger is tried.
+    """
+
+    size: LlamaSize
+    field: str
+    first: int
+    most: int
+
+    def at(self, number: int) -> LlamaSize:
+        """Return the whole size."""
+        return self.size._replace(**{self.field: number})
+
+
+SEARCHES: dict[Size, dict[str, Search]] = {
+    "full": {
+        "batch": Search(SIZES["full"], "batch", first=4, most=1024),
+        "model": Search(WIDE, "layers", first=16, most=1024),
+    },
+    "smoke": {
+        "batch": Search(SIZES["smoke"], "batch", first=2, most=64),
+        "model": Search(SIZES["smoke"], "layers", first=2, most=64),
+    },
+}
+
+
+# -- One size, in a process of its own -------------------------------------------------------------
+
+
+def chunked_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy of the next token, without the logits."""
+    assert isinstance(model, Llama)
+    tokens, targets = batch
+    return linear_cross_entropy(
+        model.hidden(tokens).flatten(0, 1), model.output_weight, targets.flatten()
+    )
+
+
+@dataclass(frozen=True)
+class Try:
+    """What became of a size.
+
+    Attributes:
+        number: The size.
+        fits: Whether it does.
+        why: If not, why.
+        num_parameters: Of the model.
+        step_s: What the last step took.
+        peak_bytes: The most that tensors took.
+    """
+
+    number: int
+    fits: bool
+    why: str = ""
+    num_parameters: int = 0
+    step_s: float = 0.0
+    peak_bytes: int = 0
+
+
+def train(size: LlamaSize, levers: Levers, device: str) -> tuple[int, float]:
+    """Train some steps, and return the number of parameters and what the last step took."""
+    is_cuda = device == "cuda"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Llama(size)
+        tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1))
+    plan = Plan(precision="bf16" if is_cuda else "as_given", **levers.plan)
+    # A low-bit optimizer takes the place of the one that is built here, and knows no other form.
+    others = {} if "optimizer" in levers.plan else {"fused": True}
+    optimizer = partial(torch.optim.AdamW, lr=size.lr, **others)
+    loss_fn = chunked_loss if levers.chunked_loss else next_token_loss
+    step = TrainStep(model, optimizer, loss_fn, plan, max_grad_norm=1.0)
+    try:
+        batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        took = 0.0
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            loss = float(step(batch))
+            took = time.perf_counter() - start
+        if not math.isfinite(loss):
+            raise RuntimeError(f"the loss is {loss}")
+        return sum(parameter.numel() for parameter in model.parameters()), took
+    finally:
+        step.close()
+
+
+def tried(number: int, search: Search, levers: Levers, device: str, limit_gb: float | None) -> Try:
+    """Return whether a size fits, and free all that it took."""
+    is_cuda = device == "cuda"
+    simulated = None
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    elif limit_gb is not None:
+        simulated = SimulatedMemory(int(limit_gb * 1e9))
+    try:
+        with simulated or contextlib.nullcontext():
+            num_parameters, step_s = train(search.at(number), levers, device)
+    except torch.OutOfMemoryError as error:
+        why = str(error).splitlines()[0]
+        # Its frames hold the step.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        return Try(number, fits=False, why=why)
+    finally:
+        gc.collect()
+        if is_cuda:
+            torch.cuda.empty_cache()
+    peak = torch.cuda.max_memory_allocated() if is_cuda else getattr(simulated, "peak_bytes", 0)
+    return Try(number, True, "", num_parameters, step_s, peak)
+
+
+def serve(pipe: Connection, search: Search, name: str, device: str, limit_gb: float | None) -> None:
+    """Answer sizes with what became of them, until the other end is gone."""
+    if device == "cuda" and limit_gb is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total))
+    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+        while True:
+            pipe.send(tried(pipe.recv(), search, LEVERS[name], device, limit_gb))
+
+
+class Trier:
+    """Tries sizes in another process, and in a new one after one that died or hung.
+
+    Args:
+        arguments: Of `serve`, after the pipe.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def __call__(self, number: int, limit_s: float) -> Try:
+        """Return what became of a size."""
+        if self._pipe is None:
+            context = multiprocessing.get_context("spawn")
+            self._pipe, far_end = context.Pipe()
+            self._process = context.Process(target=serve, args=(far_end, *self._arguments))
+            self._process.start()
+            far_end.close()
+        self._pipe.send(number)
+        if not self._pipe.poll(limit_s):
+            self.stop()
+            return Try(number, fits=False, why=f"not done in {limit_s:.0f} s")
+        try:
+            answer: Try = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(5)
+            why = f"its process ended with {self._process.exitcode}"
+            self.stop()
+            return Try(number, fits=False, why=why)
+        return answer
+
+    def stop(self) -> None:
+        """End the process."""
+        if self._pipe is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+            self._pipe = None
+
+
+# -- The search ------------------------------------------------------------------------------------
+
+
+def sizes_to_try(
+    fits: Callable[[int], bool], first: int, most: int, resolution: float = RESOLUTION
+) -> Iterator[int]:
+    """Yield sizes until the largest that fits is known; ``fits`` answers for those yielded."""
+    low, high, number = 0, most + 1, min(first, most)
+    while high - low > max(1, int(low * resolution)):
+        yield number
+        if fits(number):
+            low = number
+        else:
+            high = number
+        number = (low + high) // 2 if high <= most else min(2 * low, most)
+
+
+def searched(name: str, search: Search, trier: Trier, deadline: float) -> dict[str, Any]:
+    """Return the row of one set of levers."""
+    tries: dict[int, Try] = {}
+    settled = True
+    sizes = sizes_to_try(lambda number: tries[number].fits, search.first, search.most)
+    for number in sizes:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            settled = False
+            break
+        tries[number] = trier(number, min(left_s, TRY_LIMIT_S))
+        settled &= left_s >= TRY_LIMIT_S or not tries[number].why.startswith("not done")
+        print(f"  {search.field} {number}: {tries[number].why or 'fits'}", flush=True)
+    good = [found for found in tries.values() if found.fits]
+    best = max(good, key=lambda found: found.number, default=None)
+    size = search.at(best.number if best else 1)
+    return {
+        "levers": name,
+        "shape": size._asdict(),
+        "largest": best.number if best else 0,
+        "settled": settled,
+        "num_parameters": best.num_parameters if best else None,
+        "peak_bytes": best.peak_bytes if best else None,
+        "tokens_per_s": size.batch * size.context / best.step_s if best else None,
+        "tries": [asdict(found) for found in tries.values()],
+    }
+
+
+def main() -> None:
+    """Search, print and write the figures."""
+    parser = parser_of(__doc__, rounds=1)
+    parser.add_argument("--size", choices=sorted(SEARCHES), default="full")
+    names = list(SEARCHES["full"])
+    parser.add_argument("--searches", nargs="+", choices=names, default=names)
+    parser.add_argument("--levers", nargs="+", choices=LEVERS, default=list(LEVERS))
+    parser.add_argument("--limit-gb", type=float, help="leave a process only so much memory")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="for all searches")
+    args = parser.parse_args()
+    args.block_s = None
+    if args.device == "cpu" and args.limit_gb is None:
+        sys.exit("on a CPU nothing is out of memory: give --limit-gb, such as 0.002")
+    orders = [(search, name) for search in args.searches for name in args.levers]
+    rows: list[dict[str, Any]] = []
+    ends_at = time.monotonic() + args.limit_s
+    for place, (kind, name) in enumerate(orders):
+        left_s = ends_at - time.monotonic()
+        # An equal share of what is left, so that the last ones get theirs.
+        deadline = time.monotonic() + left_s / (len(orders) - place)
+        print(f"{kind}: {name}", flush=True)
+        search = SEARCHES[args.size][kind]
+        trier = Trier(search, name, args.device, args.limit_gb)
+        try:
+            rows.append({"search": kind, **searched(name, search, trier, deadline)})
+        finally:
+            trier.stop()
+        print(line(rows[-1]), flush=True)
+        write_rows(args, rows, limit_gb=args.limit_gb)
+
+
+def line(found: dict[str, Any]) -> str:
+    """Return a row for the terminal."""
+    if not found["largest"]:
+        return "  nothing fits" if found["settled"] else "  nothing fitted in the time there was"
+    bound = "" if found["settled"] else "at least "
+    return (
+        f"  -> {bound}{found['largest']}: {found['num_parameters'] / 1e9:.3f}B parameters, "
+        f"{found['tokens_per_s']:,.0f} tokens/s, {found['peak_bytes'] / 1e9:.3f} GB"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Measured recipes in the whole step: what is not faster there goes back to bf16."""
+
+from __future__ import annotations
+
+import copy
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+import ranks
+from float8_models import (
+    MEASURED,
+    batches,
+    gpt,
+    gpt_without_batch_norm,
+    loss_fn,
+    step_timer_of,
+    timer_of,
+)
+from torchfast import Float8Options, Plan, Trainer
+from torchfast._core.compare import differences
+from torchfast.precision.float8_step import _BehindSleep
+
+SHAPES = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
+
+
+class Seen(list):
+    """What a timer has seen of a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+def trained(monkeypatch, plan, float8_ms, *, steps=3, seen=None, model=None):
+    monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(SHAPES))
+    monkeypatch.setattr(
+        "torchfast.precision.float8_step._on_device", step_timer_of(float8_ms, seen)
+    )
+    model = gpt() if model is None else model
+    torch.manual_seed(3)
+    trainer = Trainer(model, partial(optim.AdamW, lr=3e-3), loss_fn, plan, max_grad_norm=1.0)
+    losses = [float(trainer.step(batch)) for batch in batches(steps)]
+    return trainer, losses
+
+
+@pytest.mark.parametrize(
+    ("float8_ms", "kept"),
+    [
+        ([0.9, 0.91, 0.89], True),
+        ([1.0, 1.01, 0.99], True),
+        ([0.98, 1.015, 1.05], True),  # cannot be told, and not by more than 2 %
+        ([1.03, 1.031, 1.029], False),
+        ([1.01, 1.0101, 1.0102], False),  # surely slower
+        ([0.9, 1.03, 1.2], False),
+    ],
+)
+def test_a_step_that_is_slower_in_float8_stays_in_bf16(monkeypatch, float8_ms, kept):
+    trainer, _ = trained(monkeypatch, Plan(precision=MEASURED), float8_ms)
+    report = str(trainer.report())
+    assert "float8 recipes measured on cpu" in report
+    assert "forward and backward of the whole step took" in report
+    assert ("4 of 6 linear layers (4 tensorwise, emulated)" in report) == kept
+    assert ("more than 1.02 is not taken: all is in bf16" in report) != kept
+    assert (type(trainer.model.blocks[0][0]) is nn.Linear) != kept
+    if not kept:
+        why = "'blocks.1.3' (forward and backward of the whole step took"
+        assert why in report
+
+
+def test_what_was_taken_back_trains_as_bf16_to_the_bit(monkeypatch):
+    taken_back, losses = trained(monkeypatch, Plan(precision=MEASURED), [1.5, 1.5, 1.5])
+    plain, expected = trained(monkeypatch, Plan(precision="bf16"), [])
+    assert losses == expected
+    for part in ("model", "optimizer"):
+        assert differences(taken_back.state_dict()[part], plain.state_dict()[part]) == []
+    kept, others = trained(monkeypatch, Plan(precision=MEASURED), [0.5, 0.5, 0.5])
+    assert others != expected
+    assert differences(kept.state_dict()["model"], plain.state_dict()["model"]) != []
+
+
+def test_the_check_leaves_no_trace_and_runs_each_way(monkeypatch):
+    model = gpt()
+    seen = Seen(model)
+    before = copy.deepcopy(model.state_dict())
+    states = []
+    monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(SHAPES))
+    monkeypatch.setattr(
+        "torchfast.precision.float8_step._on_device", step_timer_of([0.5] * 3, seen)
+    )
+    trainer = Trainer(model, partial(optim.SGD, lr=0.0), loss_fn, Plan(precision=MEASURED))
+    transforms = trainer._step._transforms
+    check = type(transforms).check_step
+
+    def checked(self, work):
+        generator = torch.get_rng_state()
+        check(self, work)
+        states.append(torch.equal(generator, torch.get_rng_state()))
+        states.append(differences(before, model.state_dict()) == [])
+        states.append(all(p.grad is None for p in model.parameters()))
+
+    monkeypatch.setattr(type(transforms), "check_step", checked)
+    for batch in batches(2):
+        trainer.step(batch)
+        monkeypatch.setattr(type(transforms), "check_step", check)
+    assert states == [True] * 3
+    assert seen == [("bf16", "Linear"), ("float8", "Float8Linear")]  # at the first step only
+
+
+def test_named_recipes_are_not_checked(monkeypatch):
+    options = Float8Options(recipe="tensorwise", smallest=16, emulate=True, watch_at=())
+    trainer, _ = trained(monkeypatch, Plan(precision=options), [9.0, 9.0, 9.0])
+    assert "whole step" not in str(trainer.report())
+    assert len(trainer._step._transforms._float8.linears.recipes) == 4
+
+
+def test_the_real_clock_tells(monkeypatch):
+    monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(SHAPES))
+    options = Float8Options(emulate=True, watch_at=(), budget_s=1.0)
+    trainer = Trainer(gpt(), partial(optim.SGD, lr=0.1), loss_fn, Plan(precision=options))
+    trainer.step(batches(1)[0])
+    # Emulated and eager it takes several times as long.
+    assert "more than 1.02 is not taken: all is in bf16" in str(trainer.report())
+    assert all(type(trainer.model.blocks[i][0]) is nn.Linear for i in (0, 1))
+
+
+@pytest.mark.parametrize("float8_ms", [0.5, 1.5], ids=["kept", "taken back"])
+def test_a_compiled_step_goes_on_in_what_was_found(monkeypatch, float8_ms):
+    monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(SHAPES))
+    timer = step_timer_of([float8_ms] * 3)
+    monkeypatch.setattr("torchfast.precision.float8_step._on_device", timer)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32))
+    trainer = Trainer(
+        model,
+        partial(optim.SGD, lr=0.1),
+        lambda m, x: (m(x) - x).float().square().mean(),
+        Plan(precision=MEASURED, compile=True),
+    )
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(32, 32, generator=generator)
+    losses = [float(trainer.step(batch)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert (type(model[0]) is nn.Linear) == (float8_ms > 1)
+    plain = copy.deepcopy(model[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = (plain(batch) - batch).float().square().mean()
+    found = float(trainer.step(batch))
+    # In bf16 the loss is that of the plain layer; in float8 it is another.
+    assert (abs(found - float(expected.detach())) < 1e-5) == (float8_ms > 1)
+
+
+def test_several_ranks_do_not_check():
+    def rank(number):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torchfast.precision.float8_choice._on_device", timer_of(SHAPES))
+            trainer = Trainer(
+                gpt_without_batch_norm(),
+                partial(optim.AdamW, lr=1e-3),
+                loss_fn,
+                Plan(precision=MEASURED, shard="ddp"),
+            )
+            trainer.step(batches(1)[0])
+            return str(trainer.report())
+
+    for report in ranks.run(rank):
+        assert "(4 tensorwise, emulated)" in report
+        assert "the whole step is not timed where several ranks train" in report
+
+
+def test_what_is_timed_behind_a_sleep_sleeps_on_the_device_of_the_model(monkeypatch):
+    current, seen = [0], []
+
+    @contextmanager
+    def device(where):
+        before, current[0] = current[0], where.index
+        yield
+        current[0] = before
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            seen.append(("event", current[0]))
+
+        def elapsed_time(self, end):
+            return 4.0
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append(("sleep", current[0])))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda where: None)
+    stopwatch = _BehindSleep(torch.device("cuda", 1))
+    for _ in range(2):  # the first does not know yet how long to sleep
+        assert stopwatch(lambda: time.sleep(1e-3), 2) == 4e-3
+    assert [what for what, _ in seen] == ["event", "event", "sleep", "event", "event"]
+    assert {where for _, where in seen} == {1}

@@ -1,0 +1,542 @@
+"""Values on the host that a graph freezes: a change between two steps is noticed, whatever it is.
+
+Beside the plain loop each time; and what the step or an evaluation writes itself is no change.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import gc
+import types
+import weakref
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+from models import DropoutNet, make_batches, mean_loss
+from tape import Twins, reasons
+from torchfast._core.code_names import names_read
+from torchfast.graphs.attributes import Attributes
+from torchfast.graphs.watch import StateWatch
+
+pytestmark = pytest.mark.usefixtures("tape")
+
+ADAMW = partial(optim.AdamW, lr=0.01, fused=True)
+CHANGED_AT = 7
+refs = weakref.WeakSet()
+
+
+class Kind(enum.Enum):
+    ONE = 1.0
+    TWO = 2.0
+
+
+class Holder(nn.Module):
+    """Has a value, and a way to use it."""
+
+    start, use = None, None
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        if self.start is not None:
+            self.value = type(self).start()
+
+    def forward(self, x):
+        return type(self).use(self, self.layer(x))
+
+
+def holder(start, use):
+    return type("Net", (Holder,), {"start": staticmethod(start), "use": use})
+
+
+def put(value):
+    return lambda net: setattr(net, "value", value)
+
+
+def append(net):
+    net.value.append(torch.tanh)
+
+
+def deeper(net):
+    net.value["scale"][0] = 3.0
+
+
+def in_place(net):
+    net.value.scale = 3.0
+
+
+def appear(net):
+    net.extra = 3.0
+
+
+def vanish(net):
+    del net.value.scale
+
+
+# What is there at first, how it is used, and what happens to it between two steps.
+CHANGES = {
+    "str": (lambda: "a", lambda s, y: y if s.value == "a" else y * 2, put("b")),
+    "bytes": (lambda: b"a", lambda s, y: y if s.value == b"a" else y * 2, put(b"b")),
+    "None": (lambda: None, lambda s, y: y if s.value is None else y * s.value, put(2.0)),
+    "to None": (lambda: 2.0, lambda s, y: y if s.value is None else y * s.value, put(None)),
+    "int of the same value": (
+        lambda: 1.0,
+        lambda s, y: y * (2.0 if isinstance(s.value, float) else 5.0),
+        put(1),
+    ),
+    "bool of the same value": (lambda: 1, lambda s, y: y * (2 - (s.value is True)), put(True)),
+    "sign of a zero": (lambda: 0.0, lambda s, y: y * np.copysign(2.0, s.value), put(-0.0)),
+    "complex": (lambda: 1 + 1j, lambda s, y: y * s.value.imag, put(1 + 3j)),
+    "numpy scalar": (lambda: np.float32(1), lambda s, y: y * float(s.value), put(np.float32(3))),
+    "numpy type": (
+        lambda: np.float32(1),
+        lambda s, y: y * s.value.itemsize,
+        put(np.float64(1)),
+    ),
+    "enum": (lambda: Kind.ONE, lambda s, y: y * s.value.value, put(Kind.TWO)),
+    "tuple": (lambda: (1.0, 2.0), lambda s, y: y * s.value[1], put((1.0, 3.0))),
+    "frozenset": (
+        lambda: frozenset("ab"),
+        lambda s, y: y * (2 if "b" in s.value else 3),
+        put(frozenset("ac")),
+    ),
+    "function": (lambda: torch.relu, lambda s, y: s.value(y), put(torch.tanh)),
+    "functions": (lambda: [torch.relu], lambda s, y: s.value[-1](y), append),
+    "dictionary": (lambda: {"scale": [1.0]}, lambda s, y: y * s.value["scale"][0], deeper),
+    "namespace": (
+        lambda: types.SimpleNamespace(scale=1.0),
+        lambda s, y: y * s.value.scale,
+        put(types.SimpleNamespace(scale=3.0)),
+    ),
+    "namespace in place": (
+        lambda: types.SimpleNamespace(scale=1.0),
+        lambda s, y: y * s.value.scale,
+        in_place,
+    ),
+    "one that vanishes": (
+        lambda: types.SimpleNamespace(scale=3.0),
+        lambda s, y: y * getattr(s.value, "scale", 1.0),
+        vanish,
+    ),
+    "one that appears": (None, lambda s, y: y * getattr(s, "extra", 1.0), appear),
+    "tensor": (
+        lambda: torch.ones(4),
+        lambda s, y: y * s.value,
+        put(torch.tensor([1.0, 2.0, 3.0, 4.0])),
+    ),
+}
+
+
+def train(twins, event=None, steps=18):
+    """Train; return the first step that differs from the plain loop's, None if none does."""
+    for number, batch in enumerate(make_batches(1) * steps):
+        if number == CHANGED_AT and event is not None:
+            event(twins)
+        twins.step(batch)
+        if twins.differences(gradients=False):
+            return number
+    return None
+
+
+def both(change):
+    return lambda twins: (change(twins.plain), change(twins.model))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_an_attribute_is_noticed(name):
+    start, use, change = CHANGES[name]
+    twins = Twins(holder(start, use), ADAMW)
+    assert train(twins, both(change)) is None
+    assert twins.counts == (1, 15, 3, 2), reasons(twins.captured)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_without_the_watch_it_would_train_wrong(name, monkeypatch):
+    monkeypatch.setattr(Attributes, "changed", lambda self: None)
+    monkeypatch.setattr(StateWatch, "glance", lambda self: None)
+    start, use, change = CHANGES[name]
+    assert train(Twins(holder(start, use), ADAMW), both(change)) == CHANGED_AT
+
+
+def test_the_report_names_what_goes_on_changing():
+    start, use, _ = CHANGES["str"]
+    twins = Twins(holder(start, use), ADAMW)
+    for number, batch in enumerate(make_batches(14)):
+        both(put(f"{number}"))(twins)
+        twins.step(batch)
+        twins.check(gradients=False)
+    assert any(
+        "'value' of Net changed, again after 1 replays" in r for r in reasons(twins.captured)
+    )
+
+
+# --- What is no change ----------------------------------------------------------------------------
+
+
+class Writer(nn.Module):
+    """Writes to its attributes in each forward, and reads none of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.last, self.shape, self.parts, self.seen = None, None, [], {}
+        self.note = types.SimpleNamespace(last=None)
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.last, self.shape = y.detach(), tuple(x.shape)
+        self.parts.append(y.detach())
+        self.seen[len(self.parts)] = y.mean().detach()
+        self.note.last = y.detach()
+        self.late = "here"
+        return y
+
+
+def evaluate(model):
+    with torch.no_grad():
+        model(torch.ones(3, 8))
+
+
+def test_what_the_step_writes_is_no_change():
+    twins = Twins(Writer, ADAMW)
+    assert train(twins) is None
+    assert twins.counts == (1, 15, 3, 1)
+
+
+def test_what_the_step_writes_is_no_change_where_an_evaluation_writes_it_too():
+    twins = Twins(Writer, ADAMW)
+    for number, batch in enumerate(make_batches(30)):
+        if number % 2:
+            twins.both(lambda model, _: evaluate(model))
+        twins.step(batch)
+        assert not twins.differences(gradients=False)
+    assert twins.counts == (1, 27, 3, 1)
+
+
+def test_what_another_kind_of_call_writes_is_no_change():
+    twins = Twins(Writer, ADAMW)
+    batches = [tuple(t[: 3 + n % 2] for t in b) for n, b in enumerate(make_batches(30))]
+    twins.run(batches[:3])
+    for batch in batches[3:]:
+        twins.step(batch)
+        assert not twins.differences(gradients=False)
+    assert twins.counts[0] == twins.counts[3] == 2
+
+
+class Cached(nn.Module):
+    """Keeps a table that is made anew when another length comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None or len(self.table) != len(x):
+            self.table = torch.linspace(0.0, 1.0, len(x), device=x.device)
+        return self.layer(x) * self.table[:, None]
+
+
+def test_a_cache_that_evaluations_fill_otherwise_settles():
+    twins = Twins(Cached, ADAMW)
+    for number, batch in enumerate(make_batches(60)):
+        if number % 15 == 14:
+            twins.both(lambda model, _: evaluate(model))
+        twins.step(batch)
+        assert not twins.differences(gradients=False)
+    assert twins.counts[3] == 2  # once, and no more when it was seen to be the step's own
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_models_of_transformers_change_nothing_themselves(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    kind = getattr(transformers, name)
+    config = kind.config_class(**sizes, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+
+    def loss_fn(model, tokens):
+        return model(input_ids=tokens, labels=tokens).loss
+
+    def sample(model, _):
+        model.eval()
+        tokens = torch.ones(1, 4, dtype=torch.long)
+        model.generate(tokens, attention_mask=tokens, max_new_tokens=2, do_sample=False)
+        model.train()
+
+    twins = Twins(lambda: kind(config), ADAMW, loss_fn)
+    for number in range(16):
+        if number % 3 == 2:
+            twins.both(sample)
+        twins.step(torch.arange(16).view(2, 8) + number)
+        assert not twins.differences(gradients=False)
+    # One step more is eager where a model asks whether it is captured.
+    assert twins.counts in ((1, 13, 3, 1), (1, 12, 4, 1)), reasons(twins.captured)
+
+
+# --- Outside of modules ---------------------------------------------------------------------------
+
+
+class Annealed:
+    """A loss whose weight the loop sets, beside what it counts."""
+
+    def __init__(self):
+        self.weight, self.num_steps, self.losses = 1.0, 0, []
+
+    def scale(self):
+        return self.weight
+
+    def __call__(self, model, batch):
+        return mean_loss(model, batch) * self.scale()
+
+    def method(self, model, batch):
+        return self(model, batch)
+
+    def count(self, loss):
+        self.num_steps += 1
+        self.losses.append(loss)
+
+
+def times(factors, model, batch):
+    return mean_loss(model, batch) * factors["weight"]
+
+
+def in_closure():
+    weight = 1.0
+
+    def loss_fn(model, batch):
+        return mean_loss(model, batch) * weight
+
+    def put(value):
+        nonlocal weight
+        weight = value
+
+    return loss_fn, put
+
+
+def with_default():
+    def loss_fn(model, batch, weight=1.0):
+        return mean_loss(model, batch) * weight
+
+    return loss_fn, lambda value: setattr(loss_fn, "__defaults__", (value,))
+
+
+def in_object():
+    loss_fn = Annealed()
+    return loss_fn, partial(setattr, loss_fn, "weight")
+
+
+def in_method():
+    loss = Annealed()
+    return loss.method, partial(setattr, loss, "weight")
+
+
+def in_namespace():
+    config = types.SimpleNamespace(loss=types.SimpleNamespace(weight=1.0))
+    return (
+        lambda model, batch: mean_loss(model, batch) * config.loss.weight,
+        partial(setattr, config.loss, "weight"),
+    )
+
+
+def in_partial():
+    factors = {"weight": 1.0}
+    return partial(times, factors), partial(factors.__setitem__, "weight")
+
+
+@dataclass(slots=True)
+class Slotted:
+    weight: float = 1.0
+
+
+def in_slots():
+    config = Slotted()
+    return (
+        lambda model, batch: mean_loss(model, batch) * config.weight,
+        partial(setattr, config, "weight"),
+    )
+
+
+OUTSIDE = [in_object, in_method, in_partial, in_closure, with_default, in_namespace, in_slots]
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("make", OUTSIDE)
+def test_a_change_outside_of_modules_is_noticed(make, bare):
+    loss_fn, put = make()
+    twins = Twins(DropoutNet, ADAMW, loss_fn, bare=bare)
+    assert train(twins, lambda _: put(0.5)) is None
+    assert twins.counts == (1, 15, 3, 2), reasons(twins.captured)
+
+
+@pytest.mark.parametrize("make", OUTSIDE)
+def test_without_the_watch_it_would_train_wrong_there_too(make, monkeypatch):
+    monkeypatch.setattr(Attributes, "_places", lambda self: iter(()))
+    loss_fn, put = make()
+    assert train(Twins(DropoutNet, ADAMW, loss_fn), lambda _: put(0.5)) == CHANGED_AT
+
+
+@pytest.mark.parametrize("make", OUTSIDE)
+def test_a_steady_run_looks_no_closer(make, monkeypatch):
+    twins = Twins(DropoutNet, ADAMW, make()[0])
+    batches = make_batches(12)
+    twins.run(batches[:6])
+    looks = []
+    monkeypatch.setattr(Attributes, "changed", lambda self: looks.append(1))
+    twins.run(batches[6:])
+    assert not looks
+
+
+def test_a_weight_that_changes_in_each_step_runs_eagerly_and_right():
+    loss_fn, put = in_object()
+    twins = Twins(DropoutNet, ADAMW, loss_fn)
+    for number, batch in enumerate(make_batches(14)):
+        put(1 / (1 + number))
+        twins.step(batch)
+        assert not twins.differences(gradients=False)
+    assert any("'weight' of Annealed changed" in reason for reason in reasons(twins.captured))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_what_the_loop_keeps_beside_is_no_change(bare):
+    loss = Annealed()
+    twins = Twins(DropoutNet, ADAMW, loss.method, bare=bare)
+    for batch in make_batches(18):
+        loss.count(twins.step(batch)[1])
+        assert not twins.differences(gradients=False)
+    assert twins.counts == (1, 15, 3, 1), reasons(twins.captured)
+
+
+class Output:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class Remembers:
+    """A loss that puts what it computes into an object, a new one in each step."""
+
+    def __init__(self):
+        self.outputs, self.weight = Output(None), 1.0
+
+    def __call__(self, model, batch):
+        self.outputs = Output(mean_loss(model, batch) * self.weight)
+        refs.add(self.outputs)
+        return self.outputs.loss
+
+
+def test_objects_that_the_step_makes_are_no_change_and_are_not_kept():
+    refs.clear()
+    loss_fn = Remembers()
+    twins = Twins(DropoutNet, ADAMW, loss_fn)
+    batches = [tuple(t[: 3 + n % 4] for t in b) for n, b in enumerate(make_batches(30))]
+    for batch in batches:
+        loss_fn.weight = float("1.0")  # another object that says the same
+        twins.step(batch)
+        assert not twins.differences(gradients=False)
+    assert twins.counts[0] == twins.counts[3] == 4, reasons(twins.captured)
+    gc.collect()
+    assert len(refs) <= 2  # the latest, and what was there when the last graph was captured
+
+
+def test_a_container_in_itself_is_looked_at_once():
+    module = nn.Linear(8, 4)
+    module.tree = {"scale": 1.0, "parts": []}
+    module.tree["parts"].append(module.tree)
+    attributes = Attributes(None)
+    attributes.refresh([module])
+    assert attributes.changed() is None
+    module.tree["scale"] = 2.0
+    assert attributes.changed() == "'tree' of Linear"
+
+
+class Reads:
+    def __init__(self):
+        self._hidden = 1.0
+
+    @property
+    def shown(self):
+        return self._hidden
+
+    def called(self):
+        return helper(self)
+
+    def not_called(self):
+        return self.unread
+
+
+def helper(held):
+    return held.by_helper + getattr(held, "by_string")  # noqa: B009
+
+
+def by_name(held, name):
+    return getattr(held, name)
+
+
+def by_each_name(held):
+    return sum(getattr(held, name) for name in ("first", "second"))
+
+
+def unnamed(function):
+    def inner(held):
+        return function(held) * held.by_wrapper
+
+    return inner
+
+
+@unnamed
+def in_closure(held):
+    return held.by_wrapped
+
+
+@functools.wraps(in_closure)
+def named_so(held):
+    return in_closure(held) + held.by_named_so
+
+
+@torch.no_grad()
+def without_graph(held):
+    return held.by_decorated
+
+
+def all_of(held):
+    return sum(vars(held).values())
+
+
+def test_what_code_reads_is_found_through_methods_properties_and_functions():
+    def step(held):
+        held.step()  # called, not read
+        return [held.called() + held.shown for _ in range(2)]
+
+    names = names_read([step], [Reads])
+    assert {"shown", "_hidden", "by_helper", "by_string"} <= names
+    assert not {"unread", "step", "called"} & names
+    assert names_read([all_of], [Reads]) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    {
+        "a string of the caller": (lambda held: by_name(held, "passed"), {"passed"}),
+        "strings in a tuple": (by_each_name, {"first", "second"}),
+        "a decorator": (in_closure, {"by_wrapper", "by_wrapped"}),
+        "one with wraps": (named_so, {"by_named_so", "by_wrapper", "by_wrapped"}),
+        "one of torch's": (lambda held: without_graph(held), {"by_decorated"}),
+        "one of torch's itself": (without_graph, {"by_decorated"}),
+    }.values(),
+)
+def test_what_code_reads_is_found_behind(step, expected):
+    names = names_read([step], [Reads])
+    assert expected <= names
+    assert "unread" not in names
+
+
+def test_a_large_container_is_data():
+    attributes = Attributes(partial(times, {"weight": 1.0, "data": [1.0] * 1000}))
+    attributes.refresh([])
+    assert len(list(attributes.objects())) < 50
+    assert attributes.changed() is None

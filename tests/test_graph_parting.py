@@ -1,0 +1,118 @@
+"""Where the update cannot be captured, forward and backward are, and strict says so."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch import optim
+
+from models import DropoutNet, make_batches, mean_loss
+from tape import Twins, reasons
+from torchfast import CaptureError, CUDAGraphOptions, Plan
+from torchfast.graphs.graphed_update import GraphedUpdate
+
+pytestmark = pytest.mark.usefixtures("tape")
+
+ADAMW = partial(optim.AdamW, lr=0.01, fused=True)
+STRICT = Plan(cuda_graph=CUDAGraphOptions(on_failure="raise"))
+
+
+def first_weight(optimizer):
+    return optimizer.param_groups[0]["params"][0]
+
+
+def shrink_if_large(optimizer, *_):
+    with torch.no_grad():
+        if first_weight(optimizer).abs().sum().item() > 0.1:
+            first_weight(optimizer).mul_(0.99)
+
+
+def pre_hook(parameters):
+    optimizer = ADAMW(parameters)
+    optimizer.register_step_pre_hook(shrink_if_large)
+    return optimizer
+
+
+def post_hook(parameters):
+    optimizer = ADAMW(parameters)
+    optimizer.register_step_post_hook(shrink_if_large)
+    return optimizer
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("make", [pre_hook, post_hook])
+def test_a_hook_of_the_optimizer_that_waits_leaves_forward_and_backward_captured(make, clip):
+    twins = Twins(DropoutNet, make, clip=clip)
+    for batch in make_batches(20):
+        twins.step(batch)
+        assert not twins.differences(gradients=False)
+    # Three steps and the one that failed, three more to warm up, and the graph until the update.
+    assert twins.counts == (1, 13, 7, 1)
+    (reason,) = reasons(twins.captured)
+    assert reason.startswith(
+        "the update runs after the graph from now on: it could not be captured"
+    )
+    assert "the host waits for the device" in reason
+    assert "in shrink_if_large" in reason
+
+
+def test_without_the_second_try_every_step_is_eager(monkeypatch):
+    monkeypatch.setattr(GraphedUpdate, "_part", lambda *_: None)
+    twins = Twins(DropoutNet, post_hook)
+    for batch in make_batches(12):
+        twins.step(batch)
+    assert twins.counts == (0, 0, 12, 0)
+
+
+def reads(model, batch):
+    loss = mean_loss(model, batch)
+    return loss * (2.0 if loss.item() > 1.0 else 1.0)
+
+
+def draws(model, batch):
+    return mean_loss(model, batch) * random.random()
+
+
+@pytest.mark.parametrize("loss_fn", [reads, draws])
+def test_what_fails_before_the_update_is_not_tried_again(loss_fn):
+    twins = Twins(DropoutNet, ADAMW, loss_fn)
+    for batch in make_batches(12):
+        twins.step(batch)
+        assert not twins.differences(gradients=False)
+    assert twins.counts == (0, 0, 12, 0)
+    assert "after the graph" not in reasons(twins.captured)[0]
+
+
+def test_strict_raises_where_the_update_cannot_be_captured():
+    twins = Twins(DropoutNet, post_hook, plan=STRICT)
+    batches = make_batches(6)
+    for batch in batches[:3]:
+        twins.step(batch)
+    before = {name: value.clone() for name, value in twins.model.state_dict().items()}
+    with pytest.raises(CaptureError, match="the host waits for the device"):
+        twins.step(batches[3])
+    assert all(torch.equal(value, before[n]) for n, value in twins.model.state_dict().items())
+
+
+def test_strict_raises_where_changes_come_too_often():
+    twins = Twins(DropoutNet, ADAMW, plan=STRICT)
+
+    def change(_, optimizer):
+        optimizer.param_groups[0]["weight_decay"] *= 0.9
+
+    batches = make_batches(20)
+    for batch in batches[:6]:
+        twins.step(batch)
+    twins.both(change)
+    twins.step(batches[6])
+    twins.both(change)
+    with pytest.raises(CaptureError, match="runs eagerly from now on: a hyperparameter"):
+        twins.step(batches[7])
+    captured = twins.captured
+    for batch in batches[8:]:  # whoever goes on gets what there would be otherwise
+        captured(batch)
+    assert captured.report().to_dict()["counters"]["graphs"] == 1
+    assert any("the update runs after the graph" in reason for reason in reasons(captured))

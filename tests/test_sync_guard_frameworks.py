@@ -1,0 +1,129 @@
+"""A wait planted in a script of transformers, Accelerate and Lightning is found at its line.
+
+The scripts train with the framework's own loop, and know nothing of torchfast but the guard. In
+each the first line with the mark is what was planted; what the framework itself reads is told too,
+at the framework's lines, and is no line of the script's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from torchfast import SyncGuard
+
+STEPS = 3
+
+
+def planted(name):
+    lines = Path(__file__).read_text().split("\n")
+    return 1 + next(n for n, line in enumerate(lines) if line.endswith(f"# planted: {name}"))
+
+
+def of_this_file(guard):
+    rows = [s for s in guard.report().syncs if s.file == __file__]
+    return [(s.line, s.kind, s.count) for s in rows]
+
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 8 * STEPS
+
+    def __getitem__(self, index):
+        tokens = torch.arange(8) + index
+        return {"input_ids": tokens % 32, "labels": tokens % 32}
+
+
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_transformers(is_planted, tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    class Reads(transformers.Trainer):
+        def compute_loss(self, model, inputs, **options):
+            loss = super().compute_loss(model, inputs, **options)
+            if is_planted and loss > 1e9:  # planted: transformers
+                return loss * 0
+            return loss
+
+    config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+    )
+    trainer = Reads(transformers.GPT2LMHeadModel(config), arguments, train_dataset=Tokens())
+    with SyncGuard(device="cpu") as guard:
+        trainer.train()
+    assert trainer.state.global_step == STEPS
+    line = planted("transformers")
+    assert of_this_file(guard) == ([(line, "bool", STEPS)] if is_planted else [])
+
+
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_accelerate(is_planted):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(TensorDataset(torch.ones(2 * STEPS, 4)), 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen = []
+    with SyncGuard(device="cpu") as guard:
+        for (batch,) in loader:
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if is_planted:
+                seen.append(loss.item())  # planted: accelerate
+    assert len(seen) == STEPS * is_planted
+    line = planted("accelerate")
+    assert of_this_file(guard) == ([(line, "item", STEPS)] if is_planted else [])
+
+
+@pytest.mark.filterwarnings("default")  # those of Lightning, about itself
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_lightning(is_planted, tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+
+        def training_step(self, batch):
+            (x,) = batch
+            mask = x[:, 0] > 0
+            if is_planted:
+                x = x[mask]  # planted: lightning
+            return self.head(x).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=STEPS,
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(TensorDataset(torch.ones(2 * STEPS, 4)), 2)
+    with SyncGuard(device="cpu") as guard:
+        trainer.fit(Classifier(), loader)
+    assert trainer.global_step == STEPS
+    line = planted("lightning")
+    assert of_this_file(guard) == ([(line, "boolean mask", STEPS)] if is_planted else [])

@@ -1,0 +1,165 @@
+"""A net beneath the calls of torch: the few operators that wait, whoever runs them.
+
+A replaced call is found by its name. A name that was bound before (``from torch import unique``),
+and C++ that reads a tensor on its own way (``torch.arange(n)`` with a tensor ``n``, ``one_hot``
+without a number of classes, ``to_sparse``), go past it, and end in a handful of operators: one that
+reads a number, and those whose result has a size that depends on numbers. A kernel of Python stands
+in front of each of these, in the dispatcher, at a key that every call of every backend passes and
+that torch does not use for them. No mode is entered, so that torch.compile is not disturbed and no
+other operator pays; what waits pays some microseconds.
+
+On a machine without CUDA the kernels of the CPU read numbers that those of CUDA do not, to check
+arguments. What they read is not heard.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any, Final, Protocol, final
+
+import torch
+
+from torchfast._core.sync_calls import NO, SURE, Arguments, Options, SyncCall, is_on
+
+logger = logging.getLogger(__name__)
+
+_KEY: Final = "BackendSelect"
+# What each operator is told as. By the names of the calls that the host waits in.
+_WAITING: Final = {
+    "_local_scalar_dense": "item",
+    "nonzero": "nonzero",
+    "masked_select": "boolean mask",
+    "_unique": "unique",
+    "_unique2": "unique",
+    "unique_dim": "unique",
+    "unique_consecutive": "unique",
+    "bincount": "bincount",
+    "equal": "compare",
+    "repeat_interleave.Tensor": "repeat_interleave",
+    "_linalg_check_errors": "linalg",
+}
+# Whose kernels for the CPU look at numbers, and those for CUDA do not: pivots and targets are
+# checked, the standard deviation of all numbers is computed in a way of its own; the lengths of
+# sequences are on the host on any machine.
+_ONLY_ON_HOST: Final = (
+    "std.correction",
+    "var.correction",
+    "linalg_inv_ex",
+    "_linalg_solve_ex",
+    "linalg_lu_solve",
+    "linalg_ldl_solve",
+    "multilabel_margin_loss_forward",
+    "rrelu_with_noise",
+    "_pack_padded_sequence",
+)
+
+
+class NetOwner(Protocol):
+    """Who is asked when an operator of the net runs."""
+
+    def run_below(
+        self,
+        call: SyncCall,
+        original: Callable[..., Any],
+        args: Arguments,
+        options: Options,
+        frame: FrameType | None,
+    ) -> Any:
+        """Run an operator that may wait, and tell of it."""
+
+    def run_unheard(self, original: Callable[..., Any], args: Arguments, options: Options) -> Any:
+        """Run an operator whose reads are of the CPU's kernels only."""
+
+
+@final
+class SyncNet:
+    """The kernels, from `spread` until `take_in`.
+
+    Args:
+        owner: Who is asked; not kept alive.
+        keep_out: Tells torch.compile to run the code of a function as it is.
+    """
+
+    def __init__(self, owner: NetOwner, keep_out: Callable[[CodeType], None]) -> None:
+        self._owner = weakref.ref(owner)
+        self._keep_out = keep_out
+        self._library: Any = None
+        self._has_host = False
+
+    def spread(self, device_type: str) -> None:
+        """Put the kernels in place; for ``"cpu"`` also those that tell what is not to be heard."""
+        if self._library is None:
+            self._library = torch.library.Library("aten", "IMPL")
+            for name, kind in _WAITING.items():
+                self._put(name, partial(_waiting, kind))
+        if device_type == "cpu" and not self._has_host:
+            self._has_host = True
+            for name in _ONLY_ON_HOST:
+                self._put(name, _unheard)
+
+    def take_in(self) -> None:
+        """Take the kernels away."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library, self._has_host = None, False
+
+    def _put(self, name: str, make: Callable[[Any, Any], Callable[..., Any]]) -> None:
+        operator: Any = torch.ops.aten
+        try:
+            for part in (name if "." in name else f"{name}.default").split("."):
+                operator = getattr(operator, part)
+            kernel = make(self._owner, operator)
+            self._keep_out(kernel.__code__)  # which all kernels of a sort share
+            self._library.impl(name, kernel, _KEY, with_keyset=True)
+        except (AttributeError, RuntimeError) as error:
+            # Another torch, or somebody else's kernel at this key: its calls are found by name.
+            logger.debug("no kernel stands in front of aten::%s: %s", name, error)
+
+
+def _waiting(kind: str, owner: Any, operator: Any) -> Callable[..., Any]:
+    key = getattr(torch._C.DispatchKey, _KEY)
+    judge = _repeats if operator.__name__.startswith("repeat_interleave") else _first
+    call = SyncCall(torch.ops.aten, operator.__name__, kind, judge)
+
+    def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
+        original = partial(operator.redispatch, keyset.remove(key))
+        watch = owner()
+        if watch is None:
+            return original(*args, **options)
+        return watch.run_below(call, original, args, options, _caller())
+
+    return kernel
+
+
+def _unheard(owner: Any, operator: Any) -> Callable[..., Any]:
+    key = getattr(torch._C.DispatchKey, _KEY)
+
+    def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
+        original = partial(operator.redispatch, keyset.remove(key))
+        watch = owner()
+        if watch is None:
+            return original(*args, **options)
+        return watch.run_unheard(original, args, options)
+
+    return kernel
+
+
+def _caller() -> FrameType | None:
+    """Return the frame that runs the operator; None if no Python does."""
+    with suppress(ValueError):
+        return sys._getframe(2)
+    return None
+
+
+def _first(args: Arguments, _options: Options, types: frozenset[str]) -> int:
+    return SURE if args and is_on(args[0], types) else NO
+
+
+def _repeats(args: Arguments, options: Options, types: frozenset[str]) -> int:
+    return NO if options.get("output_size") is not None else _first(args, options, types)

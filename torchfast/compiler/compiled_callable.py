@@ -1,0 +1,152 @@
+"""A function compiled as a whole, with all that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from torchfast._core.arguments import check_callable
+from torchfast._core.closing import Closing
+from torchfast._core.decisions import Decision, Report
+from torchfast._core.errors import ClosedError
+from torchfast.compiler.account import CompileAccount
+from torchfast.compiler.in_place import Region, RegionKind, decision_of, name_of
+from torchfast.compiler.options import CompileOptions
+
+
+@final
+class CompiledCallable(Closing):
+    """A function compiled as a whole, such as one that calls a model and its loss.
+
+    Args:
+        function: What is compiled; it is not changed.
+        options: How; `CompileOptions.regions` has no meaning here.
+        model: Whose structure names the place in the cache; needed with one.
+        context: What else the place depends on, as text.
+
+    Raises:
+        TypeError: Something that cannot be called.
+        CompileError: As for `CompiledModule`.
+
+    Numerics: May differ by rounding, as for `CompiledModule`.
+    Synchronizes: While it compiles only.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: CompileOptions,
+        *,
+        model: nn.Module | None = None,
+        context: str = "",
+    ) -> None:
+        check_callable("function", function, "function(...)")
+        _check_resolved(options)
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            raise ValueError(
+                f"function {name_of(function)} is compiled already: it is what torch.compile "
+                "returned; pass the function that was given to torch.compile"
+            )
+        self.options = options
+        self._function = function
+        self._account = CompileAccount(model, options, context)
+        self._kind = RegionKind(name_of(function), "", options, is_function=True)
+        self._region = Region("", None, self._kind)
+        self._is_closed = False
+        self._is_suspended = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        if self._is_suspended or self._is_closed or torch.compiler.is_compiling():
+            return self._function(*args, **kwargs)
+        return self._kind.run(self._region, self._function, args, kwargs)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function, as it was given."""
+        return self._function
+
+    @property
+    def status(self) -> str:
+        """``"not called"``, ``"compiled"``, or ``"eager: "`` and why."""
+        return self._region.status
+
+    def decisions(self) -> list[Decision]:
+        """Return what became of it."""
+        return [
+            decision_of(self._kind, [self._region]),
+            *self._account.decisions([self._kind.code_name]),
+        ]
+
+    def after_step(self) -> None:
+        """Say that a step of the training is done: see `CompiledModule.after_step`."""
+        self._account.after_step()
+
+    def report(self) -> Report:
+        """Return the decisions and the counts, for a person or as JSON."""
+        return Report(
+            title=f"CompiledCallable({name_of(self._function)})",
+            decisions=tuple(self.decisions()),
+            counters=self._account.counters([self._kind.code_name]),
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it has been compiled."""
+        return self._region.state == "compiled"
+
+    def suspend(self) -> None:
+        """Call the function as it is until `resume`; what was compiled is kept."""
+        self._is_suspended = True
+
+    def resume(self) -> None:
+        """Call what was compiled again.
+
+        Raises:
+            ClosedError: After `close`.
+        """
+        if self._is_closed:
+            raise ClosedError("this CompiledCallable is closed; make another one to compile again")
+        self._is_suspended = False
+
+    def close(self) -> None:
+        """Call the function as it is from now on."""
+        self._is_closed = True
+        self._account.close()
+        self._kind.close()
+
+
+def compile_callable(
+    function: Callable[..., Any],
+    options: CompileOptions | None = None,
+    *,
+    model: nn.Module | None = None,
+    context: str = "",
+) -> CompiledCallable:
+    """Compile a function as a whole, with all that it calls.
+
+    Regions inside it are compiled as parts of it.
+
+    Args:
+        function: Such as ``loss_fn(model, batch)``.
+        options: How; by default as `CompileOptions` is.
+        model: The model that it calls; its structure names the place in the cache.
+        context: What else the place depends on, as text.
+
+    Example:
+        >>> double = compile_callable(lambda x: x * 2, CompileOptions(backend="eager"))
+        >>> double(torch.ones(2)).tolist(), double.status
+        ([2.0, 2.0], 'compiled')
+    """
+    return CompiledCallable(function, options or CompileOptions(), model=model, context=context)
+
+
+def _check_resolved(options: CompileOptions) -> None:
+    if options.mode == "auto":
+        raise ValueError(
+            "mode='auto' has to be measured first, which a plan does, and CompiledModule.search(); "
+            "give one of the other modes"
+        )

@@ -1,0 +1,173 @@
+"""Whether a whole step is faster with the recipes that were measured shape by shape.
+
+A shape that is faster alone can be slower in its step: the compiler fuses its casts otherwise, or
+no longer what stood around it; an eager product is timed with launches that a graph saves. So once
+the recipes are chosen, forward and backward of the first batch run in float8 and in bf16, in turns,
+as the plan compiles them. What is not at least as fast, within 2 %, goes back to bf16 as a whole.
+
+Where a graph will hold the step, launches shall not count: the device is kept busy while the host
+launches a block, and events on the device time it from there on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+from torchfast._core.decisions import Decision
+from torchfast._core.measure import Measurement, measure
+from torchfast._core.untouched import untouched
+
+PLAIN: Final = "bf16"
+FLOAT8: Final = "float8"
+# A part more than which a step in float8 may not take.
+MOST: Final = 0.02
+# Of long steps so many of each are timed, whatever the budget is.
+_LEAST_TURNS: Final = 10
+_LONGEST_SLEEP_S: Final = 0.25
+_CYCLES_PER_S: Final = 2e9  # no GPU with float8 units has many more
+
+Work = Callable[[], object]
+Around = Callable[[str], AbstractContextManager[object]]
+StepTimer = Callable[[Mapping[str, Work], torch.device, float, Around], Measurement]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepCheck:
+    """Forward and backward of a step in float8 beside bf16.
+
+    Attributes:
+        times_ms: The median of each.
+        ratio: Of float8 to bf16, the median over rounds.
+        low: The lower bound of its interval at 99 %.
+        high: The upper one.
+        is_kept: Whether float8 stays.
+    """
+
+    times_ms: Mapping[str, float]
+    ratio: float
+    low: float
+    high: float
+    is_kept: bool
+
+    def __str__(self) -> str:
+        part = f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f})"
+        return f"forward and backward of the whole step took {part} of the time of bf16"
+
+    def decision(self) -> Decision:
+        """Say what was found."""
+        times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in self.times_ms.items())
+        then = "" if self.is_kept else f"; more than {1 + MOST:.2f} is not taken: all is in bf16"
+        outcome: Any = "applied" if self.is_kept else "left alone"
+        return Decision(lever="float8 step", outcome=outcome, detail=f"{self}: {times}{then}")
+
+
+def check_step(
+    work: Work,
+    left: Callable[[], AbstractContextManager[None]],
+    model: nn.Module,
+    device: torch.device,
+    *,
+    budget_s: float,
+    in_graph: bool,
+    timer: StepTimer | None = None,
+) -> StepCheck:
+    """Time a step in float8 and in bf16, in turns.
+
+    Args:
+        work: Its forward and backward on a batch, as the plan runs them.
+        left: Returns a context in which the model is in bf16.
+        model: As it trains; it is put back behind this.
+        device: Where.
+        budget_s: Most seconds, compilation aside; more for steps of seconds.
+        in_graph: Whether a graph will hold the step.
+        timer: What times them, by default on the device.
+
+    Numerics: State, gradients and generators are as before.
+    Synchronizes: Often.
+    """
+
+    def around(name: str) -> AbstractContextManager[object]:
+        return left() if name == PLAIN else nullcontext()
+
+    with untouched(model, device):
+        pair_s = 0.0
+        for name in (PLAIN, FLOAT8):
+            with around(name):
+                for _ in range(2):  # the first compiles
+                    started = time.perf_counter()
+                    work()
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    last_s = time.perf_counter() - started
+            pair_s += last_s
+        works: dict[str, Work] = {PLAIN: work, FLOAT8: work}
+        clock = (_of_graphs if in_graph else _on_device) if timer is None else timer
+        found = clock(works, device, max(budget_s, _LEAST_TURNS * pair_s), around)
+    ratio = found.ratio(FLOAT8)
+    timings = {name: found.timing(name) for name in works}
+    return StepCheck(
+        times_ms={name: timing.median_ms for name, timing in timings.items() if timing},
+        ratio=ratio.ratio,
+        low=ratio.low,
+        high=ratio.high,
+        is_kept=ratio.verdict != "slower" and ratio.ratio <= 1 + MOST,
+    )
+
+
+def _on_device(
+    works: Mapping[str, Work], device: torch.device, budget_s: float, around: Around
+) -> Measurement:
+    return measure(
+        works, reference=PLAIN, device=device, budget_s=budget_s, smallest=MOST, around=around
+    )
+
+
+def _of_graphs(
+    works: Mapping[str, Work], device: torch.device, budget_s: float, around: Around
+) -> Measurement:
+    return measure(
+        works,
+        reference=PLAIN,
+        device=device,
+        budget_s=budget_s,
+        smallest=MOST,
+        around=around,
+        stopwatch=_BehindSleep(device),
+    )
+
+
+class _BehindSleep:
+    """Times calls on the device, launched while it still sleeps: as a graph replays them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._launch_s = 0.0  # of a unit, the longest so far
+
+    def __call__(self, work: Work, units: int) -> float:
+        # The sleep and the events are of the current device, which need not be the model's.
+        with torch.cuda.device(self._device):
+            return self._timed(work, units)
+
+    def _timed(self, work: Work, units: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        sleep_s = min(1.5 * self._launch_s * units, _LONGEST_SLEEP_S)
+        if sleep_s:
+            torch.cuda._sleep(int(sleep_s * _CYCLES_PER_S))
+        start.record()
+        started = time.perf_counter()
+        for _ in range(units):
+            work()
+        launched_s = (time.perf_counter() - started) / units
+        end.record()
+        torch.cuda.synchronize(self._device)
+        # A step that waits for the device has waited for the sleep too: no longer than that.
+        self._launch_s = min(max(self._launch_s, launched_s), _LONGEST_SLEEP_S)
+        return float(start.elapsed_time(end)) / 1e3

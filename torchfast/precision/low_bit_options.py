@@ -1,0 +1,66 @@
+"""What a user can say about an AdamW whose moments, or whose weights, take fewer bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from torchfast._core.arguments import check_choice, check_flag, explain_init_keywords
+from torchfast._core.errors import PlanError
+from torchfast._core.option_fields import call_of, changed_fields
+
+State = Literal["8bit", "4bit", "fp8", "full"]
+# As a plan writes those that say no more than how many bits.
+WORDS: Final[dict[str, State]] = {"adamw8bit": "8bit", "adamw4bit": "4bit", "adamwfp8": "fp8"}
+_STATES = (*WORDS.values(), "full")
+
+
+@explain_init_keywords
+@dataclass(frozen=True, kw_only=True)
+class LowBitOptions:
+    """An AdamW with moments in fewer bits, and how it rounds weights that are bf16 themselves.
+
+    Args:
+        state: ``"8bit"``, ``"4bit"``, ``"fp8"``, or ``"full"``: fp32 moments.
+        stochastic_rounding: Round bf16 weights up or down by chance, so that updates smaller than
+            half of their last digit add up. Not for replicas: each would round for itself.
+        compiled: Compile the update of each shape; None means on CUDA devices.
+
+    Raises:
+        PlanError: A state that does not exist.
+
+    Example:
+        >>> LowBitOptions(state="full", stochastic_rounding=True)
+        LowBitOptions(state='full', stochastic_rounding=True)
+    """
+
+    state: State = "8bit"
+    stochastic_rounding: bool = False
+    compiled: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("state", self.state, _STATES, PlanError)
+        check_flag("stochastic_rounding", self.stochastic_rounding)
+        if self.compiled is not None:
+            check_flag("compiled", self.compiled)
+
+    @classmethod
+    def of(cls, value: object) -> LowBitOptions | None:
+        """Return options from a word of a plan or from options; None for another optimizer."""
+        if isinstance(value, cls):
+            return value
+        return cls(state=WORDS[value]) if isinstance(value, str) and value in WORDS else None
+
+    @property
+    def word(self) -> str | None:
+        """The word that says the same, or None."""
+        return next((w for w, bits in WORDS.items() if LowBitOptions(state=bits) == self), None)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """What is not as by default, as JSON takes it."""
+        return changed_fields(self)
+
+    def __repr__(self) -> str:
+        """Return the call that makes these options, defaults left out."""
+        return call_of(self, changed_fields(self))
