@@ -37,6 +37,42 @@ HEADS = {
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
+def headline(result: Result) -> list[str]:
+    """Return what a newcomer wants to know: trainers, the best by hand and torchfast's presets."""
+    kinds = {
+        "Lightning": "Lightning",
+        "Accelerate": "Accelerate",
+        "`torch.compile`, best mode": "compile .*",
+        "best loop by hand": r"by hand: (?!.*float8).*",
+        '`plan="exact"`': "torchfast exact",
+        '`plan="fast"`': "torchfast fast",
+    }
+    lines = [
+        f"| ms a step | {' | '.join(kinds)} | `fast` to Lightning |",
+        f"|---|{'---:|' * (len(kinds) + 1)}",
+    ]
+    for name, about in result["workloads"].items():
+        if "torchfast fast" not in about["methods"]:
+            continue
+        best = [_best(about["methods"], pattern) for pattern in kinds.values()]
+        cells = [figure(one["median_ms"]) if one else "–" for one in best]
+        peer, fast = best[0], best[-1]
+        # By the ratios to the reference of the same run: the two may be from different runs.
+        gain = f"{_to_reference(peer) / _to_reference(fast):.2f} ×" if peer and fast else "–"
+        lines.append(f"| {name} | {' | '.join(cells)} | {gain} |")
+    return lines
+
+
+def _best(methods: dict[str, Result], pattern: str) -> Result | None:
+    """Return the fastest of the methods whose name fits, of those that ran and trained."""
+    fitting = [m for name, m in methods.items() if re.fullmatch(pattern, name) and trains(m)]
+    return min(fitting, key=lambda method: float(method["median_ms"]), default=None)
+
+
+def _to_reference(method: Result) -> float:
+    return statistics.median(relative(method))
+
+
 def summary(result: Result) -> list[str]:
     """Return workloads by methods, in milliseconds a step."""
     workloads = result["workloads"]

@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python benchmarks/tables.py [--check]
 
-Each table stands in a page of docs/ between ``<!-- figures: NAME -->`` and ``<!-- end -->`` and is
-rewritten from its file in benchmarks/results/; where there is no such file yet, the page keeps what
-it has. With ``--check`` nothing is written, and the exit status says whether a page or a plot
-differs from its figures.
+Each table stands in README.md or a page of docs/ between ``<!-- figures: NAME -->`` and
+``<!-- end -->`` and is rewritten from its file in benchmarks/results/; where there is no such file
+yet, the page keeps what it has. With ``--check`` nothing is written, and the exit status says
+whether a page or a plot differs from its figures.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ LOADER = "loader_h200.json"
 MANY_GPUS = "many_gpus_2xh200.json"
 COMPILE = "compile_cost_h200.json"
 PLOT = ROOT / "docs" / "_static" / "baseline.svg"
+# Where the commands of a table's runs are listed, if not under it.
+LISTED = {"baseline headline": "docs/benchmarks.md#all-workloads"}
 BLOCK = re.compile(r"<!-- figures: ([\w -]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 Table = Callable[[dict[str, Any]], list[str]]
@@ -167,6 +169,7 @@ PARTS = {
 
 # Beside these, "baseline NAME" is the table of the workload NAME.
 TABLES: dict[str, tuple[str, Table]] = {
+    "baseline headline": (BASELINE, baseline_tables.headline),
     "baseline summary": (BASELINE, baseline_tables.summary),
     "baseline plot": (BASELINE, baseline_plot),
     "anchors": (BASELINE, baseline_tables.anchor_table),
@@ -217,8 +220,13 @@ def table_named(name: str) -> tuple[str, Table]:
     )
 
 
-def render(name: str) -> str | None:
-    """Return the block of this name, markers included; None if nothing was measured yet."""
+def render(name: str, above: set[str] | None = None) -> str | None:
+    """Return the block of this name, markers included; None if nothing was measured yet.
+
+    Args:
+        name: Of the table.
+        above: The lists of runs that the page has so far; one that is among them is not repeated.
+    """
     file, table = table_named(name)
     path = RESULTS / file
     if not path.exists():
@@ -227,12 +235,15 @@ def render(name: str) -> str | None:
     machine = result["machine"]
     device = machine["gpu"] or "CPU"
     devices = f"{result['ranks']} of {device}" if "ranks" in result else f"one {device}"
-    source = told(runs(result, name), f"{devices}, torch {machine['torch']}", file)
+    where, listed = f"{devices}, torch {machine['torch']}", LISTED.get(name)
+    source = told(runs(result, name), where, file, set() if above is None else above, listed)
     body = "\n".join(table(result))
     return f"<!-- figures: {name} -->\n\n{body}\n\n{source}\n\n<!-- end -->"
 
 
-def told(parts: list[dict[str, str]], where: str, file: str) -> str:
+def told(
+    parts: list[dict[str, str]], where: str, file: str, above: set[str], listed: str | None = None
+) -> str:
     """Return where a table's figures are from; several commands fold away under it."""
     told_runs = list(
         dict.fromkeys(
@@ -240,14 +251,17 @@ def told(parts: list[dict[str, str]], where: str, file: str) -> str:
         )
     )
     raw = f"Raw figures in ``benchmarks/results/{file}``."
-    if len(told_runs) == 1:
+    if len(told_runs) == 1 and listed is None:
         return f"Measured on {where}: {told_runs[0]}. {raw}"
-    lines = "\n".join(f"- {run}" for run in told_runs)
     days = " and ".join(sorted({run["date"] for run in parts}))
-    return (
-        f"Measured on {where}, in {len(told_runs)} runs on {days}. {raw}\n\n"
-        f"<details><summary>The runs</summary>\n\n{lines}\n\n</details>"
-    )
+    summary = f"Measured on {where}, in {len(told_runs)} runs on {days}"
+    if listed is not None:
+        return f"{summary}, by the commands [listed here]({listed}). {raw}"
+    lines = "\n".join(f"- {run}" for run in told_runs)
+    if lines in above:
+        return f"{summary}, those listed above. {raw}"
+    above.add(lines)
+    return f"{summary}. {raw}\n\n<details><summary>The runs</summary>\n\n{lines}\n\n</details>"
 
 
 def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
@@ -277,12 +291,19 @@ def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
 
 def rewritten(text: str) -> str:
     """Return a page with its tables made anew."""
-    return BLOCK.sub(lambda match: render(match[1]) or match[0], text)
+    above: set[str] = set()
+    return BLOCK.sub(lambda match: render(match[1], above) or match[0], text)
+
+
+def pages() -> list[Path]:
+    """Return the pages that may have tables."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in found if page.exists()]
 
 
 def wanted() -> dict[Path, str]:
     """Return what every page, and every plot, should be."""
-    files = {page: rewritten(page.read_text()) for page in sorted((ROOT / "docs").rglob("*.md"))}
+    files = {page: rewritten(page.read_text()) for page in pages()}
     if (RESULTS / BASELINE).exists():
         files[PLOT] = plots.baseline(json.loads((RESULTS / BASELINE).read_text()))
     if (RESULTS / LOADER).exists():

@@ -23,7 +23,7 @@ from benchmarks import (
 from benchmarks.methods import METHODS
 from benchmarks.workloads import NAMES
 
-PAGES = sorted((tables.ROOT / "docs").rglob("*.md"))
+PAGES = tables.pages()
 FILES = {
     "baseline_h200.json": benchmark_results.result_of_every_status,
     "below_bf16_h200.json": benchmark_results.below_bf16,

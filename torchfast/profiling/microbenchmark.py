@@ -166,7 +166,7 @@ def compare_speed(
         ...     return x @ x
         >>> def four_times(x):
         ...     return [x @ x for _ in range(4)][0]
-        >>> result = compare_speed(once, four_times, torch.ones(256, 256), budget_s=1.0)
+        >>> result = compare_speed(once, four_times, torch.ones(256, 256))
         >>> result.verdict
         'first is faster'
     """
