@@ -4,8 +4,8 @@
 
 Each table stands in README.md or a page of docs/ between ``<!-- figures: NAME -->`` and
 ``<!-- end -->`` and is rewritten from its file in benchmarks/results/; where there is no such file
-yet, the page keeps what it has. With ``--check`` nothing is written, and the exit status says
-whether a page or a plot differs from its figures.
+yet, the page keeps what it has, or says that nothing was measured. With ``--check`` nothing is
+written, and the exit status says whether a page or a plot differs from its figures.
 """
 
 from __future__ import annotations
@@ -292,7 +292,13 @@ def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
 def rewritten(text: str) -> str:
     """Return a page with its tables made anew."""
     above: set[str] = set()
-    return BLOCK.sub(lambda match: render(match[1], above) or match[0], text)
+
+    def block(match: re.Match[str]) -> str:
+        empty = f"<!-- figures: {match[1]} -->\n<!-- end -->"
+        pending = f"<!-- figures: {match[1]} -->\n\n*Not measured yet.*\n\n<!-- end -->"
+        return render(match[1], above) or (pending if match[0] == empty else match[0])
+
+    return BLOCK.sub(block, text)
 
 
 def pages() -> list[Path]:

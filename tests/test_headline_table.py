@@ -68,3 +68,11 @@ def test_runs_are_listed_once_on_a_page(monkeypatch, tmp_path):
     assert "``run 1``" in tables.rewritten(blocks[1])
     other = tables.rewritten(blocks[0] + "<!-- figures: baseline gpt-small -->\n<!-- end -->")
     assert other.count("``run 0``") == 2
+
+
+def test_a_table_without_figures_says_so_and_keeps_what_it_had(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    told = tables.rewritten("<!-- figures: losses -->\n<!-- end -->\n")
+    assert told == "<!-- figures: losses -->\n\n*Not measured yet.*\n\n<!-- end -->\n"
+    had = "<!-- figures: losses -->\n\n| old | figures |\n\n<!-- end -->\n"
+    assert tables.rewritten(had + told) == had + told
