@@ -7,10 +7,13 @@ import itertools
 import json
 
 from torchfast.profiling.figures import measure_trace
+from torchfast.profiling.report import analyse_trace
 from torchfast.profiling.trace import read_trace
 
 MAIN = 100
 AUTOGRAD = 200
+GEMM = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"
+STEPS = 4
 
 
 class SyntheticTrace:
@@ -150,3 +153,33 @@ def read(made, tmp_path):
 
 def figures_of(made, tmp_path):
     return measure_trace(read(made, tmp_path))
+
+
+def healthy(made=None, *, length=1000.0, gemm=GEMM):
+    """Steps of products that leave no idle time but a little; the host is ahead."""
+    made = made or SyntheticTrace(ahead=200.0)
+    for step in range(STEPS):
+        begin = step * length
+        made.step(step, begin - 250, begin + length - 250.5)
+        for i in range(9):
+            made.kernel(begin + 100 * i, begin + 100 * i + 99, gemm, op="aten::mm")
+        made.kernel(
+            begin + 900, begin + 990, "multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>"
+        )
+    return made
+
+
+def report(made, tmp_path, lines=None):
+    path = made.write(tmp_path / "trace.json")
+    lined = lines.write(tmp_path / "lines.json") if lines else None
+    return analyse_trace(path, lines=lined)
+
+
+def tiny(num=150):
+    made = SyntheticTrace()
+    for step in range(STEPS):
+        begin = step * 20.0 * num
+        made.step(step, begin - 6, begin + 20.0 * num - 7)
+        for i in range(num):
+            made.kernel(begin + 20 * i, begin + 20 * i + 3, op="aten::add")
+    return made

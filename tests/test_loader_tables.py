@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import benchmark_results
+import program_results
 from benchmarks import loader_eta, loader_host, loader_peers, loader_tables, tables
 
 TABLES = [table for name, (_, table) in tables.TABLES.items() if name.startswith("loader ")]
@@ -25,7 +26,7 @@ def tables_in(lines):
 
 @pytest.fixture
 def result():
-    return benchmark_results.loader()
+    return program_results.loader()
 
 
 def test_only_what_the_upstream_could_feed_is_judged(result):
@@ -151,7 +152,7 @@ def test_the_words_are_those_of_the_measurements():
     assert loader_tables.OURS == loader_peers.OURS
     assert loader_tables.ENOUGH == loader_eta.ENOUGH
     assert f"target {loader_host.TARGET_US:g} µs" in "".join(
-        loader_tables.next_cost(benchmark_results.loader())
+        loader_tables.next_cost(program_results.loader())
     )
     page = (tables.ROOT / "docs" / "how-it-works" / "prefetching.md").read_text()
     assert f"The target is\n{loader_eta.TARGET}" in page

@@ -1,37 +1,9 @@
 """The verdict and the single faults, each on a trace with that fault and on one without."""
 
-import json
-import re
-
 import pytest
 
-from synthetic_trace import SyntheticTrace
+from synthetic_trace import GEMM, STEPS, SyntheticTrace, healthy, report, tiny
 from torchfast.profiling.places import is_users
-from torchfast.profiling.report import analyse_trace, report_on
-from torchfast.profiling.trace import read_trace
-
-GEMM = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"
-STEPS = 4
-
-
-def healthy(made=None, *, length=1000.0, gemm=GEMM):
-    """Steps of products that leave no idle time but a little; the host is ahead."""
-    made = made or SyntheticTrace(ahead=200.0)
-    for step in range(STEPS):
-        begin = step * length
-        made.step(step, begin - 250, begin + length - 250.5)
-        for i in range(9):
-            made.kernel(begin + 100 * i, begin + 100 * i + 99, gemm, op="aten::mm")
-        made.kernel(
-            begin + 900, begin + 990, "multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>"
-        )
-    return made
-
-
-def report(made, tmp_path, lines=None):
-    path = made.write(tmp_path / "trace.json")
-    lined = lines.write(tmp_path / "lines.json") if lines else None
-    return analyse_trace(path, lines=lined)
 
 
 def kinds(found):
@@ -120,16 +92,6 @@ def test_a_mask_that_sizes_its_result(tmp_path):
     found = report(made, tmp_path)
 
     assert [(x.kind, x.line) for x in found.findings] == [("boolean-mask", "model.py:7")]
-
-
-def tiny(num=150):
-    made = SyntheticTrace()
-    for step in range(STEPS):
-        begin = step * 20.0 * num
-        made.step(step, begin - 6, begin + 20.0 * num - 7)
-        for i in range(num):
-            made.kernel(begin + 20 * i, begin + 20 * i + 3, op="aten::add")
-    return made
 
 
 def test_launch_bound(tmp_path):
@@ -330,86 +292,6 @@ def test_frames_serve_where_there_are_no_lines(tmp_path):
 )
 def test_whose_code_a_path_is(path, users):
     assert is_users(path) is users
-
-
-def test_the_table_and_the_json_say_the_same(tmp_path):
-    found = report(tiny(), tmp_path)
-
-    text, data = str(found), found.to_dict()
-
-    assert text.startswith("launch-bound: ")
-    assert json.loads(json.dumps(data)) == data
-    assert data["verdict"]["class"] == "launch-bound"
-    assert f"{data['step_ms']:.3f} ms" in text
-    assert "100% of them below 5 us" in text
-    assert "Test Device" in text
-    assert max(map(len, text.splitlines()[3:5])) < 400
-    assert data["phases"][0]["phase"] == "forward"
-
-
-def test_a_page_stands_alone_and_shows_no_foreign_markup(tmp_path):
-    made = tiny()
-    evil = "<script>alert('x')</script>&"
-    made.kernel(12_010, 13_010, evil, at=11_000, op=evil)
-    made.line(f"{evil}.py:3", -20, 20_000)
-    found = report(made, tmp_path)
-    path = tmp_path / "report.html"
-
-    found.write_html(path)
-
-    page = path.read_text()
-    assert page.startswith("<!doctype html>")
-    assert "launch-bound" in page
-    assert "<svg" in page
-    assert "<script" not in page
-    assert not re.search(r"(src|href)\s*=|@import|url\(|https?://", page)
-    assert page.count("<rect") < 3000
-    assert "#d1242f" in page.split("<svg", 1)[1]  # idle in red
-
-
-def test_the_timeline_shows_streams_phases_and_idle_time(tmp_path):
-    made = healthy()
-    made.kernel(500, 900, "ncclDevKernel_AllReduce", stream=23)
-    found = report_on(read_trace(made.write(tmp_path / "trace.json")))
-    found.write_html(tmp_path / "report.html")
-
-    drawing = (tmp_path / "report.html").read_text().split("<svg", 1)[1].split("</svg>")[0]
-
-    for label in ("phases", "stream 7", "stream 23", "idle"):
-        assert f">{label}</text>" in drawing
-    assert "communication" in drawing
-
-
-def test_the_times_stand_within_the_drawing(tmp_path):
-    made = SyntheticTrace()
-    for at in range(10):
-        made.kernel(1000 * at, 1000 * at + 1020, op="aten::mm")
-    made.step(0, -20, 10_100)
-    report_on(read_trace(made.write(tmp_path / "trace.json"))).write_html(tmp_path / "report.html")
-
-    texts = re.findall(
-        r'<text x="([\d.]+)" y="13" text-anchor="(\w+)" class="time">',
-        (tmp_path / "report.html").read_text(),
-    )
-
-    assert {side for _, side in texts} == {"start", "end"}
-    for x, side in texts:
-        assert (0 if side == "start" else 50) < float(x) < (1070 if side == "start" else 1121)
-
-
-def test_a_path_is_not_broken_within_its_last_name(tmp_path):
-    made = SyntheticTrace()
-    for step in range(STEPS):
-        begin = step * 1000.0
-        made.step(step, begin, begin + 1000)
-        made.annotation("torchfast.data_wait", begin + 1, begin + 590)
-        made.line("/home/anna/train&co/loop.py:3", begin, begin + 595)
-        made.kernel(begin + 600, begin + 990, GEMM, at=begin + 595)
-    report(made, tmp_path).write_html(tmp_path / "report.html")
-
-    page = (tmp_path / "report.html").read_text()
-
-    assert "<td class=line>/<wbr>home/<wbr>anna/<wbr>train&amp;co/<wbr>loop.py:3</td>" in page
 
 
 # --- idle time that no single cause explains ----------------------------------------------------

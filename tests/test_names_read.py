@@ -1,0 +1,91 @@
+"""The names that code reads, found without running it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from torchfast._core.code_names import names_read
+
+
+class Reads:
+    def __init__(self):
+        self._hidden = 1.0
+
+    @property
+    def shown(self):
+        return self._hidden
+
+    def called(self):
+        return helper(self)
+
+    def not_called(self):
+        return self.unread
+
+
+def helper(held):
+    return held.by_helper + getattr(held, "by_string")  # noqa: B009
+
+
+def by_name(held, name):
+    return getattr(held, name)
+
+
+def by_each_name(held):
+    return sum(getattr(held, name) for name in ("first", "second"))
+
+
+def unnamed(function):
+    def inner(held):
+        return function(held) * held.by_wrapper
+
+    return inner
+
+
+@unnamed
+def in_closure(held):
+    return held.by_wrapped
+
+
+@functools.wraps(in_closure)
+def named_so(held):
+    return in_closure(held) + held.by_named_so
+
+
+@torch.no_grad()
+def without_graph(held):
+    return held.by_decorated
+
+
+def all_of(held):
+    return sum(vars(held).values())
+
+
+def test_what_code_reads_is_found_through_methods_properties_and_functions():
+    def step(held):
+        held.step()  # called, not read
+        return [held.called() + held.shown for _ in range(2)]
+
+    names = names_read([step], [Reads])
+    assert {"shown", "_hidden", "by_helper", "by_string"} <= names
+    assert not {"unread", "step", "called"} & names
+    assert names_read([all_of], [Reads]) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    {
+        "a string of the caller": (lambda held: by_name(held, "passed"), {"passed"}),
+        "strings in a tuple": (by_each_name, {"first", "second"}),
+        "a decorator": (in_closure, {"by_wrapper", "by_wrapped"}),
+        "one with wraps": (named_so, {"by_named_so", "by_wrapper", "by_wrapped"}),
+        "one of torch's": (lambda held: without_graph(held), {"by_decorated"}),
+        "one of torch's itself": (without_graph, {"by_decorated"}),
+    }.values(),
+)
+def test_what_code_reads_is_found_behind(step, expected):
+    names = names_read([step], [Reads])
+    assert expected <= names
+    assert "unread" not in names
