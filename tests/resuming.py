@@ -17,6 +17,8 @@ from torchfast import Plan
 from torchfast._core.compare import differences
 
 BATCHES = make_batches(6)
+# One that ends within the run, and one that ends with it.
+EPOCHS = 2
 DATA = TensorDataset(*(torch.cat(parts) for parts in zip(*make_batches(11), strict=True)))
 
 
@@ -49,7 +51,7 @@ def state(trainer):
 
 
 def run(kind="plain", loader=shuffled, stop_at=None, **options):
-    """Run a fit of three epochs; ``stop_at`` ends it behind that step, as a signal would."""
+    """Run a fit of two epochs; ``stop_at`` ends it behind that step, as a signal would."""
     trainer = trainer_of(kind)
     losses = {}
 
@@ -59,7 +61,7 @@ def run(kind="plain", loader=shuffled, stop_at=None, **options):
             if event.num_steps == stop_at:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    result = fit(loader(), trainer=trainer, **{"epochs": 3, "callbacks": [note], **options})
+    result = fit(loader(), trainer=trainer, **{"epochs": EPOCHS, "callbacks": [note], **options})
     return trainer, losses, result
 
 

@@ -399,7 +399,7 @@ def test_where_compiling_is_forbidden_what_is_left_alone_still_runs(loss_fn):
     torch.manual_seed(0)
     model, plain = Deep(), Deep()
     plain.load_state_dict(model.state_dict())
-    plan = Plan(compile=CompileOptions(regions="blocks"))
+    plan = Plan(compile=CompileOptions(regions="blocks", backend="eager"))
     losses = {}
     for name, net, of in (("compiled", model, plan), ("plain", plain, Plan())):
         torch.manual_seed(1)
@@ -413,7 +413,7 @@ def test_where_compiling_is_forbidden_what_is_left_alone_still_runs(loss_fn):
             with torch.compiler.set_stance("fail_on_recompile"):
                 losses[name] += [trainer.step(batch) for batch in BATCHES[3:6]]
             assert trainer.report().counters.get("compile_graphs") == before
-    torch.testing.assert_close(losses["compiled"], losses["plain"], rtol=1e-4, atol=1e-5)
+    assert losses["compiled"] == losses["plain"]
 
 
 def test_where_compiling_is_forbidden_nothing_is_compiled():
@@ -421,7 +421,7 @@ def test_where_compiling_is_forbidden_nothing_is_compiled():
         Deep(),
         partial(optim.SGD, lr=0.1),
         loss_outside,
-        Plan(compile=CompileOptions(regions="blocks")),
+        Plan(compile=CompileOptions(regions="blocks", backend="eager")),
         device="cpu",
     )
     with trainer:

@@ -12,17 +12,17 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from fitting import fit, make_trainer
-from resuming import BATCHES, KINDS, check_same, pairs, run, shuffled, state, trainer_of
+from resuming import BATCHES, EPOCHS, KINDS, check_same, pairs, run, shuffled, state, trainer_of
 from torchfast._core.compare import differences
 from torchfast._core.rng import get_rng_state, same_rng_state
 
 CPU = torch.device("cpu")
-NUM_STEPS = {"accumulated": 3 * -(-len(shuffled()) // 2)}
+NUM_STEPS = {"accumulated": EPOCHS * -(-len(shuffled()) // 2)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_resumed_run_is_the_uninterrupted_one_at_every_step(kind, tmp_path):
-    last = NUM_STEPS.get(kind, 3 * len(shuffled()))
+    last = NUM_STEPS.get(kind, EPOCHS * len(shuffled()))
     expected, losses, whole = run(kind)
     rng = get_rng_state(CPU)
     assert whole.num_steps == last
@@ -33,7 +33,7 @@ def test_the_resumed_run_is_the_uninterrupted_one_at_every_step(kind, tmp_path):
         assert cut.exit_code == 143
         trainer, late, result = run(kind, checkpoint=folder)
         assert result.exit_code == 0
-        assert (result.num_steps, result.num_epochs) == (whole.num_steps, 3)
+        assert (result.num_steps, result.num_epochs) == (whole.num_steps, EPOCHS)
         assert sorted({*early, *late}) == list(range(1, last + 1))
         assert not set(early) & set(late)
         check_same(expected, trainer, losses, early | late)
@@ -88,11 +88,11 @@ class Unsized:
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_end_of_an_epoch_is_what_the_loader_says(name, tmp_path):
-    expected, losses, whole = run(loader=LOADERS[name], epochs=2)
+    expected, losses, whole = run(loader=LOADERS[name])
     for stop_at in range(1, whole.num_steps + 1):
         folder = tmp_path / str(stop_at)
-        _, early, _ = run(loader=LOADERS[name], epochs=2, stop_at=stop_at, checkpoint=folder)
-        trainer, late, _ = run(loader=LOADERS[name], epochs=2, checkpoint=folder)
+        _, early, _ = run(loader=LOADERS[name], stop_at=stop_at, checkpoint=folder)
+        trainer, late, _ = run(loader=LOADERS[name], checkpoint=folder)
         check_same(expected, trainer, losses, early | late)
     if name == "unknown length":
         return  # whether the last step of a call ends an epoch is not known there
@@ -126,7 +126,7 @@ def test_evaluations_that_schedule_are_made_once_each(every, end, tmp_path):
         return trainer
 
     expected = go()
-    for stop_at in (1, 4, 8, 9, 12, 18, 20):
+    for stop_at in (1, 4, 9, 12, 20):
         run = {"checkpoint": tmp_path / str(stop_at), "checkpoint_every": 3}
         if end == "steps":
             go(epochs=None, steps=stop_at, **run)
@@ -188,9 +188,9 @@ def test_a_run_that_ended_has_nothing_left_to_do(tmp_path):
     assert result.stopped_by == "epochs"
     assert differences(state(first), state(again)) == []
     # More epochs go on from there.
-    _, losses, result = run(checkpoint=tmp_path, epochs=4)
+    _, losses, result = run(checkpoint=tmp_path, epochs=EPOCHS + 1)
     assert len(losses) == len(shuffled())
-    assert result.num_epochs == 4
+    assert result.num_epochs == EPOCHS + 1
 
 
 def test_steps_count_from_where_the_run_began(tmp_path):

@@ -21,7 +21,7 @@ from float8_models import (
     step_timer_of,
     timer_of,
 )
-from torchfast import Float8Options, Plan, Trainer
+from torchfast import CompileOptions, Float8Options, Plan, Trainer
 from torchfast._core.compare import differences
 from torchfast.precision.float8_step import _BehindSleep
 
@@ -139,7 +139,7 @@ def test_a_compiled_step_goes_on_in_what_was_found(monkeypatch, float8_ms):
         model,
         partial(optim.SGD, lr=0.1),
         lambda m, x: (m(x) - x).float().square().mean(),
-        Plan(precision=MEASURED, compile=True),
+        Plan(precision=MEASURED, compile=CompileOptions(backend="eager")),
     )
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(32, 32, generator=generator)
