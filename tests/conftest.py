@@ -16,10 +16,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+import costs
 from simulated_device import Prompt, simulated
 from tape import taped
 
 torch.set_num_threads(1)
+costs.leave_out()
 
 
 def pytest_collection_finish(session):

@@ -26,8 +26,8 @@ def run(name, folder, *options):
 
 
 def test_the_plain_loop_and_the_trainer_end_with_the_same_model(tmp_path):
-    plain = run("00_plain_loop.py", tmp_path, "--steps", "3")
-    planned = run("01_trainer.py", tmp_path, "--steps", "3")
+    plain = run("00_plain_loop.py", tmp_path, "--steps", "2")
+    planned = run("01_trainer.py", tmp_path, "--steps", "2")
     models = [
         torch.load(tmp_path / "runs" / kind / "model.pt", weights_only=True)
         for kind in ("plain", "trainer")

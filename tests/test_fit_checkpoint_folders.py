@@ -33,7 +33,7 @@ def steps_in(folder):
 
 def test_a_checkpoint_follows_each_epoch_or_every_so_many_steps(tmp_path):
     everything = CheckpointManager(tmp_path / "epochs")
-    run(checkpoint=everything)
+    run(checkpoint=everything, epochs=3)
     assert everything.steps() == [9, 18, 27]
     everything = CheckpointManager(tmp_path / "steps")
     run(checkpoint=everything, checkpoint_every=5, epochs=None, steps=12)
@@ -48,7 +48,7 @@ def test_a_folder_keeps_the_last_three(tmp_path):
 def test_the_best_by_an_evaluation_is_kept(tmp_path):
     values = iter([3.0, 1.0, 2.0])
     with CheckpointManager(tmp_path, keep_last=1, monitor="loss") as manager:
-        run(checkpoint=manager, evaluate=lambda model: {"loss": next(values)})
+        run(checkpoint=manager, epochs=3, evaluate=lambda model: {"loss": next(values)})
         assert manager.steps() == [18, 27]
         assert manager.load(18).metrics == {"loss": 1.0}
 
