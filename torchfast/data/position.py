@@ -7,17 +7,19 @@ with the random generators where they stood when it began, so that a shuffle, th
 processes and random augmentations fall as they did, and as many batches are fetched and dropped.
 That takes the time of fetching them.
 
-The states of a loader's own generators are part of the position. Two things are not: what no
-generator decides, such as files that have changed since; and, after the first epoch, what
-``persistent_workers`` draw for augmentation, whose generators live on in processes that are gone.
-Which samples come is exact all the same.
+The states of a loader's own generators are part of the position, also of a loader that carries its
+own: torchdata's draws again as it takes its state up, and that moves its ``generator=`` to where it
+would not be, so the epochs behind this one would be others. Two things are not part of the
+position: what no generator decides, such as files that have changed since; and, after the first
+epoch, what ``persistent_workers`` draw for augmentation, whose generators live on in processes that
+are gone. Which samples come is exact all the same.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -59,7 +61,8 @@ class Position(NamedTuple):
         num_batches: Batches of this epoch that have come out, this one included.
         epoch_start: The generators as the epoch found them, shared by the epoch's positions.
         loader_state: The state of a loader that carries one.
-        generators: The loader's own generators as this batch left them; not saved.
+        generators: The loader's own generators as this batch left them; saved where the loader
+            carries a state.
         draws_apart: Whether the loader draws from global generators that it hides; not saved.
     """
 
@@ -70,7 +73,8 @@ class Position(NamedTuple):
     draws_apart: bool = False
 
 
-SAVED = ("num_batches", "epoch_start", "loader_state")
+SAVED = ("num_batches", "epoch_start", "loader_state", "generators")
+_END: Final = object()
 
 
 @final
@@ -91,6 +95,7 @@ class PositionedLoader:
         self.position: Position | None = None
         self._resume_at: Position | None = None
         self._announced: dict[str, Any] | None = None
+        self._loaded_generators: Sequence[torch.Tensor] | None = None
         self._has_begun = False
 
     @property
@@ -142,6 +147,7 @@ class PositionedLoader:
         resume_at, self._resume_at = self._resume_at, None
         if resume_at is not None:
             return self._positions(self._resumed(resume_at), resume_at)
+        self._take_up_state()
         start = Position(0, self._generators())
         self._has_begun = True
         return self._positions(iter(self.loader), start)
@@ -152,7 +158,7 @@ class PositionedLoader:
         For an epoch that breaks off: what was fetched ahead has drawn too.
         """
         if self.position is not None and self.position.generators:
-            self._set_own_generators({"generators": self.position.generators})
+            self._set_own_generators(self.position.generators)
 
     def announce(self) -> None:
         """Note that the epoch that `begin` is about to begin is not the training's turn yet."""
@@ -165,7 +171,7 @@ class PositionedLoader:
     def recall(self) -> None:
         """Take the announced epoch back: the next one begins where it would have begun."""
         if self._announced is not None:
-            self._set_own_generators(self._announced)
+            self._set_own_generators(self._announced["generators"])
         self._announced = None
 
     def _positions(self, iterator: Iterator[Any], at: Position) -> Iterator[tuple[Any, Position]]:
@@ -181,12 +187,12 @@ class PositionedLoader:
 
     def _resumed(self, at: Position) -> Iterator[Any]:
         self._has_begun = True
-        if self.carries_state:
-            return iter(self.loader)  # it was given its state when the position was loaded
         with preserved_rng(CPU):
+            if self.carries_state:  # it was given its state when the position was loaded
+                return self._as_drawn(iter(self.loader), at.generators)
             self._start_workers(at)
             set_rng_state(at.epoch_start["rng"], CPU)
-            self._set_own_generators(at.epoch_start)
+            self._set_own_generators(at.epoch_start["generators"])
             iterator = iter(self.loader)
             for number in range(at.num_batches):
                 try:
@@ -198,13 +204,44 @@ class PositionedLoader:
                     ) from None
         return iterator
 
+    def _as_drawn(self, rest: Iterator[Any], generators: Sequence[torch.Tensor]) -> Iterator[Any]:
+        """Yield the rest of an epoch, and let the loader's own generators be as if it were whole.
+
+        They are set behind the first batch, for which an order may have to be drawn again. If it
+        was, it is not known where they would be now, and they are left to the loader.
+        """
+        before = self._own_states()
+        first = next(rest, _END)
+        after = self._own_states()
+        if len(before) == len(after) and all(map(torch.equal, before, after)):
+            self._set_own_generators(generators)
+        if first is not _END:
+            yield first
+            yield from rest
+
+    def _take_up_state(self) -> None:
+        """Let a DataLoader make something of a state from between two epochs, if it was given one.
+
+        torchdata's does so when it is asked for its state, and otherwise as it begins, when it
+        draws for the epoch that is over too.
+        """
+        generators, self._loaded_generators = self._loaded_generators, None
+        if generators is not None and isinstance(self.loader, DataLoader):
+            with preserved_rng(CPU):
+                self._loader_state()
+            self._set_own_generators(generators)
+
     # -- State -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position for ``torch.save``."""
-        position = self.position or Position(
-            0, self._announced or self._generators(), self._loader_state()
-        )
+        position = self.position
+        if position is None:
+            start = self._announced or self._generators()
+            # The generators last: one that is asked for its state may begin, and draw.
+            position = Position(0, start, self._loader_state(), self._own_states())
+        if not self.carries_state:
+            position = position._replace(generators=())
         return {
             **{name: getattr(position, name) for name in SAVED},
             "carries_state": self.carries_state,
@@ -224,11 +261,12 @@ class PositionedLoader:
         position = Position(**{name: state[name] for name in SAVED})
         if self.carries_state:
             self.loader.load_state_dict(position.loader_state)  # type: ignore[attr-defined]
+            self._loaded_generators = None if position.num_batches else position.generators
         elif position.num_batches == 0:
             # The global generators are the training's, which its own state puts back.
             with preserved_rng(CPU):
                 self._start_workers(position)
-            self._set_own_generators(position.epoch_start)
+            self._set_own_generators(position.epoch_start["generators"])
         self.position = self._resume_at = position if position.num_batches else None
 
     def check(self, state: object) -> None:
@@ -334,14 +372,20 @@ class PositionedLoader:
             iter(self.loader)
             self._has_begun = True
 
-    def _set_own_generators(self, epoch_start: Mapping[str, Any]) -> None:
-        for generator, state in zip(self._own_generators(), epoch_start["generators"], strict=True):
+    def _set_own_generators(self, states: Sequence[torch.Tensor]) -> None:
+        own = self._own_generators()
+        if self.carries_state and len(own) != len(states):
+            return  # built otherwise than it was, which is between it and its state
+        for generator, state in zip(own, states, strict=True):
             generator.set_state(state)
+
+    def _own_states(self) -> tuple[torch.Tensor, ...]:
+        return tuple([generator.get_state() for generator in self._own_generators()])
 
     def _generators(self) -> dict[str, Any]:
         return {
             "rng": get_rng_state(CPU),
-            "generators": [generator.get_state() for generator in self._own_generators()],
+            "generators": list(self._own_states()),
             "workers_stayed": self._has_begun
             and bool(getattr(self.loader, "persistent_workers", False)),
         }
