@@ -5,7 +5,14 @@ import time
 import pytest
 import torch
 
-from simulated_device import Prompt, numbered, simulated, stagers
+from simulated_device import (
+    Prompt,
+    SimulatedTransport,
+    numbered,
+    simulated,
+    stagers,
+    wait_until,
+)
 from torchfast import PrefetchingLoader
 from torchfast.data import stager
 
@@ -102,6 +109,47 @@ def test_a_loop_that_is_ahead_of_the_device_is_no_slow_loader(device, clock):
     device.kind = Behind
     assert not any(threads_seen(PrefetchingLoader(iter(numbered(40)), "cpu")))
     assert clock.now > 10
+
+
+class Busy(Prompt):
+    """Has something left to do whenever it is asked."""
+
+    def is_idle(self, slot):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "copy_s", "expected"),
+    [(Prompt, 1e-3, True), (Prompt, 2e-4, False), (Busy, 1.0, False)],
+)
+def test_copies_beside_nothing_count_as_much_as_fetching(
+    device, clock, monkeypatch, kind, copy_s, expected
+):
+    batches = numbered(40)
+    num_bytes = sum(tensor.nbytes for tensor in batches[0])
+    monkeypatch.setattr("torchfast.data.feed.BUS_BYTES_PER_S", num_bytes / copy_s)
+    device.kind = kind
+    assert any(threads_seen(PrefetchingLoader(batches, "cpu"))) == expected
+
+
+def test_a_loop_that_waits_for_the_device_has_the_next_batch_copied_meanwhile(
+    device, clock, monkeypatch
+):
+    class Quick(SimulatedTransport):
+        """Its consumer's stream, which has nothing to do, passes an event before it is asked."""
+
+        def is_idle(self, slot):
+            slot.free.synchronize()
+            return True
+
+    monkeypatch.setattr("torchfast.data.feed.BUS_BYTES_PER_S", 1e5)
+    device.kind = Quick
+    for number, _ in enumerate(PrefetchingLoader(numbered(40), "cpu"), start=1):
+        transport = device.transports[0]
+        transport.consumer.synchronize()  # as of a loss that is read at each step
+        assert transport.num_copied >= number
+        if number == 30:
+            wait_until(lambda: device.transports[0].num_copied > 30)
 
 
 @pytest.mark.parametrize(("background", "expected"), [(True, True), (False, False)])

@@ -5,8 +5,10 @@ and the first batch, which is where samplers draw. The second batch of a loader'
 there too, and watched: if that moved a generator of the host, samples are augmented in this very
 process, and fetching ahead would let training and augmentation draw in another order. Then all
 fetching stays in the caller's thread, one batch at a time, as a plain loop does it; only the copies
-overlap. So it does while batches lie ready, which takes less time than two threads lose by taking
-turns at the interpreter. Once fetching is seen to take longer, a staging thread takes over. It
+overlap, where the loop runs ahead of the device. So it does while batches lie ready, which takes
+less time than two threads lose by taking turns at the interpreter. Once fetching is seen to take
+longer, or large batches are asked for by a loop that waits for the device, so that no kernel runs
+beside their copies, a staging thread takes over. It
 looks on now and then, and if a generator moved while it fetched, hands back to the caller's thread.
 Some fetches are watched there, where nobody else draws: if one moves a generator, fetching stays
 there; if none does, the thread goes on.
@@ -31,10 +33,12 @@ from torchfast._core.rng import RNGState, get_rng_state, same_rng_state
 from torchfast.data.position import Position
 from torchfast.data.ring import Ring, Staged
 from torchfast.data.stager import (
+    BUS_BYTES_PER_S,
     CPU,
     END,
     LIMIT,
     SUSPECT,
+    SWIFT_S,
     Batches,
     Failure,
     Fetching,
@@ -305,8 +309,10 @@ class RingFeed(Feed):
         return item
 
     def _count_wait(self, seconds: float) -> None:
-        idle = self._released is None or self._ring.transport.is_idle(self._released)
-        self._counters.waited(seconds, starved=idle)
+        self._counters.waited(seconds, starved=self._is_idle())
+
+    def _is_idle(self) -> bool:
+        return self._released is None or self._ring.transport.is_idle(self._released)
 
     def _fetch_here(self) -> Staged | None:
         stager, fetching = self._stager, self._fetching
@@ -337,7 +343,11 @@ class RingFeed(Feed):
         was_swift = fetching.is_swift
         fetching.num_here += 1
         if fetching.num_here > NUM_FIRST and stager.num_fetched > 1:
-            fetching.note_time(stager.fetch_s + time.perf_counter() - stager.now)
+            seconds = stager.fetch_s + time.perf_counter() - stager.now
+            copy_s = staged.num_bytes / BUS_BYTES_PER_S
+            if copy_s > SWIFT_S and self._is_idle():  # asked here, some time behind the release
+                seconds += copy_s
+            fetching.note_time(seconds)
         self._watches_next = False
         if fetching.where == "thread" and not fetching.is_swift:
             if was_swift:

@@ -81,9 +81,9 @@ class PrefetchingLoader(Closing):
         channels_last: Lay 4-d tensors out as NHWC, on the device, behind ``transform``.
         across_epochs: Begin the next epoch while the last batches of this one are consumed.
             Its first draws are then made with the generators as they stand at that moment.
-        background: ``"auto"`` fetches in a thread once that is seen to take time. True, and
-            ``across_epochs``, do so from the second batch on. False never does: for loaders that
-            must stay in the thread that made them. Copies overlap all the same.
+        background: ``"auto"`` fetches in a thread once that is seen to take time, or large copies
+            to find the device idle. True, and ``across_epochs``, do so from the second batch on.
+            False never does, for loaders that must stay in the thread that made them.
         strict: Raise where a batch has a leaf that cannot be moved, or another structure than
             the first one.
         ranks: Who end an epoch together, as a Trainer gives it that trains on several ranks.

@@ -40,6 +40,7 @@ TOO_SLOW_S = 5e-3
 HICCUP_S = 0.05
 PAID_OFF_S = 5e-6
 MANY_HICCUPS_S = 0.15
+BUS_BYTES_PER_S = 25e9  # about; a copy that finds the device idle delays a loop as a fetch does
 EXIT_S = 5.0  # how long the exit of Python waits for a fetch in progress
 
 Batches = Iterator[tuple[Any, Position]]
@@ -91,7 +92,7 @@ class Fetching:
         return self.where == "thread" and not self.is_suspect and not self.is_swift
 
     def note_time(self, seconds: float) -> None:
-        """Note what it took to fetch and stage a batch in the caller's thread."""
+        """Note what a batch of the caller's thread took: to fetch and stage, and to copy alone."""
         more = seconds - SWIFT_S
         if more <= 0.0 and not self.behind_s and not self.hiccups_s:
             return  # nothing to add, and nothing to pay off: the steady case
