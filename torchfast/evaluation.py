@@ -98,6 +98,17 @@ def evaluate(
         EvaluationCutError: ``should_stop`` said so; half a data set is no evaluation.
         RankError: Another rank failed.
     """
+    with step.heard():
+        return _over_ranks(step, batches, should_stop, ema=ema)
+
+
+def _over_ranks(
+    step: TrainStep,
+    batches: Iterable[Any] | DealtBatches,
+    should_stop: Callable[[], bool],
+    *,
+    ema: bool,
+) -> dict[str, float]:
     group = step.ranks.group
     model: nn.Module = step.model
     mine: Iterable[Any] | DealtBatches = batches

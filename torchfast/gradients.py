@@ -75,7 +75,7 @@ class Gradients:
         with self._precision.step(), self._layout.measured(group), self._syncs:
             self._optimizer.zero_grad(set_to_none=True)
             self._guard.begin()
-            with self._sharding.heard(), self._sharding.around_gradients():
+            with self._sharding.around_gradients():
                 parts = [
                     self._backward(micro_batch, divisor=len(group), is_last=number == len(group))
                     for number, micro_batch in enumerate(group, start=1)

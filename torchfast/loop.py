@@ -120,18 +120,8 @@ class FitLoop:
             self._watched(),
         ):
             try:
-                self._resume()
-                with self._syncs:
-                    self._epochs()
-                self._stopping.settle()
-                if self._skips.tripped(wait=True):
-                    self._stop_reason = "nonfinite"
-                    logger.warning("too many updates were skipped: %s", self._skips.told())
-                if self._records.has_steps:
-                    self._stage()
-                self._evaluate(due=False)
-                self._checkpoints.save(self._progress(), self._fresh_evaluation(), blocking=True)
-                self._flush(wait=True)
+                with self._step.heard():
+                    self._train()
             except BaseException:
                 # What was measured is kept, and must not hide what went wrong.
                 with suppress(Exception):
@@ -152,6 +142,20 @@ class FitLoop:
         )
 
     # --- the loop ------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        self._resume()
+        with self._syncs:
+            self._epochs()
+        self._stopping.settle()
+        if self._skips.tripped(wait=True):
+            self._stop_reason = "nonfinite"
+            logger.warning("too many updates were skipped: %s", self._skips.told())
+        if self._records.has_steps:
+            self._stage()
+        self._evaluate(due=False)
+        self._checkpoints.save(self._progress(), self._fresh_evaluation(), blocking=True)
+        self._flush(wait=True)
 
     def _watched(self) -> AbstractContextManager[Any]:
         """Say where all ranks stand if they stand still, well before their group gives up."""

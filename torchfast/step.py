@@ -131,9 +131,11 @@ class TrainStep:
         self._transforms = ModelTransforms(model, self.plan, self.device, self.ranks)
         self._sharding = self._transforms.sharding
         self.collectives = self._sharding.collectives
+        self.heard = self._sharding.heard  # around all that the ranks do together
         self._offload = StepOffload(self.plan.offload_options)
         try:
-            self._build(optimizer, loss_fn, lr_scheduler, is_moved=device is not None)
+            with self.heard():
+                self._build(optimizer, loss_fn, lr_scheduler, is_moved=device is not None)
         except BaseException:
             self._transforms.close()
             self._offload.put_back()
@@ -160,12 +162,13 @@ class TrainStep:
             OutOfMemoryError: The step does not fit into memory.
             ClosedError: After `close`.
         """
-        group = self._group(batch)
-        with self._average.around_step():
-            output = self.memory.run(self._update.step, group)
-        self.metrics = dict(output.metrics)
-        self._after_update(output.skipped)
-        return output.loss
+        with self.heard():
+            group = self._group(batch)
+            with self._average.around_step():
+                output = self.memory.run(self._update.step, group)
+            self.metrics = dict(output.metrics)
+            self._after_update(output.skipped)
+            return output.loss
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Run the first half of a step: zero_grad, forward, backward. Always eager.
@@ -174,18 +177,20 @@ class TrainStep:
         the group and, under fp16, unscaled. Under ``nonfinite="skip"`` a loss that is not finite
         is noted here; gradients are judged by `update`, as they are then.
         """
-        loss, self.metrics = self.memory.run(self._gradients, self._group(batch))
-        if self._graph is not None:
-            self._graph.settle()
-        return loss
+        with self.heard():
+            loss, self.metrics = self.memory.run(self._gradients, self._group(batch))
+            if self._graph is not None:
+                self._graph.settle()
+            return loss
 
     def update(self) -> None:
         """Run the second half of a step: clip, optimizer, scheduler. Always eager."""
-        self._check_open()
-        with self._average.around_step():
-            norm, skipped = self.memory.run_update(self._update)
-        self.metrics = with_norm(self.metrics, norm)
-        self._after_update(skipped)
+        with self.heard():
+            self._check_open()
+            with self._average.around_step():
+                norm, skipped = self.memory.run_update(self._update)
+            self.metrics = with_norm(self.metrics, norm)
+            self._after_update(skipped)
 
     def compute_loss(self, batch: Any, model: nn.Module | None = None) -> LossParts:
         """Run ``loss_fn`` as it was given, on the model or on its average, without a backward."""

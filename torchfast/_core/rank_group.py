@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 # As long as torch waits by itself: a slow disk is no dead rank.
 TIMEOUT_S: Final = 1800.0
+# Said by all ranks but the one that failed.
+RAISED: Final = "another rank raised an error, so no rank can go on: "
 # And far longer than ranks that make the same calls are apart.
 _PATIENCE_S: Final = 60.0
 
@@ -55,8 +57,10 @@ class RankGroup(Closing):
         size: How many there are.
     """
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group = group
+    def __init__(
+        self, group: Any, rank: int, size: int, told: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._group, self._told = group, told
         self._is_early = False
         self.rank = rank
         self.size = size
@@ -67,11 +71,12 @@ class RankGroup(Closing):
         return cls(None, 0, 1)
 
     @classmethod
-    def join(cls, timeout_s: float = TIMEOUT_S) -> RankGroup:
+    def join(cls, timeout_s: float = TIMEOUT_S, told: Callable[[], str] = lambda: "") -> RankGroup:
         """Return a new group of all ranks, collectively; of this process where it is the only one.
 
         Args:
             timeout_s: How long a rank waits for the others in one call.
+            told: Returns what another rank is known to have raised, for errors.
         """
         if not is_distributed():
             group = cls.alone()
@@ -80,7 +85,7 @@ class RankGroup(Closing):
         rank = dist.get_rank()
         with _waited_for(rank, "make a group, as a Trainer and a CheckpointManager do"):
             all_ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(all_ranks, rank, dist.get_world_size())
+        return cls(all_ranks, rank, dist.get_world_size(), told)
 
     @property
     def is_outdated(self) -> bool:
@@ -105,7 +110,7 @@ class RankGroup(Closing):
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with _reached(), _waited_for(self.rank, what):
+        with _reached(self._told), _waited_for(self.rank, what):
             dist.all_gather_object(values, (value,), group=self._checked())
         return [value for (value,) in values]
 
@@ -160,9 +165,9 @@ class RankGroup(Closing):
         if self.size == 1:
             return Least(None, torch.tensor([value], device="cpu"))
         number = torch.tensor([value], dtype=torch.int64, device="cpu")
-        with _reached():
+        with _reached(self._told):
             work = dist.all_reduce(number, dist.ReduceOp.MIN, group=self._checked(), async_op=True)
-        return Least(work, number)
+        return Least(work, number, self._told)
 
     def _checked(self) -> Any:
         # torch takes None for all ranks, and a call on a group that is gone for none of its own:
@@ -184,9 +189,10 @@ class RankGroup(Closing):
 class Least:
     """The least of some numbers, on its way."""
 
-    def __init__(self, work: Any, number: torch.Tensor) -> None:
-        self._work = work
-        self._number = number
+    def __init__(
+        self, work: Any, number: torch.Tensor, told: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._work, self._number, self._told = work, number, told
 
     def wait(self) -> int:
         """Return it, once all ranks have given theirs.
@@ -196,7 +202,7 @@ class Least:
         """
         work, self._work = self._work, None
         if work is not None:
-            with _reached():
+            with _reached(self._told):
                 work.wait()
         return int(self._number)
 
@@ -205,12 +211,17 @@ class Least:
 class _reached:  # noqa: N801
     """Turn what gloo raises into an error that says what it means."""
 
+    def __init__(self, told: Callable[[], str]) -> None:
+        self._told = told
+
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A group that was destroyed meanwhile is a ValueError of torch's.
         if isinstance(error, RuntimeError | ValueError) and not isinstance(error, RankError):
+            if told := self._told():
+                raise RankError(f"{RAISED}{told}") from error
             raise RankError(
                 f"another rank cannot be reached ({str(error).splitlines()[0][:200]}): it has "
                 "ended or hangs, or the process group was destroyed first; look at the end of the "

@@ -73,5 +73,22 @@ def function_of(frame: FrameType) -> str:
     return resumed[1] if resumed else name
 
 
+def place_of(frame: FrameType, line: int | None = None) -> str:
+    """Return a line of a frame as a message names it; by default the one that it runs."""
+    path = Path(frame.f_code.co_filename)
+    number = frame.f_lineno if line is None else line
+    return f"{Path(*path.parts[-2:])}:{number} ({function_of(frame)})"
+
+
+def raised_at(error: BaseException) -> str | None:
+    """Return the innermost line of the user's that an error came through, if there is one."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if owner_of(trace.tb_frame) == "user":
+            found = place_of(trace.tb_frame, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
 def _folder(file: str | None) -> str:
     return (file or "").rpartition("__init__")[0] or "<none>"

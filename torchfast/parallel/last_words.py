@@ -1,38 +1,74 @@
-"""What a rank raised in a forward or backward, told to the others that waited for it there.
+"""What a rank raised, told to the others at once.
 
-They wait in a collective, in C++, where nothing reaches them but the end of that rank's process:
-then the connection breaks, and they raise an error that names an address. So a rank that fails
-leaves word in the store through which the ranks have found each other, and those whose connection
-breaks look there and say which rank it was, and what it raised. A step without an error asks
-nobody.
+They wait for it in a collective, in C++, until its process ends or their patience does; and if they
+hear of its end, it is by an error that names an address. So a rank that fails leaves word in the
+store through which the ranks have found each other: the error, and the line of the user's code. A
+thread of each rank looks there twice a second, at one key. If it finds word of a step that this
+rank has begun too, it waits a moment, since ranks may fail alike and all go on. Then it ends what
+the rank waits in (see `connections`), and the rank raises an error that says who failed, and of
+what. From then on the ranks cannot go on together, and each says so when it is asked to.
+
+A rank that fails alone, catches its error and goes on with the next step would have its collectives
+pair with those of the others' step before. So it first asks whether all have failed in that step.
+
+A step does nothing of this: it counts that it has begun.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Final, final
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torchfast._core.errors import RankError
+from torchfast._core.rank_group import RAISED
+from torchfast._core.user_code import raised_at
+from torchfast.parallel.connections import Ends, abort_groups, break_off, connections
 
 logger = logging.getLogger(__name__)
 
 # In what torch raises where another rank is gone.
 _OF_COLLECTIVES: Final = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe")
 _STORE_TIMEOUT_S: Final = 5.0
+_INTERVAL_S: Final = 0.5
+_RANKS_A_SECOND: Final = 2000  # that one store is asked by
+_PATIENCE_S: Final = 5.0  # for ranks that fail alike; they are ended before
 _MOST_CHARACTERS: Final = 500
+_ANY: Final = "any"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Word:
+    """What a rank leaves.
+
+    Attributes:
+        entry: Of its bodies under `LastWords.heard`, which one it failed in.
+        text: The error, and where; empty where it only passes on that others failed.
+        is_broken: Whether its connections are, so that it cannot go on.
+        ends: Of its connections.
+    """
+
+    entry: int
+    text: str
+    is_broken: bool
+    ends: list[Ends]
 
 
 @final
 class LastWords:
-    """The errors of the ranks of a training, which all of them build in the same order.
-
-    What those of an earlier one have left, all ranks having failed and gone on, is not read.
+    """The errors of the ranks of a process group, which each rank builds as often as the others.
 
     Args:
         rank: This one.
@@ -43,64 +79,194 @@ class LastWords:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        self._number = next(self._numbers)
-        self._is_left = False
+        self._others = [other for other in range(world_size) if other != rank]
+        self._prefix = f"torchfast/last_words/{next(self._numbers)}"
+        self._world = weakref.ref(_world())
+        self._interval_s = max(_INTERVAL_S, world_size / _RANKS_A_SECOND)
+        self._entry = 0  # counts outermost bodies, as many on each rank
+        self._is_inside = False
+        self._failed_at = self._settled = 0
+        self._heard = ""  # what others have raised, once this rank cannot go on for it
+        self._thread: threading.Thread | None = None
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Tell the others if the body fails, or say who else has failed, if it fails for that.
+        """Tell the others if the body fails, and raise if another rank fails in it.
+
+        All ranks enter as many. One within another is a part of it.
 
         Raises:
-            RankError: Another rank is gone, and has said why.
+            RankError: Another rank has failed, or this one has in another body, alone.
         """
-        if self._is_left:  # and the training goes on all the same
-            self._set("")
-            self._is_left = False
+        if self._is_inside:
+            yield
+            return
+        self._enter()
         try:
             yield
-        except Exception as error:
-            if not _is_of_collectives(error):
-                self._set(f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS])
-                self._is_left = True
-                raise
-            words = self._of_others()
-            if not words:
-                raise
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in words.items())
-            raise RankError(
-                f"another rank raised an error in its forward or backward, so no rank can go on: "
-                f"{told}"
-            ) from error
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._is_inside = False
+        self._raise_heard(None)
 
-    def _set(self, text: str) -> None:
+    def told(self) -> str:
+        """Return what other ranks have raised for which this one cannot go on."""
+        return self._heard
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank cannot go on, or does not know whether it can."""
+        return bool(self._heard) or self._failed_at > self._settled
+
+    # -- The thread that trains --------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        self._raise_heard(None)
+        if self._failed_at > self._settled:
+            self._settle()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._listen, name="torchfast-last-words", daemon=True
+            )
+            self._thread.start()
+        self._entry += 1
+        self._is_inside = True
+
+    def _raise_heard(self, cause: BaseException | None) -> None:
+        if self._heard:
+            raise RankError(f"{RAISED}{self._heard}") from cause
+
+    def _fail(self, error: BaseException) -> None:
+        """Leave word of an error; raise another one if it only tells that others failed."""
+        is_broken = _is_of_collectives(error)
+        if is_broken and not self._heard:
+            self._heard = _told(self._pending(self._words()))
+        self._failed_at = self._entry
+        if self._heard:
+            self._leave("", is_broken=True)
+            self._raise_heard(error)
+        text = "" if isinstance(error, RankError) else _text_of(error)
+        self._leave(text, is_broken=is_broken)
+
+    def _settle(self) -> None:
+        """Find out that all ranks have failed in the body in which this one has.
+
+        Raises:
+            RankError: Not all, or not so that they could go on.
+        """
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            words = self._words()
+            alike = [rank for rank, word in words.items() if word.entry >= self._failed_at]
+            is_broken = any(word.is_broken for word in words.values())
+            if len(alike) == len(self._others) and not is_broken:
+                self._settled = self._failed_at
+                return
+            if is_broken or time.monotonic() > deadline:
+                raise RankError(
+                    f"rank {self._rank} raised an error that not all ranks raised, so they cannot "
+                    "go on together; let such an error end the process"
+                )
+            time.sleep(0.02)
+
+    # -- The thread that listens -------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        store: Any = None
+        waits_in = 0
+        while not self._is_over():
+            time.sleep(self._interval_s)
+            try:
+                store = store or self._store()
+                found = self._pending(self._words(store)) if store.check([_ANY]) else {}
+            except Exception as error:  # of any store, which may be gone with its rank
+                logger.debug("the other ranks' errors cannot be asked for: %s", error)
+                store, found = None, {}
+            if not found:
+                waits_in = 0
+            elif waits_in != self._entry:
+                waits_in = self._entry  # it may fail alike
+            else:
+                self._end_wait(found)
+                return
+
+    def _end_wait(self, found: dict[int, _Word]) -> None:
+        """End what this rank waits in for ranks that failed, for good."""
+        self._heard = _told(found)
+        logger.error("rank %d ends what it waits in: %s", self._rank, self._heard)
+        self._leave("", is_broken=True)
+        abort_groups()
+        while not self._is_over():  # others hear of it a moment later
+            words = self._words()
+            break_off(end for word in words.values() for end in word.ends)
+            if len(words) == len(self._others):
+                return
+            time.sleep(self._interval_s)
+
+    def _pending(self, words: dict[int, _Word]) -> dict[int, _Word]:
+        """Return those of bodies that this rank has begun, too, and not failed in."""
+        return {
+            rank: word
+            for rank, word in words.items()
+            if self._failed_at < word.entry <= self._entry
+        }
+
+    def _is_over(self) -> bool:
+        world = self._world()
+        return world is None or _world() is not world
+
+    # -- The store ---------------------------------------------------------------------------------
+
+    def _leave(self, text: str, *, is_broken: bool) -> None:
         try:
-            _store().set(self._key(self._rank), text)
+            store = self._store()
+            word = _Word(entry=self._entry, text=text, is_broken=is_broken, ends=connections(store))
+            store.set(str(self._rank), json.dumps(asdict(word)))
+            store.set(_ANY, "")
         except Exception as error:  # of any store; what is raised here must be the user's own
             logger.debug("no word could be left for the other ranks: %s", error)
 
-    def _key(self, rank: int) -> str:
-        return f"{self._number}/{rank}"
-
-    def _of_others(self) -> dict[int, str]:
+    def _words(self, store: Any = None) -> dict[int, _Word]:
+        """Return what the other ranks have left."""
         found = {}
-        for rank in range(self._world_size):
-            try:
-                store = _store()
-                if rank != self._rank and store.check([self._key(rank)]):
-                    found[rank] = store.get(self._key(rank)).decode()
-            except Exception as error:  # the store is gone with the rank that held it
-                logger.debug("rank %d cannot be asked: %s", rank, error)
-        return {rank: text for rank, text in found.items() if text}
+        try:
+            store = store or self._store()
+            for rank in self._others:
+                if store.check([str(rank)]):
+                    word = json.loads(store.get(str(rank)))
+                    ends: list[Ends] = [tuple(each) for each in word.pop("ends")]
+                    found[rank] = _Word(**word, ends=ends)
+        except Exception as error:  # the store is gone with the rank that held it
+            logger.debug("the other ranks cannot be asked: %s", error)
+        return found
+
+    def _store(self) -> Any:
+        store: Any = distributed_c10d._get_default_store()
+        if hasattr(store, "clone"):  # the connection of the training may be in use
+            store = store.clone()
+            store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        return distributed_c10d.PrefixStore(self._prefix, store)
 
 
-def _store() -> Any:
-    store: Any = distributed_c10d._get_default_store()
-    if hasattr(store, "clone"):  # the connection of the training may be in use
-        store = store.clone()
-        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-    return distributed_c10d.PrefixStore("torchfast/last_words", store)
+def _world() -> Any:
+    return dist.group.WORLD
 
 
-def _is_of_collectives(error: Exception) -> bool:
+def _told(words: dict[int, _Word]) -> str:
+    """Return what they say: the errors that others only follow, where there are such."""
+    first = {rank: word for rank, word in words.items() if word.text and not word.is_broken}
+    chosen = first or words
+    return "; ".join(f"rank {rank}: {word.text or 'it follows'}" for rank, word in chosen.items())
+
+
+def _text_of(error: BaseException) -> str:
+    where = raised_at(error)
+    text = f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
+    return text if where is None else f"{text}, at {where}"
+
+
+def _is_of_collectives(error: BaseException) -> bool:
     text = str(error)
     return isinstance(error, RuntimeError) and any(part in text for part in _OF_COLLECTIVES)

@@ -29,14 +29,16 @@ from torchfast._core.arguments import check_positive
 from torchfast._core.errors import PlanError
 from torchfast._core.phases import COMMUNICATION, phase
 from torchfast._core.rank_group import RankGroup
+from torchfast.parallel.connections import abort_groups
+from torchfast.parallel.last_words import LastWords
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# By process group, whose own class takes no attributes: a group is made by all ranks together, so
-# each trainer of a process must find the one that the first has made.
-_groups: WeakKeyDictionary[Any, RankGroup] = WeakKeyDictionary()
+# By process group, whose own class takes no attributes: both are made by all ranks together, so
+# each trainer of a process must find what the first has made.
+_known: WeakKeyDictionary[Any, tuple[RankGroup, LastWords]] = WeakKeyDictionary()
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,6 +54,7 @@ class Ranks:
         local_rank: This one's number on its machine.
         local_world_size: How many there are on its machine.
         group: Over which they agree, on the host.
+        last_words: Through which they hear that one has failed; None for one.
     """
 
     rank: int = 0
@@ -59,6 +62,7 @@ class Ranks:
     local_rank: int = 0
     local_world_size: int = 1
     group: RankGroup = field(default_factory=RankGroup.alone, repr=False, compare=False)
+    last_words: LastWords | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -143,12 +147,14 @@ def start_ranks(*, timeout_s: float = 600.0) -> Ranks:
     if world_size == 1:
         return Ranks(local_rank=local_rank)
     _take_device(local_rank)
+    group, last_words = _meeting(rank, world_size, timeout_s)
     return Ranks(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        group=_group_of_all(timeout_s),
+        group=group,
+        last_words=last_words,
     )
 
 
@@ -187,17 +193,24 @@ def _start_group(timeout_s: float) -> None:
 
 
 def _end_group() -> None:
-    if dist.is_initialized():
-        with suppress(RuntimeError, ValueError):  # a group that failed, or whose ranks are gone
-            dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    found = _known.get(dist.group.WORLD)
+    if found is not None and found[1].has_failed:
+        abort_groups()  # to destroy them is to wait for kernels that wait for other ranks
+        return
+    with suppress(RuntimeError, ValueError):  # a group that failed, or whose ranks are gone
+        dist.destroy_process_group()
 
 
-def _group_of_all(timeout_s: float) -> RankGroup:
-    """Return the group over which ranks agree; one for all calls, made by all ranks together."""
+def _meeting(rank: int, world_size: int, timeout_s: float) -> tuple[RankGroup, LastWords]:
+    """Return over what ranks agree and hear of each other; the same for all calls."""
     world: Any = dist.group.WORLD
-    found = _groups.get(world)
+    found = _known.get(world)
     if found is None:
-        found = _groups[world] = RankGroup.join(timeout_s)
+        last_words = LastWords(rank, world_size)
+        group = RankGroup.join(timeout_s, told=last_words.told)
+        found = _known[world] = group, last_words
     return found
 
 

@@ -18,7 +18,6 @@ from torch.nn.utils import clip_grad_norm_
 from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
-from torchfast.parallel.last_words import LastWords
 from torchfast.parallel.meshes import check_mesh
 from torchfast.parallel.meta_device import (
     check_initialization,
@@ -74,10 +73,10 @@ class Sharding:
         # Entered around the forwards and backwards of a step.
         self.around_gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.collectives = Collectives()  # of forwards and backwards, for whoever times them
-        # Entered around these, so that an error of one rank is told by all.
+        # Entered around all that ranks do together, so that an error of one is told by all.
         self.heard: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if self.is_on:
-            self.heard = LastWords(ranks.rank, ranks.world_size).heard
+        if self.is_on and ranks.last_words is not None:
+            self.heard = ranks.last_words.heard
         self._is_on_meta = has_no_memory(model) if options is None else is_on_meta(model)
         if self._is_on_meta:
             if options is None:

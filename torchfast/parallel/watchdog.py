@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final, final
 
@@ -35,7 +34,7 @@ from typing_extensions import override
 from torchfast._core import phases
 from torchfast._core.arguments import check_callable, check_positive, explain_keywords
 from torchfast._core.closing import Closing
-from torchfast._core.user_code import function_of, owner_of
+from torchfast._core.user_code import owner_of, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -217,13 +216,8 @@ def _where(frame: FrameType | None) -> str:
     """Return the line that a thread is in: the innermost of the user's, and what it waits in."""
     if frame is None:
         return "its end"
-    innermost = _line(frame)
+    innermost = place_of(frame)
     at: FrameType | None = frame
     while at is not None and owner_of(at) != "user":
         at = at.f_back
-    return innermost if at in (None, frame) else f"{_line(at)}, there in {innermost}"
-
-
-def _line(frame: FrameType) -> str:
-    path = Path(frame.f_code.co_filename)
-    return f"{Path(*path.parts[-2:])}:{frame.f_lineno} ({function_of(frame)})"
+    return innermost if at in (None, frame) else f"{place_of(at)}, there in {innermost}"

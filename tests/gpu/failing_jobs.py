@@ -1,0 +1,52 @@
+"""A training of two GPUs in which one rank raises, and lives on until the other has heard."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel_training import batches, fresh, mean_loss
+from torchfast import Plan, RankError, Trainer
+
+STEPS, FAILS_AT, GROUP_TIMEOUT_S = 60, 40, 120
+FAILS = 1
+
+
+def run(rank, shard, is_captured, store, folder):
+    """Train until the steps are over or an error comes, and leave what came of it."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    trainer = Trainer(
+        fresh(16).to("cuda"),
+        lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01), fused=True, capturable=True),
+        mean_loss,
+        Plan(shard=shard, cuda_graph=is_captured),
+        device="cuda",
+    )
+    own = batches(rank)
+    told, began = None, time.monotonic()
+    try:
+        for number in range(STEPS):
+            began = time.monotonic()
+            # A replay does not call the loss function: what fails is what the step is given.
+            fails = rank == FAILS and number == FAILS_AT
+            trainer.step(own[0][0] if fails else own[number % len(own)])
+            torch.cuda.synchronize()  # waits for the other rank's kernels
+    except (ValueError, TypeError, RankError) as error:
+        told = type(error).__name__, str(error), time.monotonic() - began
+    torch.save([told, dict(trainer.report().counters)], f"{folder}/rank-{rank}.pt")
+    words = dist.distributed_c10d._get_default_store()
+    words.set(str(rank), "")
+    words.get(str(1 - rank))  # waits
+    os._exit(0)

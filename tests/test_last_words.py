@@ -1,0 +1,182 @@
+"""What one rank raises, the others raise at once, though its process lives on."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import ranks
+from parallel_training import OPTIMIZERS, Own, batches, fresh, mean_loss
+from torchfast import Plan, RankError, Trainer
+from torchfast.parallel.ranks import _end_group
+
+FAILS = 1
+
+
+class BrokenError(Exception):
+    pass
+
+
+def trainer_of(shard, loss_fn=mean_loss, **options):
+    return Trainer(fresh(), OPTIMIZERS["sgd"], loss_fn, Plan(shard=shard), **options)
+
+
+def failing_loss(rank, at):
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(batch)
+        if rank == FAILS and len(calls) == at:
+            raise BrokenError("sample 17 is empty")
+        return mean_loss(model, batch)
+
+    return loss_fn
+
+
+def stepping(shard):
+    def work(rank):
+        trainer = trainer_of(shard, failing_loss(rank, 2))
+        for batch in batches(rank):
+            trainer.step(batch)
+
+    return work
+
+
+def updating(rank):
+    """Fail behind the last collective of a step; the others fail in the next one."""
+    trainer = trainer_of("ddp")
+
+    def hook(*_):
+        raise BrokenError("sample 17 is empty")
+
+    if rank == FAILS:
+        trainer.optimizer.register_step_post_hook(hook)
+    for batch in batches(rank):
+        trainer.step(batch)
+
+
+def evaluating(rank):
+    trainer = trainer_of("fsdp", failing_loss(rank, 2))
+    trainer.evaluate(Own(batches(rank)))
+
+
+def calling_back(rank):
+    def callback(event):
+        if rank == FAILS and event.kind == "step":
+            raise BrokenError("sample 17 is empty")
+
+    tokens = torch.arange(96).reshape(32, 3) % 7
+    data = TensorDataset(tokens, tokens)
+    trainer_of("ddp").fit(DataLoader(data, 2), steps=4, callbacks=[callback], progress=False)
+
+
+def loading(rank):
+    """The other rank waits between its steps, for its loader."""
+
+    def hook(*_):
+        raise BrokenError("sample 17 is empty")
+
+    trainer = trainer_of("ddp")
+    if rank == FAILS:
+        trainer.optimizer.register_step_post_hook(hook)
+
+    with trainer.prefetch(Own(batches(rank))) as loader:
+        for batch in loader:
+            trainer.step(batch)
+
+
+def building(rank):
+    def optimizer(parameters):
+        if rank == FAILS:
+            raise BrokenError("sample 17 is empty")
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    trainer = Trainer(fresh(), optimizer, mean_loss, Plan(shard="ddp"))
+    trainer.step(batches(rank)[0])
+
+
+def caught(rank):
+    """The rank that fails goes on with its next batch."""
+    trainer = trainer_of("ddp", failing_loss(rank, 2))
+    for batch in batches(rank):
+        try:
+            trainer.step(batch)
+        except BrokenError:
+            continue
+
+
+JOBS = {
+    "step under ddp": stepping("ddp"),
+    "step under fsdp": stepping("fsdp"),
+    "update": updating,
+    "evaluation": evaluating,
+    "callback": calling_back,
+    "loader": loading,
+    "construction": building,
+    "caught": caught,
+}
+
+
+def all_jobs(rank, folder):
+    """Do each in a process group of its own; the rank that fails waits until the other has."""
+    told = {}
+    for name, work in JOBS.items():
+        ranks.join(rank, 2, f"{folder}/{name}")
+        store = dist.distributed_c10d._get_default_store()
+        began = time.monotonic()
+        try:
+            work(rank)
+        except (BrokenError, RankError) as error:
+            told[name] = type(error).__name__, str(error), time.monotonic() - began
+        store.set(str(rank), "")
+        store.get(str(1 - rank))  # waits
+        dist.destroy_process_group()
+    told["threads"] = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stores")
+    return ranks.run(all_jobs, 2, str(folder), joined=False, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "caught"])
+def test_the_others_say_what_a_rank_raised_that_lives_on(name, told):
+    waiting, failed = (of_rank[name] for of_rank in told)
+    assert failed[:2] == ("BrokenError", "sample 17 is empty")
+    assert waiting[0] == "RankError"
+    assert "so no rank can go on: rank 1: BrokenError: sample 17 is empty, at " in waiting[1]
+    assert "test_last_words.py:" in waiting[1]
+    assert waiting[2] < ranks.GROUP_TIMEOUT_S / 2
+
+
+def test_a_rank_that_fails_alone_cannot_go_on(told):
+    waiting, failed = (of_rank["caught"] for of_rank in told)
+    assert "sample 17 is empty" in waiting[1]
+    assert failed[0] == "RankError"
+    assert "rank 1 raised an error that not all ranks raised" in failed[1]
+
+
+def at_exit(rank, monkeypatch):
+    """End as start_ranks has it done, once with a step that failed and once without."""
+    calls = []
+    monkeypatch.setattr("torchfast.parallel.ranks.abort_groups", lambda: calls.append("abort"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    trainer = trainer_of("ddp", failing_loss(FAILS, 2))
+    first, second, *_ = batches(rank)
+    trainer.step(first)
+    _end_group()
+    with pytest.raises(BrokenError):
+        trainer.step(second)
+    _end_group()
+    monkeypatch.undo()
+    return calls
+
+
+def test_the_end_of_a_process_that_failed_does_not_wait_for_others(monkeypatch):
+    """To destroy a group of NCCL is to wait for its kernels, which wait for other ranks."""
+    assert ranks.run(at_exit, 2, monkeypatch) == [["destroy", "abort"]] * 2
