@@ -21,6 +21,7 @@ from torchfast import (
     ShardOptions,
     Trainer,
 )
+from torchfast._core import rank_group
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.replay_check import find_mismatch
 from torchfast.graphs.together import Together
@@ -229,7 +230,7 @@ def test_ranks_come_to_the_same():
     assert first[2] == {"a": 1.0, "b": 9.0}
 
 
-def uneven_groups(rank):
+def uneven_groups(rank, monkeypatch):
     """Two micro-batches on rank 0 and three on rank 1; then three on both."""
     told = {}
     for shard in ("ddp", "fsdp"):
@@ -240,12 +241,35 @@ def uneven_groups(rank):
         except ValueError as error:
             told[shard] = str(error)
         told[shard, "loss"] = float(trainer.step(MicroBatches(own[1])))
+    asked = counted_questions(monkeypatch)
+    told["of one's own"] = asked(lambda: trainer.step(MicroBatches(own[2])))
+    single = [pair for group in own for pair in group][:7]
+    with trainer.prefetch(Own(single)) as loader:  # the last group has one
+        groups = iter(loader)
+        told["dealt out"] = [asked(lambda batch=b: trainer.step(batch)) for b in groups]
     return told
 
 
-def test_ranks_with_different_numbers_of_micro_batches_raise():
+def counted_questions(monkeypatch):
+    """Return what counts how many collectives of the host a call begins, and how many it awaits."""
+    counts = []
+    begin, wait = RankGroup._begin, rank_group._Arrival.wait
+    monkeypatch.setattr(RankGroup, "_begin", lambda *a: counts.append("begun") or begin(*a))
+    monkeypatch.setattr(rank_group._Arrival, "wait", lambda a: counts.append("awaited") or wait(a))
+
+    def asked(call):
+        counts.clear()
+        call()
+        return counts.count("begun"), counts.count("awaited")
+
+    return asked
+
+
+def test_ranks_with_different_numbers_of_micro_batches_raise(monkeypatch):
     """Shards are gathered in each: the rank that has more would wait for ever."""
-    for told in ranks.run(uneven_groups):
+    for told in ranks.run(uneven_groups, 2, monkeypatch):
+        assert told["of one's own"] == (1, 1)
+        assert told["dealt out"] == [(1, 0)] * 3  # nobody waits for what a loader sees to
         assert "numbers of micro-batches for a step (by rank: 2, 3)" in told["fsdp"]
         assert "ddp" not in told  # replicas meet once a step
         assert 0 < told["fsdp", "loss"] < 10

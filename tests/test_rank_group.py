@@ -22,6 +22,7 @@ def test_one_process_is_a_group_of_its_own():
         assert group.gather("x") == ["x"]
         assert group.together(lambda: 3) == [3]
         assert group.least(7).wait() == 7
+        assert group.each(-7).wait() == [-7]
         with pytest.raises(KeyError):
             group.together({}.popitem)
 
@@ -34,6 +35,8 @@ def test_ranks_agree():
             assert group.together(lambda: rank * 2) == [0, 2]
             first, second = group.least(5 - rank), group.least(rank)
             assert (first.wait(), second.wait()) == (4, 0)
+            third, fourth = group.each(5 - 9 * rank), group.each(2**40 + rank)
+            assert (third.wait(), fourth.wait()) == ([5, -4], [2**40, 2**40 + 1])
             assert RankGroup.alone().gather(rank) == [rank]
 
             def fail_on_one():
@@ -50,7 +53,7 @@ def test_ranks_agree():
             group.gather(1)
         other = RankGroup.join()
         dist.destroy_process_group(other._group)  # of a user who destroys all, and closes then
-        for say in (other.gather, other.least):
+        for say in (other.gather, other.least, other.each):
             with pytest.raises(RankError, match="cannot be reached"):
                 say(1)
         other.close()

@@ -396,7 +396,7 @@ class TrainStep:
         self._check_open()
         group = as_group(batch, self.accumulate)
         if self.accumulate > 1:
-            self._sharding.check_counts(len(group))
+            self._sharding.check_counts(len(group), are_even=batch.are_even)
         if self._transforms.looks_at_batches or self._compiled.is_undecided:
             self.memory.run(self._look, group, is_step=False)
         if self._sharding.is_undecided:

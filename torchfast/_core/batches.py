@@ -31,6 +31,7 @@ class MicroBatches(Generic[T]):
 
     Args:
         batches: The micro-batches, in order; at least one.
+        are_even: Whether all ranks get as many in this step, as of `Trainer.prefetch`.
 
     Raises:
         TypeError: ``batches`` is a tensor or not a sequence.
@@ -43,9 +44,9 @@ class MicroBatches(Generic[T]):
         2
     """
 
-    __slots__ = ("_batches",)
+    __slots__ = ("_batches", "are_even")
 
-    def __init__(self, batches: Sequence[T]) -> None:
+    def __init__(self, batches: Sequence[T], *, are_even: bool = False) -> None:
         if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Sequence):
             raise TypeError(
                 f"MicroBatches takes a list or tuple of batches, got {type(batches).__name__}"
@@ -53,6 +54,7 @@ class MicroBatches(Generic[T]):
         if not batches:
             raise ValueError("MicroBatches needs at least one batch, got an empty sequence")
         self._batches = tuple(batches)
+        self.are_even = are_even
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -162,12 +162,29 @@ class RankGroup(Closing):
 
     def least(self, value: int) -> Least:
         """Begin to find the least of what the ranks give, and do not wait for it."""
-        if self.size == 1:
-            return Least(None, torch.tensor([value], device="cpu"))
         number = torch.tensor([value], dtype=torch.int64, device="cpu")
+
+        def reduce() -> Any:
+            group = self._checked()
+            return dist.all_reduce(number, dist.ReduceOp.MIN, group=group, async_op=True)
+
+        return Least(self._begin(reduce), number)
+
+    def each(self, value: int) -> Each:
+        """Begin to find out what each rank gives, and do not wait for it."""
+        number = torch.tensor([value], dtype=torch.int64, device="cpu")
+        numbers = number.repeat(self.size, 1)
+
+        def gather() -> Any:
+            return dist.all_gather(list(numbers), number, group=self._checked(), async_op=True)
+
+        return Each(self._begin(gather), numbers)
+
+    def _begin(self, collective: Callable[[], Any]) -> _Arrival:
+        if self.size == 1:
+            return _Arrival(None, self._told)
         with _reached(self._told):
-            work = dist.all_reduce(number, dist.ReduceOp.MIN, group=self._checked(), async_op=True)
-        return Least(work, number, self._told)
+            return _Arrival(collective(), self._told)
 
     def _checked(self) -> Any:
         # torch takes None for all ranks, and a call on a group that is gone for none of its own:
@@ -189,10 +206,8 @@ class RankGroup(Closing):
 class Least:
     """The least of some numbers, on its way."""
 
-    def __init__(
-        self, work: Any, number: torch.Tensor, told: Callable[[], str] = lambda: ""
-    ) -> None:
-        self._work, self._number, self._told = work, number, told
+    def __init__(self, arrival: _Arrival, number: torch.Tensor) -> None:
+        self._arrival, self._number = arrival, number
 
     def wait(self) -> int:
         """Return it, once all ranks have given theirs.
@@ -200,11 +215,39 @@ class Least:
         Raises:
             RankError: A rank cannot be reached.
         """
+        self._arrival.wait()
+        return int(self._number)
+
+
+@final
+class Each:
+    """A number of each rank, on its way."""
+
+    def __init__(self, arrival: _Arrival, numbers: torch.Tensor) -> None:
+        self._arrival, self._numbers = arrival, numbers
+
+    def wait(self) -> list[int]:
+        """Return them by rank, once all have given theirs.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+        self._arrival.wait()
+        return [int(number) for number in self._numbers]
+
+
+@final
+class _Arrival:
+    """When what a collective brings is there."""
+
+    def __init__(self, work: Any, told: Callable[[], str]) -> None:
+        self._work, self._told = work, told
+
+    def wait(self) -> None:
         work, self._work = self._work, None
         if work is not None:
             with _reached(self._told):
                 work.wait()
-        return int(self._number)
 
 
 @final

@@ -129,8 +129,7 @@ class EvenFeed(Feed):
         """Raise on all ranks unless they deal out the same."""
         told = told_of(self._loader, number)
         number = int(told[:_DIGITS], 16) if told else int(self._is_stream)
-        least, most = self._ranks.least(number), self._ranks.least(-number)
-        if least.wait() == -most.wait():
+        if len(set(self._ranks.each(number).wait())) == 1:
             return
         self.finished = True
         own = f"{type(self._loader).__name__} {told[:_SHOWN] or 'as it is'}"

@@ -257,8 +257,10 @@ class PrefetchingLoader(Closing):
         while len(group) < self.accumulate and (taken := feed.take()) is not None:
             self._counters.handed_out(time.perf_counter(), taken[2])
             group.append(taken)
-        batches = [taken[0] for taken in group]
-        return (MicroBatches(batches), group[-1][1], 0) if batches else None
+        if not group:
+            return None
+        batches = MicroBatches([taken[0] for taken in group], are_even=self.ranks.size > 1)
+        return batches, group[-1][1], 0
 
     def _begin(self, limit: int | None) -> Feed:
         """Return what this iteration takes from; the one before it, if any, ends."""
@@ -269,8 +271,7 @@ class PrefetchingLoader(Closing):
                 self._feed = kept
                 return kept
             self._abandon(kept)
-        ahead = self._ahead.take(self._epoch)
-        if ahead is not None:
+        if (ahead := self._ahead.take(self._epoch)) is not None:
             ahead.extend(limit)
         self._feed = ahead or self._open(limit)
         return self._feed

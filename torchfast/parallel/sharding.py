@@ -160,27 +160,31 @@ class Sharding:
         """Return whether all ranks say yes. Synchronizes: The ranks' hosts, not the device."""
         return self.ranks.all_agree(yes)
 
-    def check_counts(self, count: int) -> None:
+    def check_counts(self, count: int, *, are_even: bool) -> None:
         """Raise on all ranks unless they take a step of equally many micro-batches.
 
         Shards are gathered in each of them: a rank that has one more would wait for the others.
 
+        Args:
+            count: How many this one takes.
+            are_even: Whether a loader of all ranks deals them out, so that they are. It is said
+                all the same, for a rank that has others, but not waited for.
+
         Raises:
             ValueError: They do not.
 
-        Synchronizes: The ranks' hosts, not the device, under ``"fsdp"`` and ``"hsdp"``.
+        Synchronizes: The ranks' hosts, not the device, under ``"fsdp"`` and ``"hsdp"``; unless
+            ``are_even``.
         """
         if self._sharded is None:
             return
-        group = self.ranks.group
-        least, most = group.least(count), group.least(-count)
-        if least.wait() == -most.wait():
+        each = self.ranks.group.each(count)
+        if are_even or len(set(counts := each.wait())) == 1:
             return
-        counts = ", ".join(map(str, group.gather(count)))
         raise ValueError(
             f"the ranks were given different numbers of micro-batches for a step (by rank: "
-            f"{counts}), and shards are gathered in each one on all ranks; give all ranks equally "
-            "many, as trainer.prefetch(loader) does"
+            f"{', '.join(map(str, counts))}), and shards are gathered in each one on all ranks; "
+            "give all ranks equally many, as trainer.prefetch(loader) does"
         )
 
     def shard_twin(self, twin: nn.Module) -> None:
