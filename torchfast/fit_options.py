@@ -145,3 +145,16 @@ class FitOptions:
             check_callable(f"callbacks[{index}]", callback, "callback(event)")
         if self.count_items is not None:
             check_callable("count_items", self.count_items, "count_items(batch) -> int")
+
+    def told(self) -> list[str]:
+        """Return what must be the same on all ranks, as lines."""
+        names = ("steps", "epochs", "evaluate_every", "evaluate_ema", "log_every")
+        checkpoints, evaluate = self.checkpoints, self.evaluate
+        how = "nothing" if evaluate is None else "a callable" if callable(evaluate) else "batches"
+        return [
+            *(f"{name}={getattr(self, name)!r}" for name in names),
+            f"{how} in evaluate=",
+            f"{'no' if checkpoints.checkpoint is None else 'a'} folder in checkpoint=",
+            f"checkpoint_every={checkpoints.every!r}",
+            f"resume={checkpoints.resume!r}",
+        ]

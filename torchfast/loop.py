@@ -35,6 +35,7 @@ from torchfast.evaluation import (
 from torchfast.fit_checkpoints import FitCheckpoints, FitProgress
 from torchfast.fit_options import Evaluate, FitEvent, FitOptions, FitResult
 from torchfast.parallel import Watchdog
+from torchfast.parallel.likeness import difference
 from torchfast.profiling import StepTimer
 from torchfast.records import IntervalRecords, Record, SkipWatch
 from torchfast.reporting import JSONLWriter, ProgressLine
@@ -144,6 +145,11 @@ class FitLoop:
     # --- the loop ------------------------------------------------------------------------------
 
     def _train(self) -> None:
+        if found := difference(self._step.ranks.group, self._options.told()):
+            raise ValueError(
+                f"the ranks were given different arguments of fit ({found}), so they would wait "
+                "for each other; give all of them the same"
+            )
         self._resume()
         with self._syncs:
             self._epochs()

@@ -45,6 +45,8 @@ def _read_allocator(text: str) -> AllocatorConfig:
 
 
 # The fields that may be an options object, and its class, for reading a plan.
+# What ranks that train together must have alike: collectives, or numbers, depend on it.
+_SHARED: Final = ("shard", "precision", "nonfinite", "optimizer")
 _OPTIONS: Final[dict[str, Callable[..., Any]]] = {
     "precision": precision_from,
     "optimizer": LowBitOptions,
@@ -317,6 +319,12 @@ class Plan:
     def replace(self, **changes: Any) -> Plan:
         """Return a copy with some fields changed."""
         return type(self)(**{**{f: getattr(self, f) for f in _fields(type(self))}, **changes})
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """What must be the same on all ranks, JSON-ready."""
+        changed = self._changed()
+        return {name: _to_plain(changed.get(name)) for name in _SHARED}
 
     def to_json(self) -> str:
         """Return the plan as a JSON object, defaults left out, classes and functions by name."""

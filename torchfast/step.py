@@ -197,9 +197,9 @@ class TrainStep:
         return self._gradients.compute_loss(batch, self.model if model is None else model)
 
     def over_ranks(self, values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-        """Return the means of scalars over the ranks; each rank must give the same names.
+        """Return the means of scalars over the ranks, with the same names on each.
 
-        Synchronizes: Never.
+        Synchronizes: See `Sharding.means`.
         """
         return self._sharding.means(values)
 
@@ -306,6 +306,8 @@ class TrainStep:
     ) -> None:
         """Put the step together: what refuses an argument first, then what changes something."""
         model = self.model
+        given = {"accumulate": self.accumulate, "max_grad_norm": self.max_grad_norm}
+        self._sharding.check_alike(self.plan.shared | given | {"ema": self._ema})
         self.optimizer, self.lr_scheduler, self._steps_scheduler, self._average = prepare(
             model,
             source,

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
+from torchfast.parallel.likeness import check_alike, number_of
 from torchfast.parallel.meshes import check_mesh
 from torchfast.parallel.meta_device import (
     check_initialization,
@@ -68,6 +69,7 @@ class Sharding:
         self._replicated: ReplicatedModel | None = None
         self._sharded: ShardedModel | None = None
         self._seeds: str | None = None
+        self._names: list[str] = []  # of the metrics, as all ranks have them
         self._tuned: Tuned[Any] | None = None
         self.is_on = options is not None and ranks.are_many
         # Entered around the forwards and backwards of a step.
@@ -113,6 +115,15 @@ class Sharding:
             return what if self._is_on_meta else None
         # One rank changes nothing, but a script must not fail only once it runs on many.
         return f"shard={self._options.strategy!r} replaces the model's parameters"
+
+    def check_alike(self, settings: Mapping[str, object]) -> None:
+        """Raise on all ranks unless these, and the layouts of their models, are the same on each.
+
+        Raises:
+            PlanError: They are not.
+        """
+        if self.is_on:
+            check_alike(self.ranks.group, self._model, settings)
 
     def apply(self) -> None:
         """Shard the model, and give each rank random numbers of its own."""
@@ -272,10 +283,17 @@ class Sharding:
         return mean_over_ranks(value) if self.is_on else value
 
     def means(self, values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-        """Return the means of scalars over the ranks, brought together at once, on the device."""
+        """Return the means of scalars over the ranks, brought together at once, on the device.
+
+        Raises:
+            ValueError: The ranks have other names.
+
+        Synchronizes: The ranks' hosts, not the device, where the names are others than before.
+        """
         if not self.is_on:
             return dict(values)
         names = sorted(values)  # a rank may have made its dict in another order
+        self._check_names(names)
         scalars = [
             value.detach().to(self._device, torch.float32).reshape(())
             if isinstance(value, Tensor)
@@ -284,6 +302,18 @@ class Sharding:
         ]
         means = dict(zip(names, mean_over_ranks(torch.stack(scalars)).unbind(), strict=True))
         return {name: means[name] for name in values}
+
+    def _check_names(self, names: list[str]) -> None:
+        """Raise unless all ranks have these; waited for where this rank's own are others."""
+        each = self.ranks.group.each(number_of(names))
+        if names == self._names:
+            return
+        if len(set(each.wait())) > 1:
+            raise ValueError(
+                f"the ranks have different metrics (here: {', '.join(names)}), whose means over "
+                "the ranks cannot be told; loss_fn must return the same names on all ranks"
+            )
+        self._names = names
 
     def any(self, flag: Tensor) -> Tensor:
         """Return 1.0 where any rank's flag is, on the device."""

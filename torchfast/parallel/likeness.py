@@ -1,0 +1,68 @@
+"""Ranks that were given different things hear of it before they wait for each other.
+
+What ranks do together is a sequence of collectives that must be the same on each. A model that has
+a layer more on one rank, a limit for clipping on one only, or another number of steps: none of that
+is seen by what runs the collectives, which wait for ever, or bring together what has nothing to do
+with each other. So ranks compare beforehand what decides over the sequence: a digest, in one
+collective; and only where it differs what they have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Final
+
+from torch import nn
+
+from torchfast._core.errors import PlanError
+from torchfast._core.rank_group import RankGroup
+
+_DIGITS: Final = 15  # of a digest, as many as a signed number of 64 bits holds
+
+
+def number_of(told: Sequence[str]) -> int:
+    """Return what some lines are known by."""
+    return int(hashlib.sha256("\n".join(told).encode()).hexdigest()[:_DIGITS], 16)
+
+
+def difference(ranks: RankGroup, told: Sequence[str]) -> str:
+    """Return the first line that differs between ranks, and on which; empty if none does.
+
+    All ranks call it.
+
+    Synchronizes: The ranks' hosts, not the device.
+    """
+    if len(set(ranks.each(number_of(told)).wait())) == 1:
+        return ""
+    first, *others = ranks.gather(list(told))
+    for rank, lines in enumerate(others, start=1):
+        for own, other in zip_longest(first, lines, fillvalue="nothing more"):
+            if own != other:
+                return f"rank 0 has {own}, rank {rank} has {other}"
+    return "two ranks differ"
+
+
+def check_alike(ranks: RankGroup, model: nn.Module, settings: Mapping[str, object]) -> None:
+    """Raise on all ranks unless they have models of one layout, and the same settings.
+
+    Raises:
+        PlanError: They have not.
+    """
+    told = [f"{name}={value!r}" for name, value in settings.items()]
+    found = difference(ranks, [*told, *_layout(model)])
+    if found:
+        raise PlanError(
+            f"the ranks were given different models or settings ({found}), and train one model "
+            "together; build the same model and the same Trainer on all ranks"
+        )
+
+
+def _layout(model: nn.Module) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        trained = "trained" if parameter.requires_grad else "frozen"
+        meta = ", without memory" if parameter.is_meta else ""
+        yield f"{name}: {tuple(parameter.shape)}, {parameter.dtype}, {trained}{meta}"
+    for name, buffer in model.named_buffers():
+        yield f"{name}: {tuple(buffer.shape)}, {buffer.dtype}"
