@@ -12,14 +12,14 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchfast._core.batches import tensors
+from torchfast._core.storages import plain_parts
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -118,7 +118,7 @@ def _known(
 
 
 def _owners(category: str, name: str, tensor: Tensor, device: torch.device) -> Iterator[Owner]:
-    for plain in _plain(tensor):
+    for plain in plain_parts(tensor):
         if plain.device != device:
             continue
         with suppress(RuntimeError, NotImplementedError):  # fake tensors, and those freed by hand
@@ -127,23 +127,3 @@ def _owners(category: str, name: str, tensor: Tensor, device: torch.device) -> I
                 dtype = str(plain.dtype).removeprefix("torch.")
                 form = f"{tuple(plain.shape)} {dtype}"
                 yield Owner(storage.data_ptr(), storage.nbytes(), category, name, form)
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with memory of their own that one consists of: sharded, float8, sparse."""
-    wrapper: Any = tensor
-    inner: Iterable[Tensor]
-    if is_traceable_wrapper_subclass(wrapper):
-        names, _ = wrapper.__tensor_flatten__()
-        found = [getattr(wrapper, name) for name in names]
-        # Since torch 2.13 a DTensor names its mesh, too.
-        inner = [part for part in found if isinstance(part, Tensor)]
-    elif tensor.layout is torch.sparse_coo:
-        inner = [tensor._indices(), tensor._values()]
-    elif tensor.layout is not torch.strided:
-        return
-    else:
-        yield tensor
-        return
-    for part in inner:
-        yield from _plain(part)
