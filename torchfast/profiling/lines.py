@@ -11,8 +11,6 @@ the host wait.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
 import threading
@@ -22,18 +20,14 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, TypeAlias, final
 
+from torchfast.profiling.added_events import add_events
 from torchfast.profiling.places import is_users
 from torchfast.profiling.trace import LINE
-from torchfast.profiling.trace_file import TraceFile
-
-logger = logging.getLogger(__name__)
 
 TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
 
 # A loop in Python over numbers could fill any file.
 _MOST: Final = 300_000
-# What follows the events: the name of the trace, which may be a long path, and the clock.
-_TAIL: Final = 1 << 16
 
 
 @final
@@ -90,26 +84,7 @@ class UserLines:
         Returns:
             How many were written; 0 if the trace does not end as a trace does.
         """
-        file = TraceFile(path)
-        next(file.events(), None)
-        base = int(file.header.get("baseTimeNanoseconds", 0))
-        if not self._noted:
-            return 0
-        with path.open("r+b") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            begin = max(0, size - _TAIL)
-            stream.seek(begin)
-            tail = stream.read()
-            at = _end_of_events(tail)
-            if at < 0:
-                logger.debug("%s does not end as a trace does; no lines are added", path)
-                return 0
-            stream.seek(begin + at)
-            for noted in self._noted:
-                stream.write(b",\n" + json.dumps(self._event(*noted, base)).encode())
-            stream.write(b"\n" + tail[at:])
-            stream.truncate()
-        return len(self._noted)
+        return add_events(path, lambda base: (self._event(*noted, base) for noted in self._noted))
 
     def _event(self, file: str, line: int, begin: int, end: int, base: int) -> dict[str, Any]:
         return {
@@ -170,22 +145,3 @@ def _prefixes() -> list[str]:
     """Return what torch.profiler leaves out at the beginning of a file's name, longest first."""
     folders = {path if path.endswith(os.sep) else path + os.sep for path in sys.path if path}
     return sorted(folders, key=len, reverse=True)
-
-
-def _end_of_events(tail: bytes) -> int:
-    """Return where the list of events ends; -1 if that is not found.
-
-    It is the first bracket after which there is the rest of one object and nothing else. A bracket
-    within an event is followed by more than that, one within a name of a file by less.
-    """
-    at = tail.find(b"]")
-    while at >= 0:
-        try:
-            following = json.loads(b'{"":0' + tail[at + 1 :])
-        except (ValueError, RecursionError):
-            following = None
-        # A short file is all tail, and has other lists before the events.
-        if following is not None and "traceEvents" not in following:
-            return at
-        at = tail.find(b"]", at + 1)
-    return -1
