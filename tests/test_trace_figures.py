@@ -317,8 +317,8 @@ def test_memory_by_what_it_was_taken_for(tmp_path):
 
     assert use.device == "cuda:0"
     assert use.peak_bytes == 1800
-    assert use.at_peak == {"before": 1000, "activations": 500, "gradients": 300}
-    assert use.by_category["update"][-1] == 100
+    assert use.at_peak == {"other": 1000, "activations": 500, "gradients": 300}
+    assert use.by_category["optimizer state"][-1] == 100
     assert use.by_category["activations"][-1] == 0
 
 

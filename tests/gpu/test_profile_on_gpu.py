@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 
@@ -250,6 +251,7 @@ def test_casts_are_found(tmp_path):
 
 
 def test_memory_and_roofline(tmp_path):
+    gc.collect()  # models of other tests would be found, too
     model, optimizer, inputs = large()
     with profile(tmp_path, steps=2, warmup=3, lines=False, ceilings=True) as profiling:
         for batch in profiling.iterate([inputs] * 100):
@@ -262,6 +264,18 @@ def test_memory_and_roofline(tmp_path):
     use = report.memory[0]
     assert use.device == "cuda:0"
     assert sum(use.at_peak.values()) == use.peak_bytes
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    state = sum(
+        value.numel() * value.element_size()
+        for each in optimizer.state.values()
+        for value in each.values()
+        if value.is_cuda
+    )
+    assert use.least["parameters"] == use.most["parameters"] == pytest.approx(weights, rel=0.02)
+    assert use.least["optimizer state"] == pytest.approx(state, rel=0.02)
+    assert use.least["gradients"] == 0
+    assert use.most["gradients"] == pytest.approx(weights, rel=0.02)
+    assert use.most["inputs"] == pytest.approx(inputs.numel() * inputs.element_size(), rel=0.02)
     assert use.at_peak["activations"] > 0
     assert report.ceilings is not None
     rows = [row for row in report.roofline if row.dtype == "bfloat16"]

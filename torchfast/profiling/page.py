@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from torchfast._core.shell import size
 from torchfast.profiling.kernels import TINY_US, short
+from torchfast.profiling.memory_drawing import MEMORY_COLOURS, areas_of
 from torchfast.profiling.places import Places
 from torchfast.profiling.timeline import IDLE_COLOUR, PHASE_COLOURS, timeline_of
 from torchfast.profiling.verdict import largest_gaps
@@ -47,13 +48,6 @@ svg .tick{stroke:var(--line);stroke-width:1}
 .key:first-child{margin-left:0}
 code{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 """
-_MEMORY_COLOURS: Final = {
-    "before": "#5f6670",
-    "inputs": "#56b4e9",
-    "activations": "#0072b2",
-    "gradients": "#009e73",
-    "update": "#8a63d2",
-}
 
 
 def page_of(report: ProfileReport) -> str:
@@ -91,7 +85,7 @@ def _parts(report: ProfileReport) -> Iterator[str]:
     yield from _time(report)
     yield from _work(report)
     for use in report.memory:
-        yield _memory(use)
+        yield _memory(report, use)
     if report.remarks:
         notes = "".join(f"<li>{escape(remark)}</li>" for remark in report.remarks)
         yield f"<h2>Notes</h2><ul>{notes}</ul>"
@@ -231,35 +225,24 @@ def _work(report: ProfileReport) -> Iterator[str]:
         )
 
 
-def _memory(use: MemoryUse) -> str:
-    """Return the memory over time as stacked areas."""
-    width, height = 1120, 200
-    begin, end = use.times_us[0], use.times_us[-1]
-    stretch = max(end - begin, 1e-9)
-    xs = [(time - begin) / stretch * width for time in use.times_us]
-    below = [0] * len(xs)
-    areas, keys = [], []
-    for name, values in use.by_category.items():
-        if not any(values):
-            continue
-        above = [b + v for b, v in zip(below, values, strict=True)]
-        line = [f"{x:.1f},{_y(b, use.peak_bytes, height)}" for x, b in zip(xs, above, strict=True)]
-        back = [f"{x:.1f},{_y(b, use.peak_bytes, height)}" for x, b in zip(xs, below, strict=True)]
-        areas.append(
-            f'<polygon points="{" ".join([*line, *reversed(back)])}" '
-            f'fill="{_MEMORY_COLOURS[name]}"/>'
+def _memory(report: ProfileReport, use: MemoryUse) -> str:
+    kept = f"; the allocator held {size(use.reserved_bytes)}" if use.reserved_bytes else ""
+    keys = "".join(_key(MEMORY_COLOURS[name], name) for name in use.most)
+    rows = [
+        (
+            name,
+            size(use.at_peak.get(name, 0)),
+            f"{use.at_peak.get(name, 0) / max(use.peak_bytes, 1):.0%}",
+            size(use.least[name]),
+            size(most),
         )
-        keys.append(_key(_MEMORY_COLOURS[name], f"{name} {size(use.at_peak.get(name, 0))}"))
-        below = above
+        for name, most in use.most.items()
+    ]
     return (
-        f"<h2>Memory of {escape(use.device)}</h2><p>At its peak {size(use.peak_bytes)}:"
-        f'{"".join(keys)}</p><svg viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="Memory over time">{"".join(areas)}</svg>'
+        f"<h2>Memory of {escape(use.device)}</h2><p>At most {size(use.peak_bytes)}, in "
+        f"{use.peak_phase}{kept}.</p>{areas_of(use, report.trace.steps)}<p>{keys}</p>"
+        + _table(("what", "at the peak#", "of the peak#", "least#", "most#"), rows)
     )
-
-
-def _y(num: float, peak: int, height: float) -> str:
-    return f"{height - num / max(peak, 1) * (height - 4):.1f}"
 
 
 def _key(colour: str, text: str) -> str:

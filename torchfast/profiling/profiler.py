@@ -32,6 +32,7 @@ from torchfast._core.arguments import check_flag, check_int, check_iterable, exp
 from torchfast._core.errors import TraceError
 from torchfast._core.rank_group import is_distributed
 from torchfast.profiling.ceilings import Ceilings, measure_ceilings
+from torchfast.profiling.held_memory import HeldMemory
 from torchfast.profiling.lines import UserLines
 from torchfast.profiling.report import ProfileReport, report_on
 from torchfast.profiling.trace import read_trace
@@ -134,6 +135,7 @@ class Profile:
         self._memory, self._shapes, self._ceilings = memory, shapes, ceilings
         self._running: torch.profiler.profile | None = None
         self._calls: UserLines | None = None
+        self._held: HeldMemory | None = None
         self._first_noted = self._end_of_stretch = 0
         self._num_measured = 0
         self._stretch = ""
@@ -191,6 +193,7 @@ class Profile:
         if self._running is not None:
             if self.num_steps == self._first_noted and torch.cuda.is_initialized():
                 _drain_devices()
+            self._note_memory()
             self._running.step()
             if self.num_steps >= self._end_of_stretch:
                 self._end_stretch()
@@ -214,6 +217,8 @@ class Profile:
                     batch = next(iterator, _END)
             if batch is _END:
                 return
+            if self._held is not None:
+                self._held.note_batch(batch)
             yield batch  # type: ignore[misc]
             self.step()
 
@@ -283,6 +288,20 @@ class Profile:
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._running.start()
 
+    def _note_memory(self) -> None:
+        """Note what the loop holds when the first step begins that is measured."""
+        if self._stretch != TRACE or not self._memory:
+            return
+        try:
+            if self.num_steps == self._first_noted:
+                self._held = HeldMemory()
+                self._held.note_all()
+            elif self._held is not None:
+                self._held.note_end_of_step()
+        except Exception as error:
+            self._held = None
+            self._lose("what memory holds from before is not known", error)
+
     def _note_lines(self) -> None:
         self._calls = UserLines()
         if not self._calls.start():
@@ -301,6 +320,8 @@ class Profile:
             self._write(running)
         except Exception as error:
             self._lose(f"{self._stretch} could not be written", error)
+        finally:
+            self._held = None
 
     def _lose(self, what: str, error: Exception) -> None:
         self._remarks.append(f"{what} ({type(error).__name__}: {error})")
@@ -318,6 +339,8 @@ class Profile:
             running.export_chrome_trace(str(plain))
             if self._stretch == LINES and self._calls is not None:
                 self._calls.write_into(plain)
+            if self._stretch == TRACE and self._held is not None:
+                self._held.write_into(plain)
             with (
                 plain.open("rb") as source,
                 gzip.open(self.folder / self._stretch, "wb", compresslevel=1) as target,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -177,19 +177,22 @@ def report_on(
     figures = measure_trace(trace, untraced_us)
     findings = find_faults(trace, figures, lined)
     verdict = judge(figures, findings)
+    memory = tuple(memory_use(trace, figures.launched))
     return ProfileReport(
         verdict=verdict,
         findings=tuple(in_order(findings, verdict)),
         figures=figures,
         trace=trace,
-        memory=tuple(memory_use(trace)),
+        memory=memory,
         roofline=tuple(roofline(figures, ceilings)),
         ceilings=ceilings,
-        remarks=tuple(_remarks(trace, figures, lined)),
+        remarks=tuple(_remarks(trace, figures, lined, memory)),
     )
 
 
-def _remarks(trace: Trace, figures: Figures, lined: Trace | None) -> list[str]:
+def _remarks(
+    trace: Trace, figures: Figures, lined: Trace | None, memory: Sequence[MemoryUse]
+) -> list[str]:
     remarks = list(trace.remarks)
     if not figures.launched:
         remarks.append("the trace has no work of a device; the host alone is looked at")
@@ -217,6 +220,12 @@ def _remarks(trace: Trace, figures: Figures, lined: Trace | None) -> list[str]:
             f"before the profiler began a step took the host {figures.untraced_us / 1e3:.2f} ms; "
             f"the verdict and the findings take its own work for {figures.pace:.0%} of what it "
             "took in the trace"
+        )
+    if memory and not trace.held:
+        remarks.append(
+            "the trace does not say which memory was taken before it for parameters, gradients and "
+            "the state of optimizers: that of a device is told as other, that of the host not at "
+            "all; torchfast.profile() notes what it is"
         )
     lost = sum(1 for each in figures.launched if each.call is None)
     if lost:

@@ -178,12 +178,16 @@ def _copies(report: ProfileReport) -> Iterator[str]:
 
 def _memory(report: ProfileReport) -> Iterator[str]:
     for use in report.memory:
-        parts = sorted(use.at_peak.items(), key=lambda item: -item[1])
+        kept = f"; the allocator held {size(use.reserved_bytes)}" if use.reserved_bytes else ""
         yield ""
-        yield (
-            f"memory of {use.device} at its peak of {size(use.peak_bytes)}: "
-            f"{', '.join(f'{name} {size(num)}' for name, num in parts)}"
-        )
+        yield f"memory of {use.device}: at most {size(use.peak_bytes)}, in {use.peak_phase}{kept}"
+        yield f"  {'':<15} {'at the peak':>18} {'least':>10} {'most':>10}"
+        for name, most in sorted(use.most.items(), key=lambda item: -use.at_peak.get(item[0], 0)):
+            now = use.at_peak.get(name, 0)
+            yield (
+                f"  {name:<15} {size(now):>10} {_part(now, use.peak_bytes):>7} "
+                f"{size(use.least[name]):>10} {size(most):>10}"
+            )
 
 
 def _roofline(report: ProfileReport) -> Iterator[str]:

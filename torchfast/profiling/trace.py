@@ -7,7 +7,8 @@ torch.profiler writes one list of events of many kinds. Those that tell where th
   launch to the work that it started, which may be many kernels when it launched a graph;
 - *operators* of the host (``aten::mm``), *annotations* (``record_function``, the optimizer, the
   data loader, ``ProfilerStep#3``) and *frames* of Python, each on a thread;
-- *lines*: when the user's own code is at which, which `torchfast.profile` adds to the file.
+- *lines*: when the user's own code is at which, and *held* memory: which blocks are parameters,
+  gradients, state of an optimizer or a batch; `torchfast.profile` adds both to the file.
 
 Times are in microseconds since the first event, so that a float holds a nanosecond of them.
 """
@@ -27,6 +28,7 @@ from torchfast._core.errors import TraceError
 from torchfast.profiling.trace_events import LINE as LINE
 from torchfast.profiling.trace_events import STEP as STEP
 from torchfast.profiling.trace_events import DeviceWork as DeviceWork
+from torchfast.profiling.trace_events import HeldBlock as HeldBlock
 from torchfast.profiling.trace_events import HostCall as HostCall
 from torchfast.profiling.trace_events import HostSpan as HostSpan
 from torchfast.profiling.trace_events import MemoryEvent as MemoryEvent
@@ -55,6 +57,7 @@ class Trace:
     calls: list[HostCall] = field(default_factory=list)
     spans: list[HostSpan] = field(default_factory=list)
     memory: list[MemoryEvent] = field(default_factory=list)
+    held: list[HeldBlock] = field(default_factory=list)
     properties: list[dict[str, Any]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
@@ -129,7 +132,7 @@ def _read_trace(
     trace = Trace(name=file.path.name, num_events=chosen.num_events)
     remark = chosen.choose(file.path.name)
     trace.work, trace.calls = chosen.work, chosen.calls
-    trace.spans, trace.memory = chosen.spans, chosen.memory
+    trace.spans, trace.memory, trace.held = chosen.spans, chosen.memory, chosen.held
     trace.remarks = ([remark] if remark else []) + file.remarks
     properties = file.header.get("deviceProperties")
     properties = properties if isinstance(properties, list) else []
@@ -193,10 +196,13 @@ def _settle(trace: Trace) -> None:
     trace.work = _shifted(trace.work, zero)
     trace.calls = _shifted(trace.calls, zero)
     trace.spans = _shifted(trace.spans, zero)
-    trace.memory = sorted(
-        (event._replace(time=event.time - zero) for event in trace.memory),
-        key=lambda event: event.time,
-    )
+    trace.memory = _counted_from(trace.memory, zero)
+    trace.held = _counted_from(trace.held, zero)
+
+
+def _counted_from(events: list[Any], zero: float) -> list[Any]:
+    moved = (event._replace(time=event.time - zero) for event in events)
+    return sorted(moved, key=lambda event: event.time)
 
 
 def _shifted(events: list[Any], zero: float) -> list[Any]:

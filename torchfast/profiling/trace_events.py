@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-# The category of the events that torchfast adds, see torchfast/profiling/lines.py.
+# The categories of the events that torchfast adds, see lines.py and held_memory.py beside this.
 LINE: Final = "torchfast_line"
+HELD: Final = "torchfast_held"
 STEP: Final = re.compile(r"ProfilerStep#?\s*(\d+)")
 # Which node of autograd an operator has made, or is the backward of.
 SEQUENCE: Final = "Sequence number"
@@ -62,3 +63,17 @@ class MemoryEvent(NamedTuple):
     reserved: int
     address: int
     thread: str
+
+
+class HeldBlock(NamedTuple):
+    """A block of memory of which it was known, at a moment, what it is.
+
+    ``what`` is a category of torchfast/profiling/memory.py, or empty where the block was given back
+    by then and the trace does not tell when.
+    """
+
+    time: float
+    what: str
+    device: str
+    address: int
+    num_bytes: int

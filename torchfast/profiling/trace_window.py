@@ -19,10 +19,12 @@ from typing import Any, Final, final
 
 from torchfast.profiling.trace_events import (
     FORWARD_THREAD,
+    HELD,
     LINE,
     SEQUENCE,
     STEP,
     DeviceWork,
+    HeldBlock,
     HostCall,
     HostSpan,
     MemoryEvent,
@@ -67,6 +69,7 @@ class TraceWindow:
         self.calls: list[HostCall] = []
         self.spans: list[HostSpan] = []
         self.memory: list[MemoryEvent] = []
+        self.held: list[HeldBlock] = []
         self.num_events = 0
         self.first_step = math.inf
         self._begin, self._end = begin, math.inf
@@ -87,6 +90,8 @@ class TraceWindow:
             self.num_events += 1
             if event.get("name") == "[memory]":
                 self._add_memory(event)
+            elif event.get("cat") == HELD:
+                self._add_held(event)
             elif event.get("ph") == "X":
                 category = event.get("cat")
                 try:
@@ -196,6 +201,18 @@ class TraceWindow:
                 self._thread(event),
             )
         )
+
+    def _add_held(self, event: Mapping[str, Any]) -> None:
+        args = _args(event)
+        try:
+            time = float(event["ts"])
+            pairs = [(_int(at, 0), max(0, _int(num, 0))) for at, num in args.get("blocks") or ()]
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return
+        if not math.isfinite(time):
+            return
+        what, device = text_of(args.get("what", "")), text_of(args.get("device", "cpu"))
+        self.held += [HeldBlock(time, what, device, *pair) for pair in pairs]
 
     def _thread(self, event: Mapping[str, Any]) -> str:
         key = f"{event.get('pid')}/{event.get('tid')}"
