@@ -108,6 +108,56 @@ def test_the_next_run_begins_with_the_answer(searching, tmp_path):
         tried.clear()
 
 
+def weighted_loss(weight):
+    return lambda model, batch: weight * mean_loss(model, batch)
+
+
+@pytest.mark.parametrize("other", [mean_loss, weighted_loss(3.0)], ids=["code", "value"])
+def test_another_loss_does_not_begin_with_the_answer(searching, tmp_path, other):
+    tried, _ = searching
+    plan = Plan(compile=CompileOptions(mode="auto", cache=str(tmp_path)))
+    for loss_fn, is_known in ((weighted_loss(2.0), False), (other, False), (other, True)):
+        with make_trainer(loss_fn=loss_fn, plan=plan) as trainer:
+            trainer.step(BATCHES[0])
+            assert bool(tried) != is_known
+            assert ("from its receipt" in str(trainer.report())) == is_known
+        tried.clear()
+
+
+def test_a_compiled_module_measures_anew_for_another_loss(searching, tmp_path):
+    tried, _ = searching
+    for weight, is_known in ((2.0, False), (3.0, False), (3.0, True)):
+        torch.manual_seed(0)
+        model = Deep()
+        with CompiledModule(model, mode="auto", cache=tmp_path) as compiled:
+            compiled.search(weighted_loss(weight), BATCHES[0])
+            assert bool(tried) != is_known
+        tried.clear()
+
+
+def test_what_steps_change_of_a_loss_does_not_make_it_another(searching, tmp_path):
+    class Counting:
+        def __init__(self):
+            self.num_calls = 0
+
+        def __call__(self, model, batch):
+            self.num_calls += 1
+            return mean_loss(model, batch)
+
+    tried, _ = searching
+    plan = Plan(compile=CompileOptions(mode="auto", cache=str(tmp_path)))
+    for is_known in (False, True):
+        loss_fn = Counting()
+        trainer = make_trainer(loss_fn=loss_fn, plan=plan)
+        if is_known:
+            trainer.evaluate([BATCHES[0]])
+            assert loss_fn.num_calls == 1
+        trainer.step(BATCHES[0])
+        assert bool(tried) != is_known
+        trainer.close()
+        tried.clear()
+
+
 def test_auto_measures_the_regions_that_were_asked_for(searching):
     tried, _ = searching
     model = Deep()

@@ -31,9 +31,10 @@ BATCH = torch.zeros(4, 2)
 NAMES = ("eager", "blocks: default", "whole: default")
 
 
-def make_key(model=None, batch=BATCH, options=None):
+def make_key(model=None, batch=BATCH, options=None, loss="a"):
     model = nn.Linear(2, 3) if model is None else model
-    return ReceiptKey.of(model, batch, CPU, {"dynamic": None} if options is None else options)
+    options = {"dynamic": None} if options is None else options
+    return ReceiptKey.of(model, batch, CPU, options, loss=loss)
 
 
 def make_receipt(key=None, **changes):
@@ -111,8 +112,9 @@ def test_the_table_says_what_there_is():
         (make_key(options={"dynamic": True}), "under the options {'dynamic': None}"),
         (make_key(batch=torch.zeros(5, 2)), r"batches of float32\[4, 2\] cpu"),
         (make_key(model=nn.Linear(2, 4)), "no receipt of this model"),
+        (make_key(loss="b"), "measured for another loss function"),
     ],
-    ids=["options", "batch", "model"],
+    ids=["options", "batch", "model", "loss"],
 )
 def test_what_was_measured_for_something_else_is_not_used(tmp_path, key, words):
     save_receipt(tmp_path, make_receipt())
@@ -172,7 +174,7 @@ DAMAGED = {
     "no object": "[]",
     "a number changed": make_receipt().to_json().replace("12.5", "1.25"),
     "no hash": json.dumps({"format": 1}),
-    "newer format": altered(format=3),
+    "other format": altered(format=2),
     "no format": altered(format=None),
     "unknown part": altered(new=1),
     "choice not measured": altered(choice="whole: default"),

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
+from torchfast._core.function_fingerprint import function_fingerprint
 from torchfast.compiler import (
     Compiled,
     CompiledCallable,
@@ -79,6 +80,7 @@ class CompiledLoss(Closing):
         self._is_in_step = False
         self._decisions: list[Decision] = []
         self._undecided: CompileOptions | None = None
+        self._loss_text = ""
         recompute = plan.recompute_options
         budget = None if recompute is None else recompute.budget
         self._budget: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -92,6 +94,8 @@ class CompiledLoss(Closing):
         if options.mode == "auto":
             choose_regions(model, options.regions)  # raises now what cannot be
             self._undecided = options
+            # Now, since steps may change what it holds.
+            self._loss_text = function_fingerprint(loss_fn)
         else:
             self._use(self._make(options))
 
@@ -143,6 +147,7 @@ class CompiledLoss(Closing):
             self._device,
             in_graph=self._in_graph,
             plan=self._plan_text,
+            loss=self._loss_text,
             graphs=None if graph is None else graph.trials(gradients, group),
         )
         self._undecided = None  # not before: an error of the user's leaves it to the next step

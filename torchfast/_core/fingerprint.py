@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-_DEPTH = 4
-_LONGEST = 256  # of longer containers only the kind and the length are told
+DEPTH = 4
+LONGEST = 256  # of longer containers only the kind and the length are told
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 
 
@@ -54,7 +54,7 @@ def model_fingerprint(module: nn.Module, *, code: bool = True) -> str:
         >>> model_fingerprint(nn.Linear(2, 3)) == model_fingerprint(nn.Linear(2, 4))
         False
     """
-    return _digest(_lines(module, code))
+    return digest(model_lines(module, code=code))
 
 
 def optimizer_fingerprint(optimizer: Optimizer) -> str:
@@ -66,7 +66,7 @@ def optimizer_fingerprint(optimizer: Optimizer) -> str:
 
     Synchronizes: Never.
     """
-    return _digest(_lines_of_optimizer(optimizer))
+    return digest(_lines_of_optimizer(optimizer))
 
 
 def batch_signature(batch: object) -> str:
@@ -79,16 +79,17 @@ def batch_signature(batch: object) -> str:
         >>> batch_signature({"x": torch.zeros(2, 3), "y": [torch.ones(2).long(), 7]})
         "{'x': float32[2, 3] cpu, 'y': [int64[2] cpu, int]}"
     """
-    return _signature(batch, _DEPTH * 4)
+    return _signature(batch, DEPTH * 4)
 
 
-def _digest(lines: Iterable[str]) -> str:
-    digest = hashlib.sha256()
+def digest(lines: Iterable[str]) -> str:
+    """Return the SHA-256, in hex, of lines."""
+    found = hashlib.sha256()
     for line in lines:
         # The length in front: no text can pass for the end of one line and the start of another.
         data = line.encode("utf-8", "backslashreplace")
-        digest.update(b"%d:" % len(data) + data)
-    return digest.hexdigest()
+        found.update(b"%d:" % len(data) + data)
+    return found.hexdigest()
 
 
 def _lines_of_optimizer(optimizer: Optimizer) -> Iterator[str]:
@@ -101,7 +102,7 @@ def _lines_of_optimizer(optimizer: Optimizer) -> Iterator[str]:
             if name in ("lr", "initial_lr"):
                 yield f"rate {name} {_name(type(value))}"
             elif name not in ("params", "param_names"):
-                yield f"option {name} {_described(value, _DEPTH)}"
+                yield f"option {name} {described(value, DEPTH)}"
         for parameter in group["params"]:
             yield f"parameter {_tensor(parameter)} with gradient {_tensor(parameter.grad)}"
 
@@ -109,7 +110,8 @@ def _lines_of_optimizer(optimizer: Optimizer) -> Iterator[str]:
 # -- Models ----------------------------------------------------------------------------------------
 
 
-def _lines(root: nn.Module, code: bool) -> Iterator[str]:
+def model_lines(root: nn.Module, *, code: bool) -> Iterator[str]:
+    """Yield what `model_fingerprint` covers."""
     modules: dict[int, int] = {}
     tensors: dict[int, int] = {}
     classes: dict[type, None] = {}
@@ -125,13 +127,13 @@ def _lines(root: nn.Module, code: bool) -> Iterator[str]:
                 yield f"{kind} {name} {known} {_tensor(tensor)}"
         for name, value in sorted(vars(module).items()):
             if not name.startswith("_"):
-                yield f"attribute {name} {_described(value, _DEPTH)}"
+                yield f"attribute {name} {described(value, DEPTH)}"
     if code:
         for base in dict.fromkeys(base for c in classes for base in c.__mro__):
             yield from _code_of_class(base)
 
 
-def _described(value: Any, depth: int) -> str:
+def described(value: Any, depth: int = DEPTH) -> str:
     """Return a plain value as text; of others the class and the plain fields."""
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
@@ -151,7 +153,7 @@ def _described(value: Any, depth: int) -> str:
         return _name(type(value))
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
-        return f"partial {[_described(part, depth - 1) for part in parts]}"
+        return f"partial {[described(part, depth - 1) for part in parts]}"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"function {getattr(value, '__module__', None)}:{value.__qualname__}"
     return f"{_name(type(value))} {_fields(value, depth - 1)}"
@@ -159,17 +161,17 @@ def _described(value: Any, depth: int) -> str:
 
 def _fields(value: Any, depth: int) -> str:
     if isinstance(value, Mapping):
-        if len(value) > _LONGEST:
+        if len(value) > LONGEST:
             return f"of {len(value)}"
-        return str([(_described(k, depth), _described(v, depth)) for k, v in value.items()])
+        return str([(described(k, depth), described(v, depth)) for k, v in value.items()])
     if isinstance(value, set | frozenset):
-        return str(sorted(_described(v, depth) for v in value) if len(value) <= _LONGEST else "")
+        return str(sorted(described(v, depth) for v in value) if len(value) <= LONGEST else "")
     if isinstance(value, list | tuple):
-        if len(value) > _LONGEST:
+        if len(value) > LONGEST:
             return f"of {len(value)}"
-        return str([_described(v, depth) for v in value])
+        return str([described(v, depth) for v in value])
     fields = getattr(value, "__dict__", {})
-    return str([(name, _described(v, depth)) for name, v in sorted(fields.items())])
+    return str([(name, described(v, depth)) for name, v in sorted(fields.items())])
 
 
 def _code_of_class(kind: type) -> Iterator[str]:
@@ -177,7 +179,7 @@ def _code_of_class(kind: type) -> Iterator[str]:
         return  # the version of torch tells theirs
     for name, member in sorted(vars(kind).items()):
         for function in _functions(member):
-            yield f"code {_name(kind)}.{name} {_code(function.__code__)}"
+            yield f"code {_name(kind)}.{name} {code_text(function.__code__)}"
 
 
 def _functions(member: Any) -> Iterator[types.FunctionType]:
@@ -192,9 +194,11 @@ def _functions(member: Any) -> Iterator[types.FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-def _code(code: types.CodeType) -> str:
+def code_text(code: types.CodeType) -> str:
+    """Return what a function does, without its lines."""
     constants = [
-        _code(c) if isinstance(c, types.CodeType) else _described(c, _DEPTH) for c in code.co_consts
+        code_text(c) if isinstance(c, types.CodeType) else described(c, DEPTH)
+        for c in code.co_consts
     ]
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
 

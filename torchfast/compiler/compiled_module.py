@@ -35,6 +35,7 @@ from torchfast._core.arguments import check_callable, explain_keywords
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import ClosedError
+from torchfast._core.function_fingerprint import function_fingerprint
 from torchfast.compiler.account import CompileAccount
 from torchfast.compiler.around import CodeAround
 from torchfast.compiler.compiled_callable import CompiledCallable
@@ -230,6 +231,7 @@ class CompiledModule(Closing):
             torch.device("cpu") if first is None else first.device,
             in_graph=True,  # or torch's own graphs were among the modes
             plan="a loop of its own",
+            loss=function_fingerprint(loss_fn),
         )
         self._take(in_force[0])
         receipt = found.receipt

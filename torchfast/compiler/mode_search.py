@@ -85,6 +85,7 @@ def search_mode(
     *,
     in_graph: bool,
     plan: str,
+    loss: str,
     graphs: Graphs | None = None,
 ) -> Found:
     """Return the fastest way to compile that computes what eager does, in force.
@@ -99,6 +100,7 @@ def search_mode(
         device: Where.
         in_graph: Whether a graph will hold the step.
         plan: What else is done to the step, as text.
+        loss: The `function_fingerprint` of the loss function.
         graphs: What captures the work as the step will be, where it will be.
 
     Numerics: State, gradients and generators are as before.
@@ -107,7 +109,7 @@ def search_mode(
     choices = _choices(model, options, device, in_graph=in_graph)
     names = [choice.name for choice in choices]
     when = "measured now"
-    key = ReceiptKey.of(model, batch, device, {"plan": plan})
+    key = ReceiptKey.of(model, batch, device, {"plan": plan}, loss=loss)
     ways = {c.name: _Way(make, use, _options_of(options, c)) for c in choices if c.mode is not None}
     if options.cache is not None:
         known, reason = find_receipt(options.cache, key, names)

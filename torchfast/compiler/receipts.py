@@ -1,9 +1,9 @@
 """Receipts: what was measured of ways to compile, kept for the next run.
 
-A search takes as long as its compiles do, and its answer is the same the next time: for this model,
-batches like these, these options, on this machine, under this torch. So the answer is written down
-beside the compile cache, as JSON, under a name made of all that it depends on (`ReceiptKey`). The
-next run finds it and measures nothing.
+A search takes as long as its compiles do, and its answer is the same the next time: for this model
+and loss, batches like these, these options, on this machine, under this torch. So the answer is
+written down beside the compile cache, as JSON, under a name made of all that it depends on
+(`ReceiptKey`). The next run finds it and measures nothing.
 
 A receipt holds names and numbers, never code. What is read back chooses among the candidates that
 the caller has anyway; a name that is not among them chooses nothing. A file that is damaged, was
@@ -40,7 +40,7 @@ from torchfast._core.replacing import replacing, write_all
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 Status = Literal["measured", "failed", "timed out", "wrong", "left out"]
 
 _STATUSES: Final = ("measured", "failed", "timed out", "wrong", "left out")
@@ -59,16 +59,24 @@ class ReceiptKey:
         model: Its `model_fingerprint`.
         batch: Its `batch_signature`.
         options: What the search was asked for, JSON-ready.
+        loss: The `function_fingerprint` of what computes the loss; empty where none does.
     """
 
     machine: Mapping[str, str]
     model: str
     batch: str
     options: Mapping[str, Any]
+    loss: str = ""
 
     @classmethod
     def of(
-        cls, model: nn.Module, batch: object, device: torch.device, options: Mapping[str, Any]
+        cls,
+        model: nn.Module,
+        batch: object,
+        device: torch.device,
+        options: Mapping[str, Any],
+        *,
+        loss: str = "",
     ) -> ReceiptKey:
         """Return the key of a model and a batch on this machine.
 
@@ -87,6 +95,7 @@ class ReceiptKey:
             model=model_fingerprint(model),
             batch=batch_signature(batch),
             options=plain,
+            loss=loss,
         )
 
     @property
@@ -107,6 +116,8 @@ class ReceiptKey:
             return f"measured on a machine that says {sorted(other.machine)} of itself"
         if self.model != other.model:
             return "measured for another model"
+        if self.loss != other.loss:
+            return "measured for another loss function"
         if self.batch != other.batch:
             return f"measured for batches of {other.batch[:200]}, these are {self.batch[:200]}"
         if dict(self.options) != dict(other.options):
@@ -234,7 +245,7 @@ class Receipt:
         """Raise ValueError if a part is not what its type says."""
         key = self.key
         texts = [self.model_name, self.choice, self.why, self.created, *self.notes]
-        texts += [key.model, key.batch]
+        texts += [key.model, key.batch, key.loss]
         numbers: list[Any] = [self.budget_s, self.elapsed_s]
         for candidate in self.candidates:
             texts += [candidate.name, candidate.reason]
