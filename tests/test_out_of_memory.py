@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
 
 import ranks
 from float8_models import MEASURED, timer_of
@@ -234,12 +235,37 @@ def test_ranks_that_reduce_gradients_cannot_split():
     assert Plan(out_of_memory="raise", shard="ddp").shard == "ddp"
 
 
+class Replicas(nn.parallel.DistributedDataParallel):
+    """As some derive it, to reach the attributes of the model."""
+
+
 def test_a_model_that_reduces_gradients_by_itself_cannot_split():
+    def by_way_of(wrapper):
+        return lambda model, batch: wrapper(batch).square().mean()
+
     def rank(number):
-        model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
-        with pytest.raises(PlanError, match=r"a DistributedDataParallel on 2 ranks: a backward"):
-            Trainer(model, lambda p: optim.SGD(p, lr=0.1), mean_loss, SPLIT)
-        Trainer(nn.Linear(8, 4), lambda p: optim.SGD(p, lr=0.1), mean_loss, SPLIT)
+        def made(model, loss_fn=mean_loss):
+            return Trainer(model, lambda p: optim.SGD(p, lr=0.1), loss_fn, SPLIT)
+
+        one, two = (
+            kind(nn.Linear(8, 4)) for kind in (nn.parallel.DistributedDataParallel, Replicas)
+        )
+        sharded = nn.Linear(8, 4)
+        fully_shard(sharded)
+        message = "a DistributedDataParallel on 2 ranks: a backward"
+        for model, loss_fn, words in (
+            (one, mean_loss, message),
+            (two, mean_loss, message),
+            # The model is the plain one, and all calls of it go through the wrapper.
+            (one.module, by_way_of(one), message),
+            (one.module, by_way_of(two), message),
+            (sharded, mean_loss, "the model is sharded on 2 ranks"),
+            (nn.Linear(8, 4), by_way_of(sharded), "the model is sharded on 2 ranks"),
+        ):
+            with pytest.raises(PlanError, match=words):
+                made(model, loss_fn)
+        made(nn.Linear(8, 4))
+        made(nn.Linear(8, 4), by_way_of(nn.Linear(8, 4)))
 
     ranks.run(rank)
 

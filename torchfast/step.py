@@ -114,7 +114,7 @@ class TrainStep:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
         self.plan = Plan.of(plan)
-        self.memory = StepMemory(self.plan, model)  # before anything is moved to a device
+        self.memory = StepMemory(self.plan, model, loss_fn)  # before anything is moved to a device
         self.accumulate = check_int("accumulate", accumulate, minimum=1)
         self.max_grad_norm = (
             None if max_grad_norm is None else check_positive("max_grad_norm", max_grad_norm)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
 from torchfast._core.local import local
+from torchfast._core.reachable import held_by
 from torchfast.data import PrefetchingLoader
 from torchfast.data.loader_report import device_tensors
 from torchfast.ema import WeightAverage
@@ -54,7 +55,8 @@ class StepMemory:
 
     Args:
         plan: Its ``allocator`` is applied at once, before anything is moved to a device.
-        model: Looked at for what other ranks are in.
+        model: Looked at for what other ranks are in, as is what ``loss_fn`` refers to.
+        loss_fn: The user's.
 
     Raises:
         PlanError: Steps in parts for a model that reduces gradients with other ranks.
@@ -64,10 +66,10 @@ class StepMemory:
         monitor: What watches memory in `fit`; None before, and on a device without an allocator.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._plan = plan
         if plan.out_of_memory_options.action == "split":
-            _check_alone(model)
+            _check_alone([model, *held_by(loss_fn)])
         self._decisions: list[Decision] = []
         if plan.allocator_config is not None:
             from torchfast.memory import apply_allocator
@@ -188,14 +190,16 @@ class StepMemory:
             self._guard.close()
 
 
-def _check_alone(model: nn.Module) -> None:
+def _check_alone(held: Iterable[object]) -> None:
     """Raise if the backward of a model meets other ranks: a second one of this rank would not."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    models = [each for each in held if isinstance(each, nn.Module)]
     # By name: FullyShardedDataParallel takes long to import, and is not there on every platform.
-    wrapper = next((m for m in model.modules() if type(m).__name__ in _WRAPPERS), None)
-    if wrapper is not None or any(local(p) is not p for p in model.parameters()):
-        what = "sharded" if wrapper is None else f"a {type(wrapper).__name__}"
+    names = [base.__name__ for model in models for m in model.modules() for base in type(m).__mro__]
+    wrapper = next((name for name in names if name in _WRAPPERS), None)
+    if wrapper is not None or any(local(p) is not p for m in models for p in m.parameters()):
+        what = "sharded" if wrapper is None else f"a {wrapper}"
         raise PlanError(
             f"out_of_memory='split' is for one rank alone, but the model is {what} on "
             f"{dist.get_world_size()} ranks: a backward that is done again would meet what the "
