@@ -85,13 +85,20 @@ class Way(Arm):
         self.step.close()
 
 
-def planned(case: Case, device: str) -> RecomputePlan:
-    """Return what the planner says."""
+def planned(case: Case, mode: str, device: str) -> RecomputePlan:
+    """Return what the planner says of steps that run so."""
     torch.manual_seed(0)
     model = case.build().to(device)
     autocast = torch.bfloat16 if device == "cuda" else None
     batch = device_batch(case, device)
-    return plan_recompute(model, case.loss_fn, batch, memory_gb=80.0, autocast=autocast)
+    return plan_recompute(
+        model,
+        case.loss_fn,
+        batch,
+        memory_gb=80.0,
+        autocast=autocast,
+        cuda_graph=mode == "graph",
+    )
 
 
 def measured(
@@ -157,13 +164,13 @@ def main() -> None:
     )
     modes = [mode for mode in args.modes if mode == "eager" or args.device == "cuda"]
     for name in args.models:
-        case, plan = CASES[args.size][name], None
+        case = CASES[args.size][name]
         for mode in modes:
             if time.monotonic() - started_at > args.limit_s:
                 left_out.append(f"{name}, {mode}")
                 print(f"{name:<14} {mode:<6} left out: no time was left")
                 continue
-            plan = plan or planned(case, args.device)
+            plan = planned(case, mode, args.device)
             for found in measured(case, mode, plan, args):
                 rows.append({"name": name, **found})
                 low, high = found["cost_quartiles"]

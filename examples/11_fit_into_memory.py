@@ -87,6 +87,7 @@ def main() -> None:
         memory_gb=memory_gb,
         optimizer=optimizer(model.parameters()),  # whose state takes memory, too
         autocast=autocast,
+        cuda_graph=on_gpu,  # as the plan below has it, so its times are those of replays
     )
     print(plan)
     if plan.choice is None:

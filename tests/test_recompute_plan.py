@@ -7,9 +7,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from recomputed import GPT, GPTBlock, live_bytes, make, token_loss, tokens
-from torchfast import Recompute, RecomputeChoice, RecomputePlan, plan_recompute
+from tape import TapeGraph
+from torchfast import CUDAGraphOptions, Recompute, RecomputeChoice, RecomputePlan, plan_recompute
 from torchfast._core.compare import differences
 from torchfast.memory.kept_results import Result, choose_kept
 from torchfast.memory.recompute_plan import fixed_bytes
@@ -56,7 +58,7 @@ def test_the_model_is_as_it_was():
 def test_each_choice_is_timed_as_it_runs(monkeypatch):
     """Turn by turn, by steps that really recompute: here each block's run takes a second."""
     clock, standing = [0.0], []
-    monkeypatch.setattr("torchfast.memory.recompute_plan.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("torchfast.memory.recompute_times.time.perf_counter", lambda: clock[0])
 
     class Slow(GPTBlock):
         def forward(self, x):
@@ -83,7 +85,7 @@ def test_each_choice_is_timed_as_it_runs(monkeypatch):
 
 def test_a_choice_that_does_not_fit_into_the_device_is_estimated(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("torchfast.memory.recompute_plan.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("torchfast.memory.recompute_times.time.perf_counter", lambda: clock[0])
     # The blocks' own times are taken by another clock.
     monkeypatch.setattr("torchfast._core.reading.time.perf_counter", lambda: clock[0])
 
@@ -101,6 +103,108 @@ def test_a_choice_that_does_not_fit_into_the_device_is_estimated(monkeypatch):
     assert found["none"] == (False, 4)
     assert not found["blocks, one of 2"][0]
     assert str(plan).count("time estimated") == 5
+
+
+# -- Where a graph will hold the step --------------------------------------------------------------
+
+
+class HostBound(GPTBlock):
+    """Costs the host a second, and the device nothing that anybody would notice."""
+
+    clock: list[float]
+    fits = True
+
+    def forward(self, x):
+        self.clock[0] += 1.0
+        if not self.fits and "forward" not in vars(self) and _get_current_dispatch_mode():
+            raise torch.OutOfMemoryError("a block that keeps everything")
+        return super().forward(x)
+
+
+@pytest.fixture
+def host_bound(tape, monkeypatch):
+    """A model whose blocks cost the host a second each, on a tape that plays 1,000 calls in one."""
+    clock = [0.0]
+    monkeypatch.setattr("torchfast.memory.recompute_times.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("torchfast._core.reading.time.perf_counter", lambda: clock[0])
+    played, play = [], TapeGraph.replay
+
+    def replay(graph):
+        clock[0] += 1e-3 * len(graph.tape.calls)
+        played.append(len(graph.tape.calls))
+        play(graph)
+
+    monkeypatch.setattr(TapeGraph, "replay", replay)
+    monkeypatch.setattr(HostBound, "clock", clock, raising=False)
+    return GPT(layers=4, dropout=0.1, block=HostBound), played
+
+
+def costs(plan):
+    plain = next(choice.step_ms for choice in plan.choices if choice.recompute is False)
+    return {choice.name: choice.step_ms / plain for choice in plan.choices}
+
+
+def test_where_a_graph_will_hold_the_step_its_replays_are_timed(host_bound):
+    model, played = host_bound
+    batch, options = tokens(), {"memory_gb": 1.0, "repeats": 2}
+    launched = plan_recompute(model, token_loss, batch, **options)
+    assert not played
+    assert launched.is_eager
+    assert costs(launched)["selective"] == pytest.approx(2.0)
+    before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = plan_recompute(model, token_loss, batch, **options, cuda_graph=True)
+    assert not found.is_eager
+    assert "times are of replays of CUDA graphs" in str(found)
+    assert all(choice.is_measured for choice in found.choices)
+    # Each way by a graph of its own that holds what it recomputes, and none of the host's time.
+    by_way = played[:7]
+    assert played == by_way * 4  # behind each capture, to warm up, and twice
+    assert [choice.step_ms for choice in found.choices] == pytest.approx(sorted(by_way))
+    assert by_way[0] == min(by_way)
+    assert 1.0 < costs(found)["selective"] < costs(found)["blocks"] < 1.9
+    assert [c.saved_bytes for c in sorted(found.choices, key=lambda c: c.name)] == [
+        c.saved_bytes for c in sorted(launched.choices, key=lambda c: c.name)
+    ]
+    # And the model is as it was.
+    assert differences(before, (model.state_dict(), torch.get_rng_state())) == []
+    assert all(p.grad is None for p in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_does_not_fit_beside_graphs_is_estimated_in_their_measure(host_bound, monkeypatch):
+    model, played = host_bound
+    monkeypatch.setattr(HostBound, "fits", False)
+    found = plan_recompute(
+        model, token_loss, tokens(), memory_gb=1.0, repeats=1, cuda_graph=CUDAGraphOptions()
+    )
+    ways = {choice.name: choice for choice in found.choices}
+    assert not found.is_eager
+    assert {name for name, choice in ways.items() if choice.is_measured} == {"blocks", "selective"}
+    # Half of a launched step's time were forwards, and so it is taken to be in a replay.
+    assert ways["none"].step_ms == pytest.approx(ways["blocks"].step_ms / 2)
+    assert len(played) == 3 * 2
+
+
+def test_a_step_that_cannot_be_captured_is_timed_as_it_will_run(host_bound, caplog):
+    model, played = host_bound
+
+    def asking(model, batch):
+        loss = token_loss(model, batch)
+        return loss if float(loss.detach()) > -1 else -loss
+
+    found = plan_recompute(model, asking, tokens(), memory_gb=1.0, repeats=1, cuda_graph=True)
+    assert found.is_eager
+    assert not played
+    assert costs(found)["blocks"] == pytest.approx(2.0)
+    assert "times eager steps, since the step could not be captured" in caplog.text
+    assert "the host waits" in caplog.text
+
+
+def test_without_graphs_on_a_device_its_steps_are_timed():
+    found = plan_recompute(GPT(), token_loss, tokens(), memory_gb=1.0, repeats=1, cuda_graph=True)
+    assert found.is_eager
+    with pytest.raises(TypeError, match="cuda_graph must be True or False"):
+        plan_recompute(GPT(), token_loss, tokens(), memory_gb=1.0, cuda_graph="yes")
 
 
 def plan_of(memory_bytes, fixed=100):

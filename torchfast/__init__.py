@@ -99,7 +99,6 @@ if TYPE_CHECKING:
         SettingChange,
         attention_backends,
         attention_report,
-        plan_recompute,
     )
     from torchfast.precision import Float8Linears, LowBitAdamW
     from torchfast.profiling import (
@@ -110,6 +109,7 @@ if TYPE_CHECKING:
         compare_speed,
         profile,
     )
+    from torchfast.recompute_planning import plan_recompute
 
 __all__ = [
     "ActivationOffload",
@@ -243,7 +243,6 @@ _HOMES = {
         "SettingChange",
         "attention_backends",
         "attention_report",
-        "plan_recompute",
     ),
     "torchfast.precision": ("Float8Linears", "LowBitAdamW"),
     "torchfast.profiling": (
@@ -254,6 +253,7 @@ _HOMES = {
         "compare_speed",
         "profile",
     ),
+    "torchfast.recompute_planning": ("plan_recompute",),
 }
 __getattr__ = later(globals(), _HOMES)
 

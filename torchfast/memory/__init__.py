@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchfast.memory.out_of_memory import OutOfMemoryGuard
     from torchfast.memory.parameter_offload import ParameterOffload
     from torchfast.memory.recompute import Recompute
-    from torchfast.memory.recompute_plan import RecomputeChoice, RecomputePlan, plan_recompute
+    from torchfast.memory.recompute_plan import RecomputeChoice, RecomputePlan
     from torchfast.memory.recompute_transform import RecomputeTransform, memory_budget
     from torchfast.memory.samples import MemorySample
     from torchfast.memory.sources import MemorySource
@@ -67,7 +67,6 @@ __all__ = [
     "attention_report",
     "check_allocator",
     "memory_budget",
-    "plan_recompute",
 ]
 
 # A plan needs some of it; the rest is imported by who asks for it.
@@ -112,7 +111,6 @@ _HOMES = {
     "torchfast.memory.recompute_plan": (
         "RecomputeChoice",
         "RecomputePlan",
-        "plan_recompute",
     ),
     "torchfast.memory.samples": ("MemorySample",),
     "torchfast.memory.sources": ("MemorySource",),

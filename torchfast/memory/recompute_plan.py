@@ -3,9 +3,8 @@
 The choices are: nothing recomputed, all blocks, every second one, every fourth, whole or selective.
 
 What a step keeps follows from one forward with all blocks recomputed, so it is known of a model
-that does not fit without, too. What it takes is measured: each choice runs a few eager steps, as it
-would in training, and all of them take turns, since a machine's pace wanders. Only where a step
-does not fit into the device is its time estimated, from what the blocks' forwards take.
+that does not fit without, too. What it takes is measured, as launched or as replayed
+(`recompute_times`).
 
 Bytes are counted on the tensors that autograd saves, each storage once. What a step needs beside
 them and beside parameters, gradients and optimizer state is not counted: the largest temporary
@@ -14,28 +13,26 @@ results, workspaces of libraries, fragmentation. Leave a tenth of a device for t
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchfast._core.arguments import check_callable, check_int, check_positive, explain_keywords
+from torchfast._core.arguments import check_callable, check_int, check_positive
 from torchfast._core.batches import to_device
 from torchfast._core.device import resolve_device
 from torchfast._core.loss import check_differentiable, unpack_loss
 from torchfast._core.untouched import untouched
 from torchfast.memory.block_costs import BlockCosts, Storages, tensors_in
-from torchfast.memory.block_forward import BlockForward
 from torchfast.memory.kept_results import choose_kept
 from torchfast.memory.recompute import block_forwards, chosen_blocks, why_not
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.recompute_probe import BlockProbe, ProbedCall
+from torchfast.memory.recompute_times import MakeGraphs, timed, wait
 
 _EVERY = (4, 2, 1)
 
@@ -70,8 +67,8 @@ class RecomputePlan:
         choices: From the fastest.
         fixed_bytes: Parameters, buffers, gradients and optimizer state.
         memory_bytes: What there is.
-        is_eager: Whether the times are of eager steps. In a graph recompute costs less, since no
-            host has to launch the second forward.
+        is_eager: Whether the times are of eager steps, and not of replays of graphs. In a graph
+            recompute costs less, since no host has to launch the second forward.
     """
 
     choices: tuple[RecomputeChoice, ...]
@@ -103,6 +100,8 @@ class RecomputePlan:
         )
         if self.is_eager:
             lines.append("times are of eager steps; in a graph recompute costs less")
+        else:
+            lines.append("times are of replays of CUDA graphs; eagerly recompute costs more")
         if self.choice is None:
             least = min(self.choices, key=lambda choice: choice.saved_bytes)
             needed = (self.fixed_bytes + least.saved_bytes) / 2**30
@@ -116,49 +115,30 @@ class RecomputePlan:
         return next(choice for choice in self.choices if choice.recompute is False)
 
 
-@explain_keywords
-def plan_recompute(
+def measure_recompute(
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Any],
     batch: Any,
     *,
     memory_gb: float,
-    optimizer: Optimizer | None = None,
-    autocast: torch.dtype | None = None,
-    device: torch.device | str | int | None = None,
-    repeats: int = 3,
+    optimizer: Optimizer | None,
+    autocast: torch.dtype | None,
+    device: torch.device | str | int | None,
+    repeats: int,
+    graphs: MakeGraphs | None = None,
 ) -> RecomputePlan:
-    """Measure a model and find the cheapest recompute with which its step fits into a memory.
+    """Return what each choice saves and costs; see `torchfast.plan_recompute`.
 
     Args:
-        model: Run in training mode, forward and backward, ``repeats + 1`` times for each choice.
-            Its gradients, buffers and mode, and the random generators, are put back.
-        loss_fn: As a `Trainer` takes it.
-        batch: A batch, or a micro-batch where gradients are accumulated.
-        memory_gb: What there is for a step, in GB of 10**9 bytes.
-        optimizer: Whose state takes memory too; before its first step it is estimated.
-        autocast: The dtype of autocast, if the step is to train under it.
-        device: Where to measure; None means where the parameters are.
+        model: What is trained.
+        loss_fn: Its loss.
+        batch: What it is measured on.
+        memory_gb: What there is.
+        optimizer: Whose state takes memory too.
+        autocast: The dtype of autocast.
+        device: Where.
         repeats: How many steps of each choice are timed.
-
-    Returns:
-        The choices, from the fastest. Times are of eager steps.
-
-    Raises:
-        TypeError: Not a module, or not a loss function.
-        ValueError: A model whose blocks cannot be recomputed, or that has none.
-
-    Numerics: Changes nothing.
-    Synchronizes: Yes.
-
-    Example:
-        >>> block = lambda: nn.TransformerEncoderLayer(16, 2, 64, batch_first=True)
-        >>> model = nn.Sequential(block(), block(), block(), block())
-        >>> plan = plan_recompute(
-        ...     model, lambda m, x: m(x).square().mean(), torch.ones(8, 32, 16), memory_gb=1.0
-        ... )
-        >>> plan.choice.name
-        'none'
+        graphs: Makes what captures steps, where replays are to be timed.
     """
     check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
     size = check_positive("memory_gb", memory_gb)
@@ -172,139 +152,48 @@ def plan_recompute(
     modes = [(module, module.training) for module in model.modules()]
     model.train()
 
-    def step() -> None:
+    def step(inputs: Any) -> None:
+        model.zero_grad(set_to_none=True)
         with _autocast(where, autocast):
-            loss = unpack_loss(loss_fn(model, moved)).loss
+            loss = unpack_loss(loss_fn(model, inputs)).loss
         check_differentiable(loss)
         loss.backward()
 
     try:
         with untouched(model, where):
             with probe.counting():
-                step()
-                _wait(where)
+                step(moved)
+                wait(where)
             ways = [None, *_options(len(blocks))]
-            times = _timed(step, ways, blocks, model, where, repeats)
-            estimates = (
-                _estimated(step, probe, model, where, repeats) if None in times else _NO_ESTIMATES
-            )
+            arms = [
+                [] if way is None else block_forwards(blocks[:: way.every], way) for way in ways
+            ]
+            times = timed(step, moved, arms, probe, where, repeats, graphs)
     finally:
         for module, training in modes:
             module.training = training
     fixed, memory_bytes = fixed_bytes(model, optimizer), int(size * 1e9)
     found = []
-    for options, ms in zip(ways, times, strict=True):
+    for options, ms in zip(ways, times.by_way, strict=True):
         chosen = set(probe.paths[:: options.every]) if options is not None else set()
-        saved, more_ms = _predicted(probe, estimates.by_call, chosen, options)
+        saved, more_ms = _predicted(probe, times.by_call, chosen, options)
         found.append(
             RecomputeChoice(
                 name=_name(options),
                 recompute=False if options is None else options.shortest,
                 saved_bytes=saved,
-                step_ms=estimates.plain_ms + more_ms if ms is None else ms,
+                step_ms=times.plain_ms + more_ms if ms is None else ms,
                 fits=fixed + saved <= memory_bytes,
                 is_measured=ms is not None,
             )
         )
     found.sort(key=lambda choice: choice.step_ms)
-    return RecomputePlan(choices=tuple(found), fixed_bytes=fixed, memory_bytes=memory_bytes)
-
-
-def _timed(
-    step: Callable[[], None],
-    ways: list[RecomputeOptions | None],
-    blocks: list[tuple[str, nn.Module]],
-    model: nn.Module,
-    device: torch.device,
-    repeats: int,
-) -> list[float | None]:
-    """Return what a step takes in each way, of which the first is none; None if it did not fit."""
-    arms = [
-        [] if options is None else block_forwards(blocks[:: options.every], options)
-        for options in ways
-    ]
-    turns: list[list[float] | None] = [[] for _ in ways]
-    for turn in range(repeats + 1):
-        for number, arm in enumerate(arms):
-            taken = turns[number]
-            if taken is None:
-                continue
-            model.zero_grad(set_to_none=True)
-            _wait(device)
-            start = time.perf_counter()
-            try:
-                with _standing(arm):
-                    step()
-            except torch.OutOfMemoryError:
-                turns[number] = None
-                continue
-            _wait(device)
-            if turn:  # the first one warms up, and is where selective chooses
-                taken.append((time.perf_counter() - start) * 1e3)
-    # By the quotients of turns: it is what stays the same while a machine's pace wanders. Nothing
-    # is faster than to recompute nothing; what looks so is noise.
-    base = next((taken for taken in turns if taken is not None), [])
-    base_ms = statistics.median(base) if base else 0.0
-    floor = 1.0 if turns[0] is not None else 0.0
-    return [
-        None
-        if taken is None
-        else base_ms
-        * max(floor, statistics.median(ms / other for ms, other in zip(taken, base, strict=True)))
-        for taken in turns
-    ]
-
-
-@contextmanager
-def _standing(blocks: list[BlockForward]) -> Iterator[None]:
-    """Let the blocks recompute in the body."""
-    try:
-        for block in blocks:
-            block.install(blocks[0].kind)
-        yield
-    finally:
-        for block in blocks:
-            block.undo()
-
-
-class _Estimates(NamedTuple):
-    """Times for ways that did not fit.
-
-    Attributes:
-        by_call: What the forward of each call of a block takes; empty if none is needed.
-        plain_ms: What a step without recompute would take.
-    """
-
-    by_call: list[float]
-    plain_ms: float
-
-
-_NO_ESTIMATES = _Estimates([], 0.0)
-
-
-def _estimated(
-    step: Callable[[], None],
-    probe: BlockProbe,
-    model: nn.Module,
-    device: torch.device,
-    repeats: int,
-) -> _Estimates:
-    """Return the times of blocks' forwards, from steps in which all are recomputed."""
-    by_call, wholes = [], []
-    for _ in range(repeats + 1):
-        model.zero_grad(set_to_none=True)
-        probe.take_times()
-        _wait(device)
-        start = time.perf_counter()
-        with probe.timing():
-            step()
-        _wait(device)
-        wholes.append((time.perf_counter() - start) * 1e3)
-        by_call.append(probe.take_times())
-    # The first one warms up.
-    times = [statistics.median(ms) for ms in zip(*by_call[1:], strict=True)]
-    whole_ms = statistics.median(wholes[1:])
-    return _Estimates(times, max(whole_ms - sum(times), whole_ms / 10))
+    return RecomputePlan(
+        choices=tuple(found),
+        fixed_bytes=fixed,
+        memory_bytes=memory_bytes,
+        is_eager=times.is_eager,
+    )
 
 
 def _options(num_blocks: int) -> Iterable[RecomputeOptions]:
@@ -390,8 +279,3 @@ def fixed_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,0 +1,216 @@
+"""What steps take that recompute in different ways, turn by turn.
+
+Each way runs a few steps, as it would in training, and all of them take turns, since a machine's
+pace wanders. Where a graph will hold the step, what is timed are replays of graphs of forward and
+backward: launched kernel by kernel, a model of small kernels waits for the host, which has the
+second forward to launch too, and recompute looks much dearer than it will be.
+
+Only where a step does not fit into the device is its time estimated, from what the blocks' forwards
+take.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from torchfast._core.errors import CaptureError
+from torchfast.memory.block_forward import BlockForward
+from torchfast.memory.failure import cause_of, let_go
+from torchfast.memory.recompute_probe import BlockProbe
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[[Any], object]
+Unit = Callable[[], object]
+Arm = list[BlockForward]
+
+
+class Graphs(Protocol):
+    """What captures a step as it is done at the time."""
+
+    def capture(self) -> Callable[[], object]:
+        """Capture it; return what replays it.
+
+        Raises:
+            CaptureError: It cannot be captured.
+        """
+
+    def close(self) -> None:
+        """Let go of all that was captured."""
+
+
+MakeGraphs = Callable[[Step, Any], Graphs | None]  # None on a device that has no graphs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What steps take.
+
+    Attributes:
+        by_way: The time of each way, in ms; None where it did not fit.
+        by_call: What the forward of each call of a block takes; empty if nothing is estimated.
+        plain_ms: What a step without recompute would take, where that did not fit.
+        is_eager: Whether steps were launched, and not replayed.
+    """
+
+    by_way: list[float | None]
+    by_call: list[float]
+    plain_ms: float
+    is_eager: bool
+
+
+def timed(
+    step: Step,
+    batch: Any,
+    arms: list[Arm],
+    probe: BlockProbe,
+    device: torch.device,
+    repeats: int,
+    graphs: MakeGraphs | None,
+) -> StepTimes:
+    """Return what steps take.
+
+    Args:
+        step: Runs forward and backward of a batch, with gradients made anew.
+        batch: The batch.
+        arms: What stands in the way of blocks: nothing in the first, all blocks whole in the last.
+        probe: What times blocks one by one.
+        device: Where.
+        repeats: How many steps of each are timed.
+        graphs: Makes what captures the step; None where no graph will hold it.
+    """
+    captures = None if graphs is None else graphs(step, batch)
+    times = None if captures is None else _replayed(captures, arms, device, repeats)
+    is_eager = times is None
+    if times is None:
+        times = _in_turns([_launched(step, batch, arm) for arm in arms], device, repeats)
+    if None not in times:
+        return StepTimes(by_way=times, by_call=[], plain_ms=0.0, is_eager=is_eager)
+    by_call, whole_ms = _of_blocks(step, batch, probe, device, repeats)
+    plain_ms = max(whole_ms - sum(by_call), whole_ms / 10)
+    # They were launched. Where replays were timed, all is shorter in the measure that the step is.
+    scale = 1.0 if is_eager or times[-1] is None else times[-1] / whole_ms
+    return StepTimes(
+        by_way=times,
+        by_call=[ms * scale for ms in by_call],
+        plain_ms=plain_ms * scale,
+        is_eager=is_eager,
+    )
+
+
+def _replayed(
+    captures: Graphs, arms: list[Arm], device: torch.device, repeats: int
+) -> list[float | None] | None:
+    """Return what replays take; None if the step cannot be captured, as its graph cannot be."""
+    try:
+        return _in_turns([_captured(captures, arm) for arm in arms], device, repeats)
+    except CaptureError as error:
+        logger.warning(
+            "plan_recompute times eager steps, since the step could not be captured: %s", error
+        )
+        return None
+    finally:
+        captures.close()
+
+
+def _captured(captures: Graphs, arm: Arm) -> Unit | None:
+    """Return what replays a step in one way; None if it did not fit."""
+    outer = sys.exception()
+    try:
+        with _standing(arm):
+            return captures.capture()
+    except (torch.OutOfMemoryError, CaptureError) as error:
+        if cause_of(error, outer) is None:
+            raise
+        let_go(error, outer)
+    gc.collect()
+    return None
+
+
+def _launched(step: Step, batch: Any, arm: Arm) -> Unit:
+    def unit() -> None:
+        with _standing(arm):
+            step(batch)
+
+    return unit
+
+
+def _in_turns(
+    units: Sequence[Unit | None], device: torch.device, repeats: int
+) -> list[float | None]:
+    """Return what each unit takes, the first without recompute; None if it did not fit."""
+    turns: list[list[float] | None] = [None if unit is None else [] for unit in units]
+    for turn in range(repeats + 1):
+        for number, unit in enumerate(units):
+            taken = turns[number]
+            if taken is None or unit is None:
+                continue
+            wait(device)
+            start = time.perf_counter()
+            try:
+                unit()
+            except torch.OutOfMemoryError:
+                turns[number] = None
+                continue
+            wait(device)
+            if turn:  # the first one warms up, and is where selective chooses
+                taken.append((time.perf_counter() - start) * 1e3)
+    # By the quotients of turns: it is what stays the same while a machine's pace wanders. Nothing
+    # is faster than to recompute nothing; what looks so is noise.
+    base = next((taken for taken in turns if taken is not None), [])
+    base_ms = statistics.median(base) if base else 0.0
+    floor = 1.0 if turns[0] is not None else 0.0
+    return [
+        None
+        if taken is None
+        else base_ms
+        * max(floor, statistics.median(ms / other for ms, other in zip(taken, base, strict=True)))
+        for taken in turns
+    ]
+
+
+@contextmanager
+def _standing(blocks: Arm) -> Iterator[None]:
+    """Let the blocks recompute in the body."""
+    try:
+        for block in blocks:
+            block.install(blocks[0].kind)
+        yield
+    finally:
+        for block in blocks:
+            block.undo()
+
+
+def _of_blocks(
+    step: Step, batch: Any, probe: BlockProbe, device: torch.device, repeats: int
+) -> tuple[list[float], float]:
+    """Return what blocks' forwards take in steps that recompute all, and what these take."""
+    by_call, wholes = [], []
+    for _ in range(repeats + 1):
+        probe.take_times()
+        wait(device)
+        start = time.perf_counter()
+        with probe.timing():
+            step(batch)
+        wait(device)
+        wholes.append((time.perf_counter() - start) * 1e3)
+        by_call.append(probe.take_times())
+    # The first one warms up.
+    times = [statistics.median(ms) for ms in zip(*by_call[1:], strict=True)]
+    return times, statistics.median(wholes[1:])
+
+
+def wait(device: torch.device) -> None:
+    """Let the host wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
