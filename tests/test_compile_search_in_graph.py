@@ -8,9 +8,11 @@ import logging
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from compiled_training import BATCHES, Deep, compiled_in
 from models import BatchNormNet, DropoutNet, make_batches, mean_loss
+from planting import TEXT
 from search_lab import CPU, Lab, statuses
 from stepping import make_trainer
 from tape import counts
@@ -300,6 +302,38 @@ def test_a_step_that_cannot_be_captured_is_searched_by_launches_and_says_so(tape
     assert not any(c.is_replayed for c in receipt.candidates)
     assert any("all were timed launched" in note for note in receipt.notes)
     assert "host waits" in receipt["eager"].reason
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fails", ["trials", "trials and the step"])
+def test_trials_that_run_out_of_memory_leave_the_warning_to_the_step(tape, two_ways, caplog, fails):
+    class Large(nn.Linear):
+        has_room = False
+
+        def forward(self, x):
+            if not self.has_room and _get_current_dispatch_mode() is not None:
+                raise torch.OutOfMemoryError(TEXT)
+            return super().forward(x)
+
+    trainer = make_trainer(net=lambda: Large(8, 4), plan=EXACT.replace(compile=AUTO))
+    trainer.step(BATCHES[0])
+    (receipt,) = two_ways
+    assert not any(c.is_replayed for c in receipt.candidates)
+    assert "memory ran out" in receipt["eager"].reason
+    assert trainer._step.memory.last_account is None
+    trainer.model.has_room = fails == "trials"
+    for batch in BATCHES:
+        trainer.step(batch)
+    told = [r.getMessage() for r in caplog.records if r.name == "torchfast.memory.out_of_memory"]
+    counters = trainer.report().counters
+    if fails == "trials":
+        assert told == []
+        assert "captures_out_of_memory" not in counters
+        assert counters["graphs"] == 1
+        return
+    assert told == [str(trainer._step.memory.last_account)]
+    assert counters["captures_out_of_memory"] == 1
+    assert counters["graphs"] == 0
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -60,6 +60,7 @@ class Levers(NamedTuple):
         named: Sequence[object],
         loss_fn: Callable[..., Any],
         after_failure: Callable[[], None],
+        after_trial: Callable[[], None],
         ranks: RankGroup,
     ) -> GraphedUpdate | None:
         """Return what runs a step through a graph, or None if nothing is captured."""
@@ -76,6 +77,7 @@ class Levers(NamedTuple):
             rate_dtype=None if self.in_graph is None else self.in_graph.rate_dtype,
             device=next(model.parameters()).device,
             after_failure=after_failure,
+            after_trial=after_trial,
             ranks=ranks,
         )
 

@@ -380,6 +380,7 @@ class TrainStep:
             [*([] if scaler is None else [scaler.held]), *self._average.named],
             loss_fn,
             self.memory.after_failed_capture,
+            self._guard.forget,
             self.ranks.group,
         )
         self._update.graph = self._graph

@@ -48,6 +48,8 @@ class GraphedUpdate:
             can be in the graph; None where it is not.
         device: Where.
         after_failure: Called when a capture has failed.
+        after_trial: Called when one of `trials` has, and behind them: a step that was only tried
+            lets go of what it has kept, and nobody is told.
         ranks: With whom the step talks.
 
     Numerics: Bitwise the step, in the form that the optimizer has.
@@ -67,10 +69,12 @@ class GraphedUpdate:
         rate_dtype: torch.dtype | None,
         device: torch.device,
         after_failure: Callable[[], None],
+        after_trial: Callable[[], None],
         ranks: RankGroup,
     ) -> None:
         self._whole, self._until_update = whole, until_update
         self._after_failure, self._ranks = after_failure, ranks
+        self._after_trial = after_trial
         self._is_updating = self._failed_in_update = False
         self._model, self._optimizer = model, optimizer
         self._named, self._loss_fn = named, loss_fn
@@ -157,7 +161,7 @@ class GraphedUpdate:
             found=held_by(self._loss_fn),
             options=self._options,
             device=self._device,
-            after_failure=self._after_failure,
+            after_failure=self._after_trial,
         )
 
     def settle(self) -> None:
