@@ -14,6 +14,7 @@ from float8_models import (
     timer_of,
 )
 from torchfast import Float8Options
+from torchfast.precision import Float8Watch
 from torchfast.precision.float8_options import RECIPES
 
 
@@ -82,8 +83,57 @@ def test_layers_that_nobody_calls_and_those_that_get_no_rows_stay_in_bf16():
     float8.decide(lambda: model(torch.ones(48, 32)), compiled=False, timer=timer_of(seconds))
     assert float8.recipes == {"used": "tensorwise"}
     assert "48 rows, 32 to 32, 1 layer" in str(float8.receipt)
-    assert "'idle' (nothing called it in the first forward)" in float8.decision().detail
-    assert "'expert' (it got no rows in the first forward)" in float8.decision().detail
+    remedy = "so its recipe was not measured: begin with a batch that reaches it, or name a recipe"
+    told = float8.decision().detail
+    assert f"'idle' (nothing called it in the first forward, {remedy}" in told
+    assert f"'expert' (it got no rows in the first forward, {remedy}" in told
+
+
+class Experts(nn.Module):
+    """One linear layer that gets all rows, and three that get what is said."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(32, 32)
+        self.experts = nn.ModuleList(nn.Linear(32, 16) for _ in range(3))
+        self.rows = (0, 4, 48)
+
+    def forward(self, x):
+        x = self.dense(x)
+        parts = [expert(x[:n]) for n, expert in zip(self.rows, self.experts, strict=True)]
+        return torch.cat(parts).square().mean()
+
+
+def test_what_gets_rows_later_is_told_in_the_report():
+    model = Experts()
+    options = Float8Options(emulate=True, smallest=16, watch_at=(1, 2, 3, 4))
+    float8 = applied(model, options)
+
+    def forward():
+        return model(torch.ones(48, 32))
+
+    def slow_if_few(works, device, budget_s):
+        shape = 0.5 if next(faster) else 2.0
+        seconds = {"tensorwise": shape, "rowwise": 2.0, "rowwise_with_gw_hp": 2.0}
+        return timer_of({"bf16": 1.0, **seconds})(works, device, budget_s)
+
+    faster = iter([True, False, True])  # the dense one, that of few rows, that of many
+    float8.decide(forward, compiled=False, timer=slow_if_few)
+    assert set(float8.recipes) == {"dense", "experts.2"}
+    watch = Float8Watch(model, float8)
+    watch.look(1, forward)
+    assert "before update" not in float8.decision().detail
+    model.rows = (1, 8, 48)
+    watch.look(2, forward)
+    model.rows = (32, 9, 48)
+    watch.look(3, forward)
+    told = float8.decision().detail
+    first, second = told.split("; in bf16: ")[1].split("; 'experts.1'")
+    assert first.startswith("'experts.0' (it got no rows in the first forward, so its recipe was")
+    assert first.endswith("before update 2 it got 1 rows, of which nothing is known)")
+    assert "not surely faster: tensorwise took 2.00 to 2.00 of the time of bf16 at 4 rows" in second
+    assert "before update 3 it got 9 rows, of which nothing is known: begin with a batch" in second
+    assert not any(layer.module._forward_pre_hooks for layer in float8._layers)
 
 
 def test_the_real_measurement_runs():

@@ -35,7 +35,7 @@ from torchfast._core.decisions import Decision
 from torchfast._core.device import float8_obstacle
 from torchfast._core.errors import PlanError, UnsupportedDeviceError
 from torchfast._core.measure import first_line
-from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, uses_of
+from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, noting_uses, uses_of
 from torchfast.precision.float8_forms import Form, InPlace, Replaced
 from torchfast.precision.float8_forward import forward_class
 from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, survey
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHOWN = 4
+_REMEDY = "begin with a batch that reaches it, or name a recipe to have it unmeasured"
+_UNMEASURED = f"so its recipe was not measured: {_REMEDY}"
+_FEW = 2  # so many times the rows that were measured are another shape
 
 
 @final
@@ -98,6 +101,9 @@ class Float8Linears(Closing):
         self._gather: Float8Gather | None = None
         self.recipes: dict[str, str] = {}  # of the layers in float8, by name
         self.receipt: Float8Receipt | None = None  # what `decide` measured
+        # By layer: those of `decide`; of what is in bf16, when there were far more, and how many.
+        self._measured_rows: dict[str, int] = {}
+        self._later_rows: dict[str, tuple[int, int]] = {}
         check_no_layer(model)
         if self.options.all_gather and not is_sharded:
             raise PlanError(
@@ -164,11 +170,14 @@ class Float8Linears(Closing):
         for layer in self._layers:
             reason = layer.reason
             if reason is None and layer.name not in uses:
-                reason = "nothing called it in the first forward"
+                reason = f"nothing called it in the first forward, {_UNMEASURED}"
             elif reason is None and uses[layer.name].rows == 0:
-                reason = "it got no rows in the first forward"
+                reason = f"it got no rows in the first forward, {_UNMEASURED}"
             layers.append(dataclasses.replace(layer, reason=reason))
         self._layers = layers
+        self._measured_rows = {
+            layer.name: uses[layer.name].rows if layer.name in uses else 0 for layer in possible
+        }
         possible = [layer for layer in layers if layer.reason is None]
         self.receipt = choose_recipes(
             {layer.name: (uses[layer.name], layer.module) for layer in possible},
@@ -208,6 +217,24 @@ class Float8Linears(Closing):
         finally:
             if was_in:
                 self._enter()
+
+    @contextmanager
+    def seeing_rows(self, step: int) -> Iterator[None]:
+        """Note, for the report, what layers get in the body that were measured with less, or never.
+
+        Args:
+            step: The number of the update before which the body runs.
+        """
+        waiting = [
+            layer
+            for layer in self._layers
+            if layer.name in self._measured_rows and layer.name not in self.recipes
+        ]
+        with noting_uses(waiting) as uses:
+            yield
+        for name, use in uses.items():
+            if use.rows > _FEW * self._measured_rows[name]:
+                self._later_rows.setdefault(name, (step, use.rows))
 
     def gather(self) -> Float8Gather | None:
         """Gather weights in float8 from now on, if the options say so. The model is sharded."""
@@ -349,8 +376,14 @@ class Float8Linears(Closing):
         """Return the reasons why layers stay in bf16, each with its layers."""
         by_reason: dict[str, list[str]] = {}
         for layer in self._layers:
-            if layer.reason is not None:
-                by_reason.setdefault(layer.reason, []).append(repr(layer.name))
+            reason = layer.reason
+            if reason is None:
+                continue
+            if layer.name in self._later_rows:
+                step, rows = self._later_rows[layer.name]
+                reason += f"; before update {step} it got {rows} rows, of which nothing is known"
+                reason += "" if _UNMEASURED in reason else f": {_REMEDY}"
+            by_reason.setdefault(reason, []).append(repr(layer.name))
         parts = []
         for reason, names in by_reason.items():
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

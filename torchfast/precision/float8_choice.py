@@ -13,8 +13,8 @@ faster with what was chosen is asked of the step itself (see `float8_step`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple, final
 
@@ -136,6 +136,14 @@ def uses_of(
     layers: Iterable[Layer], forward: Work, model: nn.Module, device: torch.device
 ) -> dict[str, Use]:
     """Return how each layer is called in one forward; those not called are not there."""
+    with noting_uses(layers) as uses, without_trace(model, device):
+        forward()
+    return uses
+
+
+@contextmanager
+def noting_uses(layers: Iterable[Layer]) -> Iterator[dict[str, Use]]:
+    """Note how each layer is called in the body; those not called are not there."""
     uses: dict[str, Use] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -153,12 +161,10 @@ def uses_of(
         for layer in layers
     ]
     try:
-        with without_trace(model, device):
-            forward()
+        yield uses
     finally:
         for hook in hooks:
             hook.remove()
-    return uses
 
 
 def choose_recipes(

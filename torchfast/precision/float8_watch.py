@@ -94,7 +94,8 @@ class Float8Watch:
             self._obstacle = "with several processes and no shard= in the plan"
             return
         try:
-            values = self._compare(forward)
+            with self._float8.seeing_rows(step):
+                values = self._compare(forward)
         except _StoppedError as stopped:  # too little memory, above all
             self._obstacle = str(stopped)
             return
