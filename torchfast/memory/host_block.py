@@ -4,7 +4,8 @@ In ``module.forward`` of the block, and of each module inside that has parameter
 a `HostForward`: see `BlockForward` for why there. The outermost call brings the parameters of the
 block and puts tensors of the device in their places, until it returns. Calls inside find them
 there. A call of a module inside alone, from elsewhere in the model or from a second run that a
-backward asks for, brings the block as well.
+backward asks for, brings the block as well. In the forward of the model itself stands a
+`ModelForward`.
 """
 
 from __future__ import annotations
@@ -114,6 +115,27 @@ class HostForward(ForwardStandIn):
         if any(block.num_active for block in self.blocks):
             return self._plain(*args, **kwargs)
         return self.blocks[0].run(self._plain, args, kwargs)
+
+
+@final
+class ModelForward(ForwardStandIn):
+    """Stands as ``forward`` of a model with such blocks: each call of it is another forward.
+
+    Args:
+        module: The model.
+        engine: What brings blocks.
+    """
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, module: nn.Module, engine: ResidentBlocks) -> None:
+        super().__init__(module)
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward with parameters as they are now."""
+        self._engine.begin_forward()
+        return self._plain(*args, **kwargs)
 
 
 def host_forward_of(module: nn.Module) -> HostForward | None:

@@ -45,8 +45,9 @@ from torchfast._core.decisions import Decision
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import PlanError
 from torchfast._core.selection import checked_regions, named_blocks
+from torchfast._core.stand_in import ForwardStandIn
 from torchfast.memory.copy_streams import copy_streams_for
-from torchfast.memory.host_block import HostBlock, HostForward, host_forward_of
+from torchfast.memory.host_block import HostBlock, HostForward, ModelForward, host_forward_of
 from torchfast.memory.recompute_options import Regions
 from torchfast.memory.resident_blocks import ResidentBlocks
 
@@ -109,7 +110,7 @@ class ParameterOffload(Closing):
         self._paths = tuple(path for path, _ in chosen)
         self._side = copy_streams_for(self._device)
         self._engine: ResidentBlocks | None = None
-        self._forwards: list[HostForward] = []
+        self._forwards: list[ForwardStandIn] = []
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # What was moved, with where it was: closing puts it back.
         self._moved: list[tuple[weakref.ref[Tensor], torch.device]] = []
@@ -118,6 +119,8 @@ class ParameterOffload(Closing):
         if self._side is None:
             return
         self._engine = ResidentBlocks(self._side, self._device, max_resident_blocks)
+        while isinstance(there := vars(model).get("forward"), ModelForward) and there.is_abandoned:
+            there.undo()
         _check(model, chosen, None if device is not None else self._device)
         self._move([module for _, module in chosen])
         if device is not None:
@@ -171,6 +174,15 @@ class ParameterOffload(Closing):
             parameter = reference()
             if parameter is not None and parameter.data_ptr() != address:
                 self._pin(key, parameter)
+
+    def begin_forward(self) -> None:
+        """Let no forward from here on find what an earlier one has left on the device.
+
+        A call of the model does so by itself. Call it before parts of the model are called alone,
+        where parameters were written in ways that leave no trace.
+        """
+        if self._engine is not None:
+            self._engine.begin_forward()
 
     def also(self, model: nn.Module) -> None:
         """Bring parameters for calls of a copy of the model, too; those that are on the host."""
@@ -251,6 +263,9 @@ class ParameterOffload(Closing):
                     forward.install(self)
                     self._forwards.append(forward)
                 forward.blocks.append(block)
+        whole = ModelForward(model, self._engine)
+        whole.install(self)
+        self._forwards.append(whole)
 
 
 def offloaded_blocks(model: nn.Module, parameters: Any) -> list[tuple[str, nn.Module]]:

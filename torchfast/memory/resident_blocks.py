@@ -7,8 +7,9 @@ Who may touch which memory when:
   reads. Memory of a block that goes is free for what is enqueued on that stream from then on.
 - **On the host** a parameter may be written at any time, by the optimizer or by anybody. So each
   call of a block returns only when its copies are done, behind a computation that is enqueued; a
-  copy that was made ahead is used only if the parameter is what it was; and what is left of a
-  backward is waited for at its end.
+  copy that was made ahead is used only if the parameter is what it was; what is left of a backward
+  is waited for at its end; and no forward finds what an earlier one has left, since torch keeps no
+  count of fused updates.
 - **Gradients** go to the host as they are made, by a stream of their own, and the computation waits
   for the older ones, so that they do not gather on the device. They arrive in pinned memory of
   their own, and autograd adds them to ``.grad`` there: see `brought_parameters`.
@@ -170,6 +171,16 @@ class ResidentBlocks:
         self.most_at_once = 0
 
     # -- A call of a block -------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Let go of what an earlier forward has left, for its parameters may be others by now.
+
+        A backward lets blocks go as it ends. But there need not be one, and neither fused updates
+        nor writes through ``.data`` leave a trace.
+        """
+        with self._lock:
+            if torch._C._current_graph_task_id() == -1:
+                self.drop_all()
 
     def begin(self, block: HostBlock) -> Resident:
         """Return a block's parameters for a call, and begin to bring those of the next block.
@@ -339,6 +350,7 @@ class ResidentBlocks:
 
     def _fetch(self, block: HostBlock, home: Any) -> Resident:
         sources = block.sources()
+        written = [written_of(source) for source in sources]  # before any of it is read
         with self.side.on(home):
             tensors = [
                 torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device=self.device)
@@ -350,8 +362,8 @@ class ResidentBlocks:
                 tensor.copy_(source.detach(), non_blocking=True)
         self._last_copy = self._back.record_event()
         copies = {
-            id(source): DeviceCopy(source, tensor, written_of(source), tensor._version)
-            for source, tensor in zip(sources, tensors, strict=True)
+            id(source): DeviceCopy(source, tensor, before, tensor._version)
+            for source, tensor, before in zip(sources, tensors, written, strict=True)
         }
         resident = Resident(home, copies, self._last_copy)
         self._residents[block] = resident

@@ -122,9 +122,11 @@ class StepOffload:
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
-        if self._parameters is not None and not self._is_settled:
-            self._is_settled = True  # channels_last, which lays parameters out anew, is applied
-            self._parameters.settle()
+        if self._parameters is not None:
+            if not self._is_settled:
+                self._is_settled = True  # channels_last, which lays parameters out anew, is applied
+                self._parameters.settle()
+            self._parameters.begin_forward()  # a loss may call parts of the model alone
         return nullcontext() if self._activations is None else self._activations
 
     def decisions(self, optimizer: Optimizer) -> list[Decision]:
