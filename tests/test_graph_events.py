@@ -310,7 +310,7 @@ def test_a_step_that_only_adds_to_gradients_can_be_captured():
 def test_a_setting_that_looks_alike_is_another(change):
     parameter = nn.Parameter(torch.ones(3))
     optimizer = optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
-    watch = StateWatch(NamedState([optimizer]))
+    watch = StateWatch(NamedState([optimizer]), CPU)
     before = watch.frozen()
     assert watch.is_frozen_as(before)
     change(optimizer.param_groups[0])
@@ -322,7 +322,7 @@ def test_a_tensor_as_a_setting_is_told_by_being_it():
     optimizer = optim.AdamW([parameter], lr=0.1)
     group = optimizer.param_groups[0]
     group["weight_decay"] = torch.tensor(0.5)
-    watch = StateWatch(NamedState([optimizer]))
+    watch = StateWatch(NamedState([optimizer]), CPU)
     before = watch.frozen()
     group["weight_decay"].mul_(2)  # the graph reads its memory
     assert watch.is_frozen_as(before)
@@ -332,7 +332,7 @@ def test_a_tensor_as_a_setting_is_told_by_being_it():
 
 def test_what_a_scheduler_adds_is_nothing_that_a_step_reads():
     optimizer = optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.1)
-    watch = StateWatch(NamedState([optimizer]))
+    watch = StateWatch(NamedState([optimizer]), CPU)
     before = watch.frozen()
     optim.lr_scheduler.StepLR(optimizer, 1)
     assert "initial_lr" in optimizer.param_groups[0]

@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from models import DropoutNet, make_batches
-from tape import Twins, counts
+from tape import CPU, Twins, counts
 from torchfast import CUDAGraphOptions, Plan
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
@@ -74,7 +74,7 @@ class Named:
             function=self.function,
         )
         self.state.rates = [LearningRates(self.optimizer)]
-        self.watch = StateWatch(self.state)
+        self.watch = StateWatch(self.state, CPU)
 
     @property
     def group(self):

@@ -13,7 +13,7 @@ from torch import nn
 
 from host_values import ADAMW, CHANGED_AT, train
 from models import DropoutNet, make_batches, mean_loss
-from tape import Twins, reasons
+from tape import CPU, Twins, reasons
 from torchfast.graphs.attributes import Attributes
 
 pytestmark = pytest.mark.usefixtures("tape")
@@ -186,7 +186,7 @@ def test_a_container_in_itself_is_looked_at_once():
     module = nn.Linear(8, 4)
     module.tree = {"scale": 1.0, "parts": []}
     module.tree["parts"].append(module.tree)
-    attributes = Attributes(None)
+    attributes = Attributes(None, CPU)
     attributes.refresh([module])
     assert attributes.changed() is None
     module.tree["scale"] = 2.0
@@ -194,7 +194,7 @@ def test_a_container_in_itself_is_looked_at_once():
 
 
 def test_a_large_container_is_data():
-    attributes = Attributes(partial(times, {"weight": 1.0, "data": [1.0] * 1000}))
+    attributes = Attributes(partial(times, {"weight": 1.0, "data": [1.0] * 1000}), CPU)
     attributes.refresh([])
     assert len(list(attributes.objects())) < 50
     assert attributes.changed() is None

@@ -219,7 +219,8 @@ def test_state_made_at_a_later_step_is_made_outside_a_graph(when):
     assert reasons(twins.captured) == []
 
 
-HIDDEN = torch.Generator()  # a global name, where nobody looks for state
+HIDDEN = torch.Generator()
+AMONG_MANY = [HIDDEN] * 1000  # data, where nobody looks for state
 
 
 def generator_twins(*, named):
@@ -233,7 +234,7 @@ def generator_twins(*, named):
 
         def step(batch, model=model, optimizer=optimizer):
             inputs, targets = batch
-            mask = torch.rand(inputs.shape, generator=HIDDEN) > 0.3
+            mask = torch.rand(inputs.shape, generator=AMONG_MANY[0]) > 0.3
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs * mask), targets)
             loss.backward()

@@ -68,10 +68,10 @@ def test_what_code_reads_is_found_through_methods_properties_and_functions():
         held.step()  # called, not read
         return [held.called() + held.shown for _ in range(2)]
 
-    names = names_read([step], [Reads])
+    names = names_read([step], [Reads]).names
     assert {"shown", "_hidden", "by_helper", "by_string"} <= names
     assert not {"unread", "step", "called"} & names
-    assert names_read([all_of], [Reads]) is None
+    assert names_read([all_of], [Reads]).all
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,6 @@ def test_what_code_reads_is_found_through_methods_properties_and_functions():
     }.values(),
 )
 def test_what_code_reads_is_found_behind(step, expected):
-    names = names_read([step], [Reads])
+    names = names_read([step], [Reads]).names
     assert expected <= names
     assert "unread" not in names

@@ -1,4 +1,4 @@
-"""Which attributes code may read: found in the bytecode, without running anything.
+"""Which attributes and global variables code may read: found in the bytecode, running nothing.
 
 An object that a step reaches may hold what the step reads (a weight of the loss) beside what only
 the loop around it counts (the steps so far). What no code of the step names, it does not read.
@@ -18,6 +18,7 @@ from torchfast._core.user_code import is_users
 
 _MOST_FUNCTIONS = 2000
 _INSTALLED = "-packages"  # whose ``__dict__`` is about objects of their own
+_LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
 # From 3.12 on the lowest bit of LOAD_ATTR's argument says that a method is called.
 _HAS_BIT = sys.version_info >= (3, 12)
 # Reached without being named.
@@ -30,20 +31,40 @@ class Names(NamedTuple):
     """What a function names.
 
     Attributes:
-        read: Attributes that it reads; not those that it only calls.
+        read: Attributes that it reads; not those that it only calls, or only counts up.
+        called: Those that it calls.
         used: All names, of methods and global variables too.
+        global_: Global variables that it reads.
         strings: Those that are constants of it.
         all: Whether it may read all attributes of what it sees.
     """
 
     read: frozenset[str]
+    called: frozenset[str]
     used: frozenset[str]
+    global_: frozenset[str]
     strings: frozenset[str]
     all: bool
 
 
-def names_read(functions: Iterable[Any], classes: Iterable[type]) -> frozenset[str] | None:
-    """Return the names of attributes that functions may read; None if it may be any.
+class Read(NamedTuple):
+    """What functions may read, and those that they name.
+
+    Attributes:
+        names: Of attributes.
+        called: Of those that it calls, mostly methods.
+        all: Whether it may be any attribute, by whatever name.
+        globals: Variables of modules of the user's own: each module's table, and names in it.
+    """
+
+    names: frozenset[str]
+    called: frozenset[str]
+    all: bool
+    globals: list[tuple[dict[str, Any], frozenset[str]]]
+
+
+def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
+    """Return what functions may read.
 
     Followed are the functions that they name (global ones, those of modules, methods of the
     classes), what these wrap, and those in their closures. torch, the standard library and
@@ -58,10 +79,12 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> frozenset[s
     every = {c for cls in classes for c in cls.__mro__ if not c.__module__.startswith("torch.")}
     waiting += [f for cls in every for name in _ALWAYS for f in _functions_of(vars(cls).get(name))]
     read: set[str] = set()
+    called: set[str] = set()
     used = set(_ALWAYS)
     strings: set[str] = set()
     named: set[str] = set()  # by strings
-    by_strings = False
+    by_strings = is_all = False
+    variables: dict[int, tuple[dict[str, Any], set[str]]] = {}
     seen: set[CodeType] = set()
     while waiting:
         function = waiting.pop()
@@ -70,23 +93,53 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> frozenset[s
             continue
         seen.add(code)
         names = _names_of(code)
-        if (names.all and _INSTALLED not in code.co_filename) or len(seen) > _MOST_FUNCTIONS:
-            return None
+        is_own = _INSTALLED not in code.co_filename
+        if len(seen) > _MOST_FUNCTIONS:
+            is_all = True
+            break
+        is_all |= names.all and is_own
         read |= names.read
+        called |= names.called
         strings |= names.strings
+        if is_own:
+            for table, found in _variables_of(function, names):
+                variables.setdefault(id(table), (table, set()))[1].update(found)
         waiting += _globals_of(function, names.used)
         waiting += _enclosed_by(function)
         waiting += _of_classes(every, names.used - used)
         used |= names.used
         if names.used & _WITH_NAMES_IN_STRINGS:
-            by_strings |= _INSTALLED not in code.co_filename
+            by_strings |= is_own
             named |= names.strings
         if by_strings:
             named |= strings
         read |= named
         waiting += _of_classes(every, {name for name in named - used if name.isidentifier()})
         used |= named
-    return frozenset(read)
+    return Read(
+        names=frozenset(read),
+        called=frozenset(called),
+        all=is_all,
+        globals=[(table, frozenset(names)) for table, names in variables.values()],
+    )
+
+
+def _variables_of(
+    function: FunctionType, names: Names
+) -> list[tuple[dict[str, Any], frozenset[str]]]:
+    """Return the variables of modules that a function reads: its own module's, and others'."""
+    found = [(function.__globals__, names.global_)]
+    for table, read in found:  # which grows: a module may be reached through another
+        for name in read & table.keys():
+            value = table[name]
+            if not isinstance(value, ModuleType):
+                continue
+            file = getattr(value, "__file__", None) or ""
+            if is_users(file) and file and _INSTALLED not in file:
+                inner = (vars(value), names.read)
+                if all(inner[0] is not known for known, _ in found):
+                    found.append(inner)
+    return [(table, names & table.keys()) for table, names in found]
 
 
 def _of_classes(classes: Iterable[type], names: Iterable[str]) -> list[FunctionType]:
@@ -133,11 +186,19 @@ def _functions_of(value: Any) -> list[FunctionType]:
 @functools.lru_cache(maxsize=4096)
 def _names_of(code: CodeType) -> Names:
     read: set[str] = set()
+    called: set[str] = set()
+    global_: set[str] = set()
     used, strings, others = set(code.co_names), set[str](), []
+    before = None
     for instruction in dis.get_instructions(code):
-        is_call = _HAS_BIT and bool((instruction.arg or 0) & 1)
-        if instruction.opname in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and not is_call:
-            read.add(instruction.argval)
+        name, number = instruction.opname, instruction.arg or 0
+        is_call = name == "LOAD_METHOD" or (_HAS_BIT and bool(number & 1))
+        # What is loaded to be counted up (``self.calls += 1``) is copied right before.
+        if name in _LOADS and before != "COPY":
+            (called if is_call else read).add(instruction.argval)
+        elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            global_.add(instruction.argval)
+        before = name
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             others.append(_names_of(constant))
@@ -145,10 +206,19 @@ def _names_of(code: CodeType) -> Names:
             strings |= _strings_in(constant)
     for inner in others:
         read |= inner.read
+        called |= inner.called
         used |= inner.used
+        global_ |= inner.global_
         strings |= inner.strings
     is_all = bool(used & _WITH_ALL_NAMES) or any(inner.all for inner in others)
-    return Names(frozenset(read), frozenset(used), frozenset(strings), is_all)
+    return Names(
+        read=frozenset(read),
+        called=frozenset(called),
+        used=frozenset(used),
+        global_=frozenset(global_),
+        strings=frozenset(strings),
+        all=is_all,
+    )
 
 
 def _strings_in(constant: Any) -> set[str]:

@@ -92,7 +92,7 @@ class GraphEngine:
         self._fn = fn
         self._together = Together(ranks or RankGroup.alone())
         self._state = state
-        self._watch = StateWatch(state)
+        self._watch = StateWatch(state, device)
         self._options = options
         self._keeps_gradients = keep_gradients
         self.device = device
@@ -298,6 +298,7 @@ class GraphEngine:
             self.store.remove(entry)
         entry.drop()
         facts.put_back()
+        self._watch.attributes.put_back()
         self._after_failure()
 
     def _record(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> None:
@@ -336,6 +337,7 @@ class GraphEngine:
         if self._adds and entry.from_none:
             raise CaptureError(_NOT_NOW)
         facts.check_replayable()
+        self._watch.attributes.check_replayable()
         if (moved := self._watch.moved()) is not None:
             raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
         if static.versions() != written or static.has_gradients():

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.batches import tensors
+from torchfast._core.reachable import used_by
 from torchfast.graphs.learning_rates import LearningRates
 
 Table = dict[str, Any]
@@ -23,12 +24,13 @@ class NamedState:
 
     Args:
         holders: They, in any order.
-        found: Modules, tensors, generators and schedulers that nobody named. A tensor among them
-            is watched, but it is saved and compared only once the step has written to it: it may
-            be data.
+        found: Modules, tensors, generators and schedulers that nobody named, with what
+            ``function`` uses, its optimizers too. A tensor among them is watched, but it is saved
+            and compared only once the step has written to it: it may be data.
         updated_after: Optimizers that update behind the step: their parameters are part of the
             state, what else they hold is not.
-        function: The user's, whose Python values are watched.
+        function: The user's, whose closure and global names are looked through, and whose Python
+            values are watched.
 
     Raises:
         TypeError: Something else among them.
@@ -73,20 +75,13 @@ class NamedState:
                     f"torch.Generator or a tensor, got {type(holder).__name__}"
                 )
         self.found: list[tuple[Tensor, int]] = []
-        for value in found:
-            if isinstance(value, nn.Module):
-                self.modules.append(value)
-            elif isinstance(value, torch.Generator):
-                self.generators.append(value)
-            elif isinstance(value, LRScheduler):
-                self.schedulers.append(value)
-            elif isinstance(value, Tensor) and not value.is_inference():
-                self.found.append((value, value._version))
+        self._take_found([*found, *self._used()])
         self.rates: list[LearningRates] = []  # of the optimizers that can read them on the device
         self.refresh()
 
     def refresh(self) -> None:
-        """Take modules, parameters and buffers as they are now."""
+        """Take modules, parameters and buffers as they are now, of modules used since too."""
+        self._take_found(value for value in self._used() if isinstance(value, nn.Module))
         # Scripted modules keep no tables in Python: only their tensors are known.
         every = dict.fromkeys(
             m
@@ -118,6 +113,32 @@ class NamedState:
             if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))
         ]
         self._state_of: list[dict[Tensor, Table]] = [dict(o.state) for o in self.optimizers]
+
+    def _used(self) -> list[object]:
+        return [] if self.function is None else used_by(self.function)
+
+    def _take_found(self, values: Iterable[object]) -> None:
+        known = {*map(id, self._named()), *(id(tensor) for tensor, _ in self.found)}
+        for value in values:
+            if id(value) in known:
+                continue
+            known.add(id(value))
+            if isinstance(value, nn.Module):
+                self.modules.append(value)
+            elif isinstance(value, Optimizer):
+                self.optimizers.append(value)
+            elif isinstance(value, torch.amp.GradScaler):
+                self.scalers += [value] if value.is_enabled() else []
+            elif isinstance(value, torch.Generator):
+                self.generators.append(value)
+            elif isinstance(value, LRScheduler):
+                self.schedulers.append(value)
+            elif isinstance(value, Tensor) and not value.is_inference():
+                self.found.append((value, value._version))
+
+    def _named(self) -> Iterator[object]:
+        yield from (*self.modules, *self.optimizers, *self.updated_after, *self.scalers)
+        yield from (*self.generators, *self.schedulers, *self.loose)
 
     def groups(self) -> list[Table]:
         """Return the groups of all optimizers, also of those that update after the step."""

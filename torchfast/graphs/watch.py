@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchfast._core.compare import same_objects
-from torchfast.graphs.attributes import Attributes
+from torchfast.graphs.attributes import Attributes, contents
 from torchfast.graphs.named_state import NamedState, Table
+from torchfast.graphs.places import is_own
 
 _TRAINING = operator.attrgetter("training")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -45,14 +46,15 @@ class StateWatch:
 
     Args:
         state: Whose.
+        device: Where the step runs.
 
     Attributes:
         attributes: What else is read on the host.
     """
 
-    def __init__(self, state: NamedState) -> None:
-        self._state = state
-        self.attributes = Attributes(state.function)
+    def __init__(self, state: NamedState, device: torch.device) -> None:
+        self._state, self._device = state, device
+        self.attributes = Attributes(state.function, device)
         self.refresh()
 
     def refresh(self) -> None:
@@ -79,9 +81,14 @@ class StateWatch:
         ]
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self._settings = [_Settings(group) for group in state.own_groups()]
-        self.attributes.refresh(modules)
         self._hooks = [getattr(m, name) for m in modules for name in _MODULE_HOOKS]
         self._hooks += [getattr(o, name) for o in state.optimizers for name in _OPTIMIZER_HOOKS]
+        hooks = [h for held in (*self._hooks, *self._hooks_of_parameters()) for h in held.values()]
+        self.attributes.refresh(modules, [*filter(is_own, hooks), *state.optimizers])
+        # A kernel on the device takes the value of such a scalar as it is at its launch.
+        self._on_host = [
+            t for t in state.tensors if t.device.type == "cpu" and self._device.type != "cpu"
+        ]
 
     def mode(self) -> tuple[Any, ...]:
         """Return what steers the step's control flow, hashable: a graph for each value."""
@@ -133,6 +140,7 @@ class StateWatch:
             if (rate := group.get("lr")) is not None
         ]
         values += map(_SCALER_SETTINGS, self._state.scalers)
+        values += map(contents, self._on_host)
         # Of hooks their numbers, which are given once.
         values += map(tuple, filter(None, self._hooks))
         values += map(tuple, self._hooks_of_parameters())
@@ -148,7 +156,7 @@ class StateWatch:
     def unlike(self, before: list[Any]) -> str | None:
         """Return what is read on the host and has changed, in words; None if nothing has."""
         if not self.is_frozen_as(before):
-            return "a hyperparameter or a hook changed"
+            return "a hyperparameter, a hook or a tensor on the host changed"
         changed = self.attributes.changed()
         return None if changed is None else f"{changed} changed"
 
@@ -218,6 +226,7 @@ class Glance:
             *((_SCALER_SETTINGS, scaler) for scaler in state.scalers),
             *((_REQUIRES_GRAD, parameter) for parameter in state.parameters),
             *((Tensor.data_ptr, tensor) for tensor in watch._placed),
+            *((contents, tensor) for tensor in watch._on_host),
         )
         # What has to be the very object that it was, in tables as they are now.
         self._tables: list[Iterable[Any]] = [

@@ -1,0 +1,311 @@
+"""Where the values lie that a step may read on the host, and graphs freeze.
+
+In attributes of modules; in what the step's function reaches (its closure, its defaults, its
+``functools.partial``, the objects that it belongs to); in global variables that its code names; and
+in attributes of the classes of all these. Of what is no module only what the code names counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import (
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchfast._core.code_names import Read, names_read
+from torchfast._core.user_code import is_users
+
+Key: TypeAlias = tuple[int, str]
+
+NUMBERS: Final = (bool, int, float)
+CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
+LONGEST: Final = 256  # containers of more are data
+NOTHING: Final = Read(frozenset(), frozenset(), all=False, globals=[])
+_EVERYTHING = Read(frozenset(), frozenset(), all=True, globals=[])
+CELL: Final = operator.attrgetter("cell_contents")
+_VALUES = (bool, int, float, complex, str, bytes, range, slice, Enum, np.generic)
+_NAMESPACES = (SimpleNamespace, Namespace)
+_WATCHED_ELSEWHERE = (
+    *(nn.Module, Tensor, torch.Generator, torch.amp.GradScaler),
+    *(ModuleType, np.ndarray),
+)
+_NO_DATA = (
+    *(FunctionType, classmethod, staticmethod, property, functools.cached_property),
+    *(MemberDescriptorType, GetSetDescriptorType),
+)
+_LIBRARIES = frozenset(("torch", "torchfast", "numpy"))
+# Their parts settle by themselves, also between steps.
+_ONLY_NUMBERS = "torch.nn.parallel"
+_OWN_OF_MODULES = frozenset(vars(nn.Module()))
+# What a step may ask a scheduler for, by its methods too.
+_OF_SCHEDULERS = ("last_epoch", "_last_lr")
+# Of one of the user's own class the rest counts, such as a count of its steps.
+_OWN_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
+_DEPTH = 6
+_MOST_OBJECTS = 1024
+_ROUNDS = 3
+_DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
+_PARTIAL = operator.attrgetter("func", "args", "keywords")
+
+
+class Place(NamedTuple):
+    """What holds a value, with the way to read it; or values by name, where there is no way.
+
+    It was found in a value of another place, ``via``, unless it is where the search begins.
+    """
+
+    holder: Any
+    label: str
+    read: Callable[[Any], Any] | None = None
+    is_module: bool = False
+    names: tuple[str, ...] | None = None  # which count; None if those do that are read
+    in_slots: bool = False
+    via: tuple[Place, str] | None = None
+
+    @property
+    def table(self) -> Mapping[str, Any]:
+        """Where the values are by name, as it is at any time, if they are not in slots."""
+        return self.holder if isinstance(self.holder, dict) else vars(self.holder)
+
+    def write(self, name: str, value: Any) -> None:
+        """Put a plain value back."""
+        if self.read is CELL:
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, dict):
+            self.holder[name] = value
+        elif self.read is None:
+            setattr(self.holder, name, value)
+
+
+# A value to look into, so many levels deep, and the place that has it by which name.
+_Waiting = tuple[Any, int, tuple[Place, str] | None]
+
+
+def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> Read:
+    """Return what functions and modules may read of what they reach."""
+    read = NOTHING
+    for _ in range(_ROUNDS):  # classes of global objects have methods, which read others
+        found = names_read(*_code_of(functions, modules, read))
+        if found == read:
+            break
+        read = found
+    return read
+
+
+def places(
+    functions: Sequence[object],
+    modules: Sequence[nn.Module],
+    read: Read,
+    written: Mapping[Key, Any],
+) -> Iterator[Place]:
+    """Return all places, each once; not those within what the step writes."""
+    waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
+    for module in modules:
+        place = Place(module, type(module).__name__, is_module=True)
+        yield place
+        waiting += _inner(place, read, _DEPTH - 1, written)
+    for place in _of_globals(read):
+        yield place
+        waiting += _inner(place, read, _DEPTH - 1, written)
+    waiting += [(kind, _DEPTH - 1, None) for kind in dict.fromkeys(map(type, modules))]
+    yield from _reached(waiting, read, written)
+
+
+def written_by(key: Key, place: Place, stay: set[int]) -> tuple[Key, Any]:
+    """Return what a step has written to get here, with its holder.
+
+    An object that is new, or gone, was put into another one, or taken out. To keep that one would
+    keep what it holds, such as a loss with its autograd graph, one for each step.
+    """
+    while id(place.holder) not in stay and place.via is not None:
+        place, name = place.via
+        key = (id(place.holder), name)
+    return key, place.holder
+
+
+def values_in(place: Place, read: Read) -> list[tuple[str, Any]]:
+    """Return what a place holds that may be read, by name."""
+    holder = place.holder
+    if place.read is not None:
+        try:
+            return [("", place.read(holder))]
+        except ValueError:  # a cell that is not filled yet
+            return []
+    if place.in_slots:
+        return [(n, getattr(holder, n)) for n in place.names or () if hasattr(holder, n)]
+    held = place.table
+    if place.names is not None:
+        return [(n, held[n]) for n in place.names if n in held]
+    if not place.is_module:
+        return [(n, v) for n, v in held.items() if _is_read(n, v, read)]
+    found = [(n, v) for n, v in held.items() if n not in _OWN_OF_MODULES]
+    if type(holder).__module__.startswith(_ONLY_NUMBERS):
+        return [(n, v) for n, v in found if type(v) in NUMBERS]
+    return found
+
+
+def items_of(value: Any) -> list[Any]:
+    """Return what is in a container."""
+    return [*value.values()] if isinstance(value, dict) else [*value]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value says all about itself."""
+    return value is None or isinstance(value, _VALUES)
+
+
+def is_own(function: object) -> bool:
+    """Whether a function is of the user's own code; of objects, whether their class is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = function.__func__ if inspect.ismethod(function) else function
+    if isinstance(function, FunctionType):
+        return is_users(function.__code__.co_filename)
+    return _is_own_class(type(function))
+
+
+def _of_globals(read: Read) -> list[Place]:
+    return [
+        Place(table, str(table.get("__name__")), names=tuple(sorted(names)))
+        for table, names in read.globals
+    ]
+
+
+def _inner(place: Place, read: Read, depth: int, written: Mapping[Key, Any]) -> list[_Waiting]:
+    """Return the values of a place, but not those that the step writes, to look into them."""
+    return [
+        (value, depth, (place, name))
+        for name, value in values_in(place, read)
+        if (id(place.holder), name) not in written
+    ]
+
+
+def _reached(waiting: list[_Waiting], read: Read, written: Mapping[Key, Any]) -> Iterator[Place]:
+    """Return the places that values lead to, so many levels deep."""
+    seen: dict[int, Any] = {}  # held, so that no address is another's
+    for value, depth, via in waiting:  # which grows
+        if depth < 0 or id(value) in seen or not _is_holder(value):
+            continue
+        seen[id(value)] = value
+        if len(seen) > _MOST_OBJECTS:
+            return
+        if isinstance(value, CONTAINERS):
+            waiting += [(item, depth - 1, via) for item in items_of(value)]
+        elif inspect.ismethod(value):
+            waiting += [(value.__self__, depth, via), (value.__func__, depth, via)]
+        else:
+            for found in _places_of(value, read):
+                place = found._replace(via=via)
+                yield place
+                waiting += _inner(place, read, depth - 1, written)
+            kinds = value.__bases__ if isinstance(value, type) else (type(value),)
+            waiting += [(kind, depth, via) for kind in kinds]
+
+
+def _places_of(value: Any, read: Read) -> Iterator[Place]:
+    name = type(value).__name__
+    if isinstance(value, FunctionType):
+        name = value.__qualname__
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        for variable, cell in cells:
+            yield Place(cell, f"{variable!r} in the closure of {name}", CELL)
+        if value.__defaults__ or value.__kwdefaults__:
+            yield Place(value, f"a default value of {name}", _DEFAULTS)
+    elif isinstance(value, functools.partial):
+        yield Place(value, "an argument in a functools.partial", _PARTIAL)
+    elif isinstance(value, LRScheduler):
+        yield Place(value, name, names=_OF_SCHEDULERS)
+    elif isinstance(value, type):
+        data = [n for n, v in vars(value).items() if not isinstance(v, _NO_DATA)]
+        yield Place(value, value.__name__, names=_wanted(data, read))
+    elif isinstance(value, Optimizer):
+        names = [n for n in vars(value) if n not in _OWN_OF_OPTIMIZERS]
+        yield Place(value, name, names=_wanted(names, read))
+    else:
+        if hasattr(value, "__dict__"):
+            yield Place(value, name)
+        if slots := _wanted(_slots_of(type(value)), read):
+            yield Place(value, name, names=slots, in_slots=True)
+
+
+def _is_read(name: str, value: Any, read: Read) -> bool:
+    if name in read.called and callable(value):  # a function in an attribute
+        return True
+    return read.all or name in read.names
+
+
+def _wanted(names: Sequence[str], read: Read) -> tuple[str, ...]:
+    return tuple(
+        n for n in names if (read.all or n in read.names | read.called) and not n.startswith("__")
+    )
+
+
+def _code_of(
+    functions: Sequence[object], modules: Sequence[nn.Module], read: Read
+) -> tuple[list[Any], set[type]]:
+    """Return functions that the step may run, and classes whose methods it may."""
+    found: list[Any] = []
+    classes = {type(module) for module in modules}
+    waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
+    for module in modules:
+        waiting += [(v, _DEPTH - 1, None) for v in vars(module).values() if not is_plain(v)]
+    for place in _of_globals(read):
+        waiting += _inner(place, read, _DEPTH - 1, {})
+    for place in _reached(waiting, _EVERYTHING, {}):
+        if place.read is None and not isinstance(place.holder, type):
+            classes.add(type(place.holder))
+    for value, _, _ in waiting:
+        while isinstance(value, functools.partial):
+            value = value.func
+        if isinstance(value, Optimizer):
+            value = type(value).step
+        found.append(value.__func__ if inspect.ismethod(value) else value)
+    return found, classes
+
+
+def _is_holder(value: Any) -> bool:
+    """Whether values that a step reads may be in it, and not only what else is watched."""
+    if isinstance(value, CONTAINERS):
+        return len(value) <= LONGEST
+    if isinstance(value, FunctionType | functools.partial | LRScheduler) or inspect.ismethod(value):
+        return True
+    if isinstance(value, type):
+        return _is_own_class(value)
+    if is_plain(value) or isinstance(value, _WATCHED_ELSEWHERE):
+        return False
+    kind = type(value)
+    if not isinstance(getattr(value, "__dict__", None), dict) and not _slots_of(kind):
+        return False
+    return kind in _NAMESPACES or _is_own_class(kind)
+
+
+def _is_own_class(kind: type) -> bool:
+    owner = kind.__module__.partition(".")[0]
+    return not (owner in _LIBRARIES or owner in sys.stdlib_module_names)
+
+
+def _slots_of(kind: type) -> list[str]:
+    """Return the names of a class's slots, as ``dataclass(slots=True)`` makes them."""
+    found: list[str] = []
+    for cls in kind.__mro__:
+        slots = vars(cls).get("__slots__", ())
+        found += (slots,) if isinstance(slots, str) else tuple(slots)
+    return [name for name in found if not name.startswith("__")]
