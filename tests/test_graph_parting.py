@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch import optim
 from models import DropoutNet, make_batches, mean_loss
 from tape import Twins, reasons
 from torchfast import CaptureError, CUDAGraphOptions, Plan
+from torchfast.graphs import replay_check
 from torchfast.graphs.graphed_update import GraphedUpdate
 
 pytestmark = pytest.mark.usefixtures("tape")
@@ -65,6 +67,97 @@ def test_without_the_second_try_every_step_is_eager(monkeypatch):
     for batch in make_batches(12):
         twins.step(batch)
     assert twins.counts == (0, 0, 12, 0)
+
+
+def scaling(factors):
+    """Build an optimizer whose hook scales a weight, each time by another factor that comes."""
+
+    def make(parameters):
+        optimizer = ADAMW(parameters)
+        comes = factors()
+
+        def scale(optimizer, *_):
+            with torch.no_grad():
+                first_weight(optimizer).mul_(1.0 + 0.01 * next(comes))
+
+        optimizer.register_step_post_hook(scale)
+        return optimizer
+
+    return make
+
+
+def shuffled(model, batch):
+    """Return another loss each time, by what nobody can watch."""
+    return mean_loss(model, batch) * (1.0 + 0.01 * next(SHUFFLED))
+
+
+SHUFFLED = itertools.count()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_an_update_that_a_graph_gets_wrong_is_parted_from_it(clip):
+    """Only the check sees it: the hook counts in an iterator, which nobody can look into."""
+    twins = Twins(DropoutNet, scaling(itertools.count), clip=clip)
+    for batch in make_batches(20):
+        twins.step(batch)
+    assert twins.counts == (1, 13, 7, 2)
+    (reason,) = reasons(twins.captured)
+    assert reason.startswith(
+        "the update runs after the graph from now on: in a graph it computes something else: "
+        "eager steps from the same state end"
+    )
+
+
+def test_without_the_word_on_where_it_begins_every_step_is_eager(monkeypatch):
+    judge = replay_check.Mismatch
+    monkeypatch.setattr(replay_check, "Mismatch", lambda detail, **_: judge(detail, False))
+    twins = Twins(DropoutNet, scaling(itertools.count))
+    for batch in make_batches(12):
+        twins.step(batch)
+    assert twins.counts[:3] == (0, 0, 12)
+
+
+def every_other(parameters):
+    """Build an optimizer whose hook shrinks a weight at every other step, by a number."""
+    optimizer = ADAMW(parameters)
+    is_due = [True]
+
+    def shrink(optimizer, *_):
+        is_due[0] = not is_due[0]
+        if is_due[0]:
+            with torch.no_grad():
+                first_weight(optimizer).mul_(0.9)
+
+    optimizer.register_step_post_hook(shrink)
+    return optimizer
+
+
+def test_a_hook_of_the_optimizer_that_counts_leaves_forward_and_backward_captured():
+    twins = Twins(DropoutNet, every_other)
+    for batch in make_batches(20):
+        twins.step(batch)
+        assert not twins.differences(gradients=False)
+    assert twins.counts == (1, 13, 7, 1)
+    (reason,) = reasons(twins.captured)
+    assert "it could not be captured: the step changes what no replay changes" in reason
+    assert "'is_due' in the closure of every_other" in reason
+
+
+def test_a_loss_that_a_graph_gets_wrong_is_not_tried_again():
+    twins = Twins(DropoutNet, ADAMW, shuffled)
+    for batch in make_batches(12):
+        twins.step(batch)
+    assert twins.counts[:3] == (0, 0, 12)
+    assert "after the graph" not in reasons(twins.captured)[0]
+
+
+def test_strict_raises_where_a_graph_gets_the_update_wrong():
+    twins = Twins(DropoutNet, scaling(itertools.count), plan=STRICT)
+    batches = make_batches(6)
+    for batch in batches[:3]:
+        twins.step(batch)
+    with pytest.raises(CaptureError, match="and replays do not differ"):
+        twins.step(batches[3])
 
 
 def reads(model, batch):

@@ -44,7 +44,7 @@ def judged(eager_noise, replay_noise, error=0.0, counted=True):
     )
     assert torch.equal(values, before[0])
     assert torch.equal(count, before[1])
-    return found
+    return None if found is None else found.detail
 
 
 def test_equal_bits_are_equal():
@@ -71,3 +71,34 @@ def test_a_count_has_no_noise():
 
 def test_eager_steps_that_differ_by_themselves_depend_on_something():
     assert "replays do not differ" in judged(1e-2, 0.0)
+
+
+def judged_behind(*, first_is_wrong=False, noise=0.0, unnamed=False):
+    """Judge a step that returns what it finds and then writes, which its replay does wrong."""
+    values = torch.ones(8).double()
+    draw = random.Random(0)
+
+    def step(error=0.0, in_first=0.0, noise=noise):
+        with torch.no_grad():
+            output = values.sum() + in_first + noise * draw.uniform(-1, 1)
+            values.add_(1.0 + error + noise * draw.uniform(-1, 1))
+        return output
+
+    return find_mismatch(
+        NamedState([values]),
+        CPU,
+        replay=lambda: step(0.5, 0.5 * first_is_wrong, noise=0.0 if unnamed else noise),
+        eager=step,
+    )
+
+
+@pytest.mark.parametrize("noise", [0.0, NOISE])
+def test_what_is_wrong_behind_the_first_outputs_is_told_from_what_is_wrong_in_them(noise):
+    assert judged_behind(noise=noise).is_later
+    assert not judged_behind(noise=noise, first_is_wrong=True).is_later
+
+
+def test_what_differs_by_itself_in_the_first_outputs_is_not_behind_them():
+    found = judged_behind(noise=1e-2, unnamed=True)
+    assert "replays do not differ" in found.detail
+    assert not found.is_later

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchfast._core.errors import CaptureError
 from torchfast.graphs.places import (
     CELL,
     CONTAINERS,
@@ -103,26 +102,21 @@ class Attributes:
         self._take_as_they_are(now)  # other objects that say the same
         return None
 
-    def check_replayable(self) -> None:
-        """Raise if the step has done what no replay does, since the values were taken.
+    def drawn(self) -> list[str]:
+        """Return which generators the step has drawn from since the values were taken."""
+        return [
+            f"a {type(generator).__name__} of its own on the host"
+            for generator, state in self._generators
+            if not _same_state(_state_of(generator), state)
+        ]
 
-        Raises:
-            CaptureError: It has drawn from a generator of its own, or counted.
-        """
-        for generator, state in self._generators:
-            if not _same_state(_state_of(generator), state):
-                raise CaptureError(
-                    f"the step draws from a {type(generator).__name__} of its own on the host, and "
-                    "each replay would repeat what was drawn once; draw on the device "
-                    "(torch.rand(..., device=...)) or outside the step"
-                )
+    def counted(self) -> str | None:
+        """Return which number has changed since the values were taken; None if none has."""
         now = self._look()
         for key, place in self._differing(now):
             if key in now and key in self._known and _counts(self._known[key][1], now[key][1]):
-                raise CaptureError(
-                    f"the step changes what no replay changes: {_in_words(key, place)}, a number "
-                    "on the host; count outside the step, or in a tensor that is named"
-                )
+                return _in_words(key, place)
+        return None
 
     def put_back(self) -> None:
         """Undo what Python has changed since the values were taken, in plain values."""

@@ -33,7 +33,7 @@ from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.outputs import StaticOutputs
-from torchfast.graphs.replay_check import find_mismatch
+from torchfast.graphs.replay_check import Mismatch, find_mismatch
 from torchfast.graphs.signature import Call, describe
 from torchfast.graphs.static_inputs import StaticInputs
 from torchfast.graphs.steady import Steady
@@ -71,6 +71,8 @@ class GraphEngine:
         store: What is known of each kind of call, and the graphs.
         why_eager: Why no step is captured any more, in words; None while some are.
         varies: Whether that is because hyperparameters go on changing.
+        failure: Why the latest kind of call that is not captured is not.
+        facts: While a step is captured, what the host held before.
 
     Raises:
         UnsupportedDeviceError: The device has no graphs.
@@ -102,6 +104,8 @@ class GraphEngine:
         self._steady = Steady(self._watch, self.store)
         self._frozen: list[Any] = []
         self._error: Exception | None = None
+        self.failure: Failure | None = None
+        self.facts: HostFacts | None = None
         self._adds: bool | None = None  # whether the step adds to gradients, once that is known
         self._after_failure = after_failure
         self.why_eager: str | None = None
@@ -215,7 +219,7 @@ class GraphEngine:
         self._steady.forget()
         self._watch.refresh()
         self._frozen = self._watch.frozen()
-        facts = HostFacts(self._state, self.device)
+        facts = HostFacts(self._state, self.device, self._watch.attributes)
         failure = self._attempt(entry, call, inputs, facts)
         # Outside of the handling of the error, which keeps alive what the capture has allocated.
         if failure is None:
@@ -277,9 +281,9 @@ class GraphEngine:
                 return None
             if mismatch is None:
                 raise CaptureError(OTHERS)
-            if entry.secret is None:
-                mismatch += "; it was told of the capture, and may compute otherwise then"
-            failure = Failure(mismatch)
+            told = "; it was told of the capture, and may compute otherwise then"
+            detail = mismatch.detail + (told if entry.secret is None else "")
+            failure = Failure(detail, is_later=mismatch.is_later)
         except BaseException as error:
             self._undo(entry, facts)
             if not isinstance(error, Exception):
@@ -298,7 +302,7 @@ class GraphEngine:
             self.store.remove(entry)
         entry.drop()
         facts.put_back()
-        self._watch.attributes.put_back()
+        self.facts = None
         self._after_failure()
 
     def _record(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> None:
@@ -324,9 +328,10 @@ class GraphEngine:
             torch.clear_autocast_cache()
             return StaticOutputs(outputs)
 
-        before = GradientsBefore(state.parameters)
+        before, self.facts = GradientsBefore(state.parameters), facts
         with state.rates_on_device():
             entry.graph, entry.outputs = self._backend.capture(body, state.generators)
+        self.facts = None
         entry.inputs = static
         entry.kept = facts.replaced()
         gradients = before.compared()
@@ -337,7 +342,6 @@ class GraphEngine:
         if self._adds and entry.from_none:
             raise CaptureError(_NOT_NOW)
         facts.check_replayable()
-        self._watch.attributes.check_replayable()
         if (moved := self._watch.moved()) is not None:
             raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
         if static.versions() != written or static.has_gradients():
@@ -359,8 +363,8 @@ class GraphEngine:
             self.store.hold_gradients(entry)
         return entry.outputs.cloned()
 
-    def _mismatch(self, entry: Entry, call: Call) -> str | None:
-        """Return how replays differ from eager steps, in words; None if they do not."""
+    def _mismatch(self, entry: Entry, call: Call) -> Mismatch | None:
+        """Return how replays differ from eager steps; None if they do not."""
         static = entry.inputs
         assert static is not None
         counts, num_replays = Counter(self._counts), entry.num_replays
@@ -424,7 +428,7 @@ class GraphEngine:
             self._warn(reason, message)
 
     def _fail(self, entry: Entry, failure: Failure, inputs: Any) -> Any:
-        entry.why_eager = str(failure)
+        entry.why_eager, self.failure = str(failure), failure
         if self._options.on_failure == "raise":
             error, self._error = self._error, None
             raise CaptureError(f"the step ({entry.shapes}) was not captured: {failure}") from error

@@ -74,11 +74,13 @@ class Failure:
         reason: In words.
         line: The user's source line, such as ``"model.py:12, in forward: x.item()"``, or None.
         remedy: What to do, or None.
+        is_later: Whether its graph was right in what it returned first, and wrong behind that.
     """
 
     reason: str
     line: str | None = None
     remedy: str | None = None
+    is_later: bool = False
 
     @property
     def is_left_over(self) -> bool:
@@ -89,6 +91,11 @@ class Failure:
     def is_recompile(self) -> bool:
         """Whether compiled code would have been compiled again."""
         return self.reason == RECOMPILES
+
+    @property
+    def is_change(self) -> bool:
+        """Whether Python has changed what no replay changes."""
+        return self.reason.startswith("the step changes what no replay changes")
 
     @property
     def is_copy(self) -> bool:

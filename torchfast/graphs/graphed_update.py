@@ -2,7 +2,8 @@
 
 Where the update cannot be captured, or where it would change a bit that must not change, the graph
 ends with the clipped gradients and the optimizer runs behind it, as ever. So it does where a
-capture has failed in the update: a hook of the optimizer's, say, makes the host wait.
+capture has failed in the update: a hook of the optimizer's, say, makes the host wait, or counts.
+And where a replay returns what it should and is wrong behind that.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torchfast._core.decisions import Decision
 from torchfast._core.rank_group import RankGroup
 from torchfast._core.reachable import held_by
 from torchfast.graphs.engine import GraphEngine
+from torchfast.graphs.failures import Failure
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
@@ -76,6 +78,7 @@ class GraphedUpdate:
         self._after_failure, self._ranks = after_failure, ranks
         self._after_trial = after_trial
         self._is_updating = self._failed_in_update = False
+        self._is_same_so_far = self._changed_in_update = False
         self._model, self._optimizer = model, optimizer
         self._named, self._loss_fn = named, loss_fn
         self._options, self._device = options, device
@@ -91,32 +94,45 @@ class GraphedUpdate:
 
     def __call__(self, group: tuple[Any, ...]) -> Any:
         """Run a step, but for the optimizer's ``step()`` unless `is_whole`."""
-        self._failed_in_update = False
+        self._failed_in_update = self._changed_in_update = False
+        failed_before = self._graph.failure
         output = self._graph(group)
         if self.is_whole and self._until_update is not None:
             if self._graph.varies:
                 # Hyperparameters change again and again: from the next step on it is outside.
                 self._part(self._graph.why_eager)
-            elif self._failed_in_update and self._ranks.size == 1:
-                aside = [d for d in self._graph.decisions() if d.outcome == "stepped aside"]
-                # Not where it will be tried again, and not where other kinds of calls went well.
-                if aside and not self._graph.counters()["graphs"]:
-                    logger.warning("cuda_graph: forward and backward will be captured without it")
-                    self._part(f"it could not be captured: {aside[-1].detail}")
+            elif self._ranks.size == 1 and self._graph.failure is not failed_before:
+                self._part_if_it_helps(self._graph.failure)
         return output
+
+    def _part_if_it_helps(self, failure: Failure | None) -> None:
+        """Part the update from the rest if it is what keeps this kind of call from a graph."""
+        if failure is None or self._graph.counters()["graphs"]:  # other kinds of calls went well
+            return
+        why = None
+        if self._failed_in_update or (failure.is_change and self._changed_in_update):
+            why = f"it could not be captured: {failure}"
+        elif failure.is_later:
+            why = f"in a graph it computes something else: {failure}"
+        if why is not None:
+            logger.warning("cuda_graph: forward and backward will be captured without the update")
+            self._part(why)
 
     def update_begins(self) -> None:
         """Be told that the gradients are clipped, and what follows is the update."""
+        if self.is_whole and (facts := self._graph.facts) is not None:
+            self._is_same_so_far = facts.changes(before_update=True) is None
         self._is_updating = True
 
     def _noting_updates(self, group: tuple[Any, ...]) -> Any:
-        self._is_updating = False
+        self._is_updating = self._is_same_so_far = False
         output = self._whole(group)
         self._is_updating = False
         return output
 
     def _note_failure(self) -> None:
         self._failed_in_update = self._is_updating
+        self._changed_in_update = self._is_same_so_far
         self._is_updating = False
         self._after_failure()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchfast._core.errors import CaptureError
 from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
+from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.named_state import NamedState
 
 LATER = "the step made new state of its optimizer, and can be captured later"
@@ -30,10 +31,13 @@ class HostFacts:
     Args:
         state: Whose.
         device: Whose default generator is kept too.
+        attributes: Values that the step reads beside it, taken right before.
     """
 
-    def __init__(self, state: NamedState, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, state: NamedState, device: torch.device, attributes: Attributes | None = None
+    ) -> None:
+        self._device, self._read = device, attributes
         self._rng = get_rng_state(device)
         self._generators = [(g, g.get_state()) for g in state.generators]
         self._attributes = [
@@ -82,6 +86,8 @@ class HostFacts:
         set_rng_state(self._rng, self._device)
         for generator, state in self._generators:
             generator.set_state(state)
+        if self._read is not None:
+            self._read.put_back()
 
     def check_replayable(self) -> None:
         """Raise if Python did what no replay does.
@@ -111,17 +117,15 @@ class HostFacts:
                     generator.get_state(), before
                 ):
                     drawn.append("a generator of its own on the host")
+        drawn += [] if self._read is None else self._read.drawn()
         return " and ".join(drawn) or None
 
-    def changes(self) -> str | None:
-        """Return what of the state on the host has changed since; None if nothing has."""
-        for tensor, value in self._on_host:
-            if not torch.equal(tensor, value):
-                return "a tensor of the optimizer's or the model's state on the CPU"
-        for table, content in self._of_optimizers:
-            for key, value in content.items():
-                if isinstance(value, _NUMBERS) and _differs(table.get(key), value):
-                    return f"{key!r}, a number on the host, in the optimizer's state or groups"
+    def changes(self, *, before_update: bool = False) -> str | None:
+        """Return what of the state on the host has changed since; None if nothing has.
+
+        Args:
+            before_update: Of a step whose update is still to come, so of all but its optimizers.
+        """
         for module, attributes in self._attributes:
             held = vars(module)
             for name, value in attributes.items():
@@ -131,6 +135,18 @@ class HostFacts:
         for scheduler, known in self._schedulers:
             if scheduler.last_epoch != known["last_epoch"]:
                 return f"the count of {type(scheduler).__name__}; step it outside, after the step"
+        if self._read is not None and (counted := self._read.counted()) is not None:
+            return f"{counted}, a number on the host; count outside the step, or in a named tensor"
+        return None if before_update else self._changes_of_optimizers()
+
+    def _changes_of_optimizers(self) -> str | None:
+        for tensor, value in self._on_host:
+            if not torch.equal(tensor, value):
+                return "a tensor of the optimizer's or the model's state on the CPU"
+        for table, content in self._of_optimizers:
+            for key, value in content.items():
+                if isinstance(value, _NUMBERS) and _differs(table.get(key), value):
+                    return f"{key!r}, a number on the host, in the optimizer's state or groups"
         for of_optimizer, sizes in self._sizes:
             if [*map(len, of_optimizer.values())] != sizes:
                 return LATER

@@ -36,11 +36,28 @@ _MARGIN = 16.0
 _STEPS = 2
 
 
+class Mismatch(NamedTuple):
+    """How replays differ from eager steps.
+
+    Attributes:
+        detail: In words.
+        is_later: Whether the first step returned what it should: what is wrong is written behind
+            what it returns, as an update is.
+    """
+
+    detail: str
+    is_later: bool
+
+
 class _Run(NamedTuple):
-    """What some steps have left: every output, then the state; and outputs that are no tensors."""
+    """What some steps have left: every output, then the state; and outputs that are no tensors.
+
+    The first outputs, so many, are those of the first step.
+    """
 
     tensors: list[Left]
     others: tuple[Any, ...]
+    num_first: int
 
 
 def find_mismatch(
@@ -52,7 +69,7 @@ def find_mismatch(
     gradients: Sequence[Tensor] = (),
     with_gradients: bool = False,
     any_says: Callable[[bool], bool] = bool,
-) -> str | None:
+) -> Mismatch | None:
     """Run replays and eager steps from the present state, and leave it as it is.
 
     Args:
@@ -65,7 +82,7 @@ def find_mismatch(
         any_says: Returns whether any rank says yes.
 
     Returns:
-        How they differ, in words; None if they do not.
+        How they differ; None if they do not.
 
     Synchronizes: Yes.
     """
@@ -84,7 +101,7 @@ def find_mismatch(
             ends = [*state.everything(), *gradients]
             if with_gradients:
                 ends += [p.grad for p in state.parameters if p.grad is not None]
-            return _Run(found + left(ends, whole=whole), others)
+            return _Run(found + left(ends, whole=whole), others, len(list(tensors(outputs[0]))))
         finally:
             start.put_back()
 
@@ -103,12 +120,16 @@ def find_mismatch(
     return verdict
 
 
-def _judge() -> Generator[None, _Run, str | None]:
+def _judge() -> Generator[None, _Run, Mismatch | None]:
     """Take runs, of a replay, an eager one, a replay and eager ones, and return what differs."""
     replayed = yield
     runs = [(yield)]
     if len(replayed.tensors) != len(runs[0].tensors) or replayed.others != runs[0].others:
-        return "a step returns other things than its replay: a number, or another number of tensors"
+        detail = (
+            "a step returns other things than its replay: a number, or another number of tensors"
+        )
+        return Mismatch(detail, is_later=False)
+    first = range(replayed.num_first)
     gaps = _distances(replayed, runs[0])
     if not any(gaps):
         return None
@@ -117,25 +138,29 @@ def _judge() -> Generator[None, _Run, str | None]:
     while len(runs) < _EAGER_RUNS:
         runs.append((yield))
         if len(runs[-1].tensors) != len(gaps):
-            return "eager steps from the same state return another number of tensors each time"
+            detail = "eager steps from the same state return another number of tensors each time"
+            return Mismatch(detail, is_later=False)
         for other in runs[:-1]:
             spreads = [*map(max, spreads, _distances(other, runs[-1]))]
         gaps = [*map(min, gaps, _distances(replayed, runs[-1]))]
         if not replays_differ and any(spreads):
-            return (
+            detail = (
                 f"eager steps from the same state end {max(spreads):.1e} apart (relative to the "
                 "largest value) and replays do not differ: the step depends on something that is "
                 "not named, such as a counter or a generator"
             )
+            return Mismatch(detail, is_later=not any(gaps[i] or spreads[i] for i in first))
         # Small tensors may agree by luck, so each is allowed what is usual among those that do not.
         usual = statistics.median([s for s in spreads if s] or [0.0])
-        if all(gap <= _MARGIN * max(s, usual) for gap, s in zip(gaps, spreads, strict=True)):
+        is_near = [g <= _MARGIN * max(s, usual) for g, s in zip(gaps, spreads, strict=True)]
+        if all(is_near):
             return None
     worst = max(range(len(gaps)), key=lambda i: gaps[i] - _MARGIN * spreads[i])
-    return (
+    detail = (
         f"{_STEPS} replays and {_STEPS} eager steps from the same state end {gaps[worst]:.1e} "
         f"apart (relative to the largest value), eager steps among themselves {spreads[worst]:.1e}"
     )
+    return Mismatch(detail, is_later=all(is_near[i] for i in first))
 
 
 def _distances(first: _Run, second: _Run) -> list[float]:
