@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from torchfast._core.storages import plain_parts
 from torchfast.profiling.added_events import add_events
 from torchfast.profiling.memory import GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS
 from torchfast.profiling.trace_events import HELD
+
+_MOST_MODELS: Final = 1000
 
 Place = tuple[str, int, int]  # device, address and bytes
 
@@ -116,7 +118,9 @@ def _objects() -> Iterator[Any]:
     # for them makes a copy that lives as long as the function, and with it each tensor in it.
     for names in _globals():
         for value in list(names.values()):
-            for each in value if type(value) in (list, tuple) else (value,):
+            # A long list is data, and takes its time.
+            several = type(value) in (list, tuple) and len(value) <= _MOST_MODELS
+            for each in value if several else (value,):
                 if issubclass(type(each), nn.Module):
                     yield from each.modules()
                 else:
