@@ -293,3 +293,71 @@ def test_the_report_says_why_there_are_no_lines(tmp_path):
 
     assert held is print_nothing
     assert any("a debugger holds sys.settrace" in r for r in profiling.report.remarks)
+
+
+def sum_of_squares():
+    total = 0
+    for number in range(module._MOST_OF_A_FUNCTION):
+        total += number
+    return total
+
+
+def calls_a_long_loop():
+    sum_of_squares()
+    inner()  # behind the loop
+
+
+def test_a_function_of_very_many_lines_leaves_room_for_the_others(noted):
+    found = noted(calls_a_long_loop)
+
+    file = "test_user_lines.py"
+    of_the_loop = line_of(sum_of_squares, "total +=")
+    assert len(found[file, of_the_loop]) > 0.4 * module._MOST_OF_A_FUNCTION
+    assert len(found[file, of_the_loop]) < 0.6 * module._MOST_OF_A_FUNCTION
+    ((begin, end),) = found[file, line_of(calls_a_long_loop, "    sum_of")]
+    assert all(begin <= a and b <= end for a, b in found[file, of_the_loop])
+    assert len(found[file, line_of(calls_a_long_loop, "behind")]) == 1
+    assert len(found[file, line_of(inner, "item()")]) == 1
+
+
+def test_it_tells_which_function_was_left_out_and_leaves_frames_as_they_were():
+    lines = UserLines()
+    lines.start()
+    for number in range(module._MOST_OF_A_FUNCTION):
+        _ = number
+    lines.stop()
+
+    (left,) = lines.left_out
+    first = test_it_tells_which_function_was_left_out_and_leaves_frames_as_they_were.__code__
+    assert left.endswith(f"test_user_lines.py:{first.co_firstlineno}")
+    assert inspect.currentframe().f_trace_lines
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        return torch.ones(8) * sum([number for number in range(100) if self.is_odd(number)])
+
+    def is_odd(self, number):
+        time.sleep(0.0001)
+        return number % 2
+
+
+def test_a_slow_data_set_leaves_room_for_the_line_that_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_MOST", 400)
+    monkeypatch.setattr(module, "_MOST_OF_A_FUNCTION", 100)
+    with torchfast.profile(tmp_path, steps=3, warmup=1) as profiling:
+        for batch in torch.utils.data.DataLoader(Slow(), batch_size=8):
+            batch.square().sum()
+            profiling.step()
+            if profiling.is_done:
+                break
+
+    report = profiling.report
+
+    here = line_of(test_a_slow_data_set_leaves_room_for_the_line_that_waits_for_it, "for batch in")
+    assert report.verdict.line.endswith(f"test_user_lines.py:{here}")
+    left = f"test_user_lines.py:{Slow.is_odd.__code__.co_firstlineno} runs very many lines"
+    assert any(left in remark for remark in report.remarks)

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -26,8 +27,9 @@ from torchfast.profiling.trace import LINE
 
 TraceFunction: TypeAlias = Callable[[FrameType, str, Any], Any]
 
-# A loop in Python over numbers could fill any file.
+# A loop in Python over numbers could fill any file, and leave no room for the lines that wait.
 _MOST: Final = 300_000
+_MOST_OF_A_FUNCTION: Final = 20_000
 
 
 @final
@@ -37,14 +39,21 @@ class UserLines:
     It stands where `sys.settrace` has one place, so a debugger that is there already is left
     alone, and nothing is noted. Times are those of the clock of the system, as in the trace. A line
     that was begun before is not noted: all that is seen happens in it.
+
+    Attributes:
+        left_out: The functions, by file and first line, of which some lines are not noted since
+            there are very many.
     """
 
     def __init__(self) -> None:
+        self.left_out: list[str] = []
         self._noted: list[tuple[str, int, int, int]] = []  # file, line, begin and end in ns
         self._open: dict[FrameType, tuple[str, int, int]] = {}  # file, line and begin
         self._entered: list[FrameType] = []  # that ran already at the start
         self._begun: FrameType | None = None  # the last that began, until it is at a line
         self._files: dict[CodeType, str | None] = {}
+        self._counts: Counter[CodeType] = Counter()
+        self._left: list[FrameType] = []  # of functions that have too many lines
         self._prefixes = _prefixes()
         self._is_on = False
         self._thread = threading.get_native_id()
@@ -75,7 +84,10 @@ class UserLines:
         for frame in self._entered:
             if frame.f_trace == self._note:
                 frame.f_trace = None
+        for frame in self._left:
+            frame.f_trace_lines = True
         self._entered.clear()
+        self._left.clear()
         self._open.clear()
 
     def write_into(self, path: Path) -> int:
@@ -120,10 +132,22 @@ class UserLines:
             if len(self._noted) >= _MOST:
                 self.stop()
                 return None
+            self._counts[frame.f_code] += 1
+            if self._counts[frame.f_code] >= _MOST_OF_A_FUNCTION:
+                self._leave_out(frame)
         self._begun = frame if event == "call" else None
         if event != "return" and (file := self._file_of(frame.f_code)) is not None:
             self._open[frame] = (file, frame.f_lineno, time.time_ns())
         return self._note
+
+    def _leave_out(self, frame: FrameType) -> None:
+        """Note no more lines of a function that has very many: its caller's stands for them."""
+        code = frame.f_code
+        if (file := self._files[code]) is not None:
+            self.left_out.append(f"{file}:{code.co_firstlineno}")
+        self._files[code] = None
+        frame.f_trace_lines = False  # or this would be called at each, which takes its time
+        self._left.append(frame)
 
     def _file_of(self, code: CodeType) -> str | None:
         """Return the file of the user's code as traces name it; None for that of a library."""

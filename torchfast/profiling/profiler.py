@@ -339,6 +339,11 @@ class Profile:
             running.export_chrome_trace(str(plain))
             if self._stretch == LINES and self._calls is not None:
                 self._calls.write_into(plain)
+                self._remarks += [
+                    f"the function at {each} runs very many lines: what it costs is told at the "
+                    "line that calls it"
+                    for each in self._calls.left_out
+                ]
             if self._stretch == TRACE and self._held is not None:
                 self._held.write_into(plain)
             with (
