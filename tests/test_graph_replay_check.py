@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
+from torchfast._core.compare import same_bits
+from torchfast._core.rng import get_rng_state, preserved_rng, same_rng_state
 from torchfast.graphs import replay_check, run_ends, saved_named_state
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.replay_check import find_mismatch
+from torchfast.graphs.saved_named_state import SavedNamedState
 
 CPU = torch.device("cpu")
 NOISE = 1e-6
@@ -102,3 +107,79 @@ def test_what_differs_by_itself_in_the_first_outputs_is_not_behind_them():
     found = judged_behind(noise=1e-2, unnamed=True)
     assert "replays do not differ" in found.detail
     assert not found.is_later
+
+
+def of_all_kinds():
+    """Return tensors in many formats and layouts, with values that compare oddly."""
+    odd = torch.tensor([0x7FC00001, -0x80000000, 0x7F800001], dtype=torch.int32)
+    return [
+        odd.view(torch.float32),  # NaNs that say something, and the negative zero
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(6, 6)[::2, 1:4],
+        torch.randn(4, 3).t(),
+        torch.randn(5, dtype=torch.complex64),
+        torch.randn(7).bfloat16(),
+        torch.arange(5),
+        torch.tensor([True, False]),
+        torch.zeros(0, 3),
+    ]
+
+
+class Made(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mode = nn.Linear(3, 3), "a"
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count, self.mode = self.count + 1, "b"
+        return self.layer(x) * torch.rand(()) * random.random()
+
+
+ERRORS = [RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt]
+ENDS = [(error, at) for error in ERRORS for at in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(("error", "at"), [(None, None), ("mismatch", None), *ENDS])
+def test_whatever_ends_the_check_all_is_as_it_was(error, at):
+    values, model = of_all_kinds(), Made()
+    model.layer.bias.grad = torch.ones(3)
+    calls = []
+
+    def step(error=error):
+        calls.append(1)
+        model(torch.ones(3)).sum().backward()
+        for value in values:
+            value.zero_()
+        if error == "mismatch":
+            values[0].fill_(1.0)
+        elif len(calls) == at:
+            raise error("in the middle")
+        return model.count.clone()
+
+    buffer, grad = model.count, model.layer.bias.grad
+    before = [v.clone() for v in (*values, buffer, *model.parameters())]
+    with preserved_rng(CPU):
+        rng = get_rng_state(CPU)
+        with pytest.raises(error, match="in the middle") if at else nullcontext():
+            state = NamedState([*values, model])
+            found = find_mismatch(
+                state, CPU, replay=step, eager=lambda: step(error if at else None)
+            )
+            assert (found is not None) == (error == "mismatch")
+        assert same_rng_state(get_rng_state(CPU), rng)
+    now = [*values, model.count, *model.parameters()]
+    assert all(same_bits(a, b) for a, b in zip(now, before, strict=True))
+    assert model.count is buffer
+    assert model.mode == "a"
+    assert model.layer.bias.grad is grad
+    assert model.layer.weight.grad is None
+
+
+def test_a_copy_lies_as_its_tensor_does():
+    """To put back what lies otherwise takes a copy on the device, where there may be no memory."""
+    values = of_all_kinds()
+    saved = SavedNamedState(NamedState(values), CPU).tensors()
+    for value, copy in zip(values, saved, strict=True):
+        assert copy.stride() == torch.empty_like(value).stride()
+        assert same_bits(value, copy)

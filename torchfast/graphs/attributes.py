@@ -264,7 +264,7 @@ def _readers(value: Any, *, on_host: bool) -> list[_Reader]:
     return [
         (_bits if isinstance(part, np.ndarray) else contents, part)
         for part in _parts(value)
-        if _is_small_array(part) or (on_host and _is_on_host(part))
+        if _is_small_array(part) or (on_host and is_frozen(part))
     ]
 
 
@@ -272,8 +272,15 @@ def _is_small_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.size <= LONGEST and not value.dtype.hasobject
 
 
-def _is_on_host(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
+def is_frozen(value: Any) -> bool:
+    """Whether a graph on a device keeps the values of a tensor, and not only where it lies.
+
+    Of a scalar on the host a kernel takes the value at its launch. A copy from pinned memory is
+    part of the graph, and each replay reads what is there.
+    """
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return False
+    return value.dim() == 0 or not value.is_pinned()
 
 
 def _bits(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
@@ -312,7 +319,7 @@ def _form(value: Any, within: tuple[int, ...] = (), *, on_host: bool) -> Any:
         return (kind, *(_form(item, now_within, on_host=on_host) for item in value))
     if kind in _PLAIN or isinstance(value, torch.device):
         return (kind, value)
-    if on_host and _is_on_host(value):
+    if on_host and is_frozen(value):
         return (Identity(value), *contents(value))
     return Identity(value)
 

@@ -70,7 +70,9 @@ class SavedNamedState:
                 values.append(value.to("cpu", copy=True))
                 continue
             part = self._block.memory[start : start + bytes_of([tensor])]
-            values.append(part.view(tensor.dtype).view(tensor.shape))
+            # In the tensor's own layout, or to put it back would take a copy on the device.
+            strides = torch.empty_like(tensor, device="meta").stride()
+            values.append(part.view(tensor.dtype).as_strided(tensor.shape, strides))
             values[-1].copy_(value, non_blocking=True)
         self._wait()
         return values

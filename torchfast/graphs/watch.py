@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchfast._core.compare import same_objects
-from torchfast.graphs.attributes import Attributes, contents
+from torchfast.graphs.attributes import Attributes, contents, is_frozen
 from torchfast.graphs.named_state import NamedState, Table
 from torchfast.graphs.places import is_own
 
@@ -85,10 +85,8 @@ class StateWatch:
         self._hooks += [getattr(o, name) for o in state.optimizers for name in _OPTIMIZER_HOOKS]
         hooks = [h for held in (*self._hooks, *self._hooks_of_parameters()) for h in held.values()]
         self.attributes.refresh(modules, [*filter(is_own, hooks), *state.optimizers])
-        # A kernel on the device takes the value of such a scalar as it is at its launch.
-        self._on_host = [
-            t for t in state.tensors if t.device.type == "cpu" and self._device.type != "cpu"
-        ]
+        is_beside = self._device.type != "cpu"
+        self._on_host = [*filter(is_frozen, state.tensors)] if is_beside else []
 
     def mode(self) -> tuple[Any, ...]:
         """Return what steers the step's control flow, hashable: a graph for each value."""
