@@ -1,5 +1,6 @@
 """What one rank raises, the others raise at once, though its process lives on."""
 
+import atexit
 import threading
 import time
 
@@ -161,22 +162,43 @@ def test_a_rank_that_fails_alone_cannot_go_on(told):
     assert "rank 1 raised an error that not all ranks raised" in failed[1]
 
 
+class Stuck:
+    """A thread whose abort does not end."""
+
+    def join(self, timeout_s):
+        assert timeout_s > 0
+
+    def is_alive(self):
+        return True
+
+
 def at_exit(rank, monkeypatch):
-    """End as start_ranks has it done, once with a step that failed and once without."""
-    calls = []
-    monkeypatch.setattr("torchfast.parallel.ranks.abort_groups", lambda: calls.append("abort"))
+    """End as start_ranks has it done: once with steps that went well, then with one that failed."""
+    calls, threads, at_end = [], [], []
+    monkeypatch.setattr(atexit, "register", at_end.append)
+    monkeypatch.setattr(
+        "torchfast.parallel.ranks.abort_groups", lambda: calls.append("abort") or threads
+    )
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
-    trainer = trainer_of("ddp", failing_loss(FAILS, 2))
+    trainer = trainer_of("ddp", failing_loss(rank, 2))
     first, second, *_ = batches(rank)
     trainer.step(first)
     _end_group()
-    with pytest.raises(BrokenError):
+    words = trainer._step.ranks.last_words
+    assert words._thread.is_alive()
+    with pytest.raises(BrokenError if rank == FAILS else RankError):
         trainer.step(second)
     _end_group()
+    threads.append(Stuck())
+    _end_group()
+    for each in at_end:
+        each()
+    assert not words._thread.is_alive()
     monkeypatch.undo()
     return calls
 
 
 def test_the_end_of_a_process_that_failed_does_not_wait_for_others(monkeypatch):
     """To destroy a group of NCCL is to wait for its kernels, which wait for other ranks."""
-    assert ranks.run(at_exit, 2, monkeypatch) == [["destroy", "abort"]] * 2
+    expected = ["destroy", "abort", "destroy", "abort"]
+    assert ranks.run(at_exit, 2, monkeypatch) == [expected] * 2

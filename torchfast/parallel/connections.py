@@ -48,13 +48,18 @@ def break_off(theirs: Iterable[Ends]) -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def abort_groups() -> None:
-    """Abort the collectives of all groups on the device, without waiting until it is done.
+def abort_groups() -> list[threading.Thread]:
+    """Abort the collectives of all groups on the device, and return the threads that do it.
 
-    Each in a thread of its own: an abort waits for kernels, which may stand behind another group's.
+    One for each: an abort waits for kernels, which may stand behind another group's.
     """
-    for group in list(distributed_c10d._world.pg_names):
-        threading.Thread(target=_abort, args=(group,), name="torchfast-abort", daemon=True).start()
+    threads = [
+        threading.Thread(target=_abort, args=(group,), name="torchfast-abort", daemon=True)
+        for group in list(distributed_c10d._world.pg_names)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def _abort(group: Any) -> None:

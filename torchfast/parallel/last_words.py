@@ -16,6 +16,7 @@ A step does nothing of this: it counts that it has begun.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import logging
@@ -44,6 +45,7 @@ _STORE_TIMEOUT_S: Final = 5.0
 _INTERVAL_S: Final = 0.5
 _RANKS_A_SECOND: Final = 2000  # that one store is asked by
 _PATIENCE_S: Final = 5.0  # for ranks that fail alike; they are ended before
+_JOIN_S: Final = 2.0
 _MOST_CHARACTERS: Final = 500
 _ANY: Final = "any"
 
@@ -88,6 +90,8 @@ class LastWords:
         self._failed_at = self._settled = 0
         self._heard = ""  # what others have raised, once this rank cannot go on for it
         self._thread: threading.Thread | None = None
+        self._aborts: list[threading.Thread] = []
+        self._ends = threading.Event()
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -120,6 +124,13 @@ class LastWords:
         """Whether this rank cannot go on, or does not know whether it can."""
         return bool(self._heard) or self._failed_at > self._settled
 
+    def close(self) -> None:
+        """End the threads; a second call does nothing."""
+        self._ends.set()
+        for thread in (self._thread, *self._aborts):
+            if thread is not None:
+                thread.join(_JOIN_S)
+
     # -- The thread that trains --------------------------------------------------------------------
 
     def _enter(self) -> None:
@@ -131,6 +142,8 @@ class LastWords:
                 target=self._listen, name="torchfast-last-words", daemon=True
             )
             self._thread.start()
+            # A thread that still is in torch when the interpreter ends takes the process down.
+            atexit.register(self.close)
         self._entry += 1
         self._is_inside = True
 
@@ -176,8 +189,10 @@ class LastWords:
     def _listen(self) -> None:
         store: Any = None
         waits_in = 0
-        while not self._is_over():
-            time.sleep(self._interval_s)
+        while not self._ends.wait(self._interval_s):
+            if self._is_over():
+                atexit.unregister(self.close)
+                return
             try:
                 store = store or self._store()
                 found = self._pending(self._words(store)) if store.check([_ANY]) else {}
@@ -197,13 +212,13 @@ class LastWords:
         self._heard = _told(found)
         logger.error("rank %d ends what it waits in: %s", self._rank, self._heard)
         self._leave("", is_broken=True)
-        abort_groups()
-        while not self._is_over():  # others hear of it a moment later
+        self._aborts = abort_groups()
+        while not (self._ends.is_set() or self._is_over()):  # others hear of it a moment later
             words = self._words()
             break_off(end for word in words.values() for end in word.ends)
             if len(words) == len(self._others):
                 return
-            time.sleep(self._interval_s)
+            self._ends.wait(self._interval_s)
 
     def _pending(self, words: dict[int, _Word]) -> dict[int, _Word]:
         """Return those of bodies that this rank has begun, too, and not failed in."""

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 # each trainer of a process must find what the first has made.
 _known: WeakKeyDictionary[Any, tuple[RankGroup, LastWords]] = WeakKeyDictionary()
 
+_PATIENCE_S = 5.0  # with what is aborted
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -197,8 +198,12 @@ def _end_group() -> None:
         return
     found = _known.get(dist.group.WORLD)
     if found is not None and found[1].has_failed:
-        abort_groups()  # to destroy them is to wait for kernels that wait for other ranks
-        return
+        # To destroy groups is to wait for their kernels, which may wait for other ranks.
+        threads = abort_groups()
+        for thread in threads:
+            thread.join(_PATIENCE_S)
+        if any(thread.is_alive() for thread in threads):
+            return
     with suppress(RuntimeError, ValueError):  # a group that failed, or whose ranks are gone
         dist.destroy_process_group()
 
