@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections import OrderedDict
 
@@ -328,16 +329,27 @@ def test_an_error_of_an_earlier_training_is_not_told():
 
 
 def failing_alike(rank):
-    """All ranks raise, all go on."""
-    calls = []
+    """All ranks raise, one of them when it has heard of the other's error, and all go on."""
+    calls, has_heard = [], threading.Event()
 
     def loss_fn(model, batch):
         calls.append(batch)
         if len(calls) == 2:
+            assert rank == 0 or has_heard.wait(20)
             raise ValueError("a bad batch")
         return mean_loss(model, batch)
 
     trainer = trainer_of(fresh(), "ddp", loss_fn)
+    words = trainer._step.ranks.last_words
+    look = words._pending
+
+    def pending(found):
+        seen = look(found)
+        if seen:
+            has_heard.set()
+        return seen
+
+    words._pending = pending
     first, second, *rest = batches(rank)
     trainer.step(first)
     with pytest.raises(ValueError, match="a bad batch"):

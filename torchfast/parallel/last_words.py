@@ -44,6 +44,7 @@ _OF_COLLECTIVES: Final = ("gloo", "NCCL", "Connection closed", "Connection reset
 _STORE_TIMEOUT_S: Final = 5.0
 _INTERVAL_S: Final = 0.5
 _RANKS_A_SECOND: Final = 2000  # that one store is asked by
+_LOOKS_FOR_ALIKE: Final = 2  # at word of another rank, in which this one may come to fail, too
 _PATIENCE_S: Final = 5.0  # for ranks that fail alike; they are ended before
 _JOIN_S: Final = 2.0
 _MOST_CHARACTERS: Final = 500
@@ -188,7 +189,7 @@ class LastWords:
 
     def _listen(self) -> None:
         store: Any = None
-        waits_in = 0
+        seen, waits_in = 0, 0
         while not self._ends.wait(self._interval_s):
             if self._is_over():
                 atexit.unregister(self.close)
@@ -199,11 +200,10 @@ class LastWords:
             except Exception as error:  # of any store, which may be gone with its rank
                 logger.debug("the other ranks' errors cannot be asked for: %s", error)
                 store, found = None, {}
-            if not found:
-                waits_in = 0
-            elif waits_in != self._entry:
-                waits_in = self._entry  # it may fail alike
-            else:
+            if not found or waits_in != self._entry:
+                seen, waits_in = 0, self._entry
+            seen += bool(found)
+            if seen > _LOOKS_FOR_ALIKE:
                 self._end_wait(found)
                 return
 
