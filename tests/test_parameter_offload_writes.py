@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn, optim
+from torch.optim import optimizer as torchs_optimizer
 
 from parameter_offloading import Expert, mean_square, mixture, prompt_copies
 from torchfast import OffloadOptions, ParameterOffload, Plan, Trainer
@@ -62,6 +63,32 @@ def test_a_fused_update_behind_a_forward_whose_backward_never_comes(copies, max_
     expected = run(copy.deepcopy(model))
     ParameterOffload(model, max_resident_blocks=max_resident_blocks)
     assert all(map(torch.equal, run(model), expected))
+
+
+def test_a_fused_update_where_parts_are_called_alone(copies):
+    def run(model):
+        found, optimizer = [], fused(model)
+        for number in range(3):
+            x = torch.linspace(-1, 1, 32).view(4, 8) + number
+            model[2](model[0](x)).square().mean().backward()
+            found.append(model[0](x).detach())
+            optimizer.step()
+            found.append(model[0](x).detach())
+        return found
+
+    model = chain()
+    expected = run(copy.deepcopy(model))
+    gc.collect()  # what other tests have let go of
+    hooks = len(torchs_optimizer._global_optimizer_post_hooks)
+    with ParameterOffload(model):
+        assert len(torchs_optimizer._global_optimizer_post_hooks) == hooks + 1
+        assert all(map(torch.equal, run(model), expected))
+    assert len(torchs_optimizer._global_optimizer_post_hooks) == hooks
+    dropped = chain()
+    ParameterOffload(dropped)
+    del dropped
+    gc.collect()
+    assert len(torchs_optimizer._global_optimizer_post_hooks) == hooks
 
 
 @pytest.mark.parametrize("calls", ["the model", "its parts"])

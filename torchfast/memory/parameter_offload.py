@@ -33,10 +33,12 @@ changes keys and classes, and its results stay on the device until the backward.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchfast._core.arguments import check_int, explain_keywords
 from torchfast._core.blocks import abbreviated
@@ -125,6 +127,9 @@ class ParameterOffload(Closing):
         self._move([module for _, module in chosen])
         if device is not None:
             self._move_rest(model, [module for _, module in chosen])
+        # A loop may call parts of the model alone; and of a fused update torch keeps no count.
+        handle = register_optimizer_step_post_hook(_behind_update(weakref.ref(self._engine)))
+        self._unhook = weakref.finalize(self._engine, handle.remove)
         self._install(model)
 
     @property
@@ -202,6 +207,7 @@ class ParameterOffload(Closing):
             forward.undo()
         self._forwards.clear()
         if self._engine is not None:
+            self._unhook()
             self._engine.drop_all()
         for reference, device in self._moved:
             parameter = reference()
@@ -266,6 +272,15 @@ class ParameterOffload(Closing):
         whole = ModelForward(model, self._engine)
         whole.install(self)
         self._forwards.append(whole)
+
+
+def _behind_update(engine: weakref.ref[ResidentBlocks]) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        found = engine()
+        if found is not None:
+            found.begin_forward()
+
+    return hook
 
 
 def offloaded_blocks(model: nn.Module, parameters: Any) -> list[tuple[str, nn.Module]]:
