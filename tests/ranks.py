@@ -17,7 +17,10 @@ from multiprocessing.connection import wait
 
 import torch
 import torch._dynamo  # which the first operation of a DTensor asks for, in each rank for itself
+import torch._functorch.aot_autograd  # which what a rank compiles asks for, with 400 modules
 import torch.distributed as dist
+
+import torchfast.parallel.fully_sharded  # noqa: F401  # which a plan with shards asks for
 
 TIMEOUT_S = 60
 GROUP_TIMEOUT_S = 30

@@ -122,7 +122,7 @@ def test_a_slow_loader_is_seen_and_nothing_else():
 
     times = fit(slow(), steps=4, log_every=4).step_times
     assert times["data_wait"].p50_ms >= 20
-    assert times["other"].p50_ms < 10
+    assert times["other"].p50_ms < times["data_wait"].p50_ms
 
 
 def test_a_slow_loss_is_seen_and_the_user_s_own_name_for_it():
@@ -134,7 +134,7 @@ def test_a_slow_loss_is_seen_and_the_user_s_own_name_for_it():
     times = fit(trainer=make_trainer(slow_loss), steps=4, log_every=4).step_times
     assert times["thinking"].p50_ms >= 20
     assert times["forward"].p50_ms >= times["thinking"].p50_ms
-    assert times["update"].p50_ms < 10
+    assert times["update"].p50_ms < times["thinking"].p50_ms
 
 
 def test_evaluations_are_in_no_phase():
@@ -145,7 +145,7 @@ def test_evaluations_are_in_no_phase():
 
     result = fit(steps=8, log_every=8, evaluate=slow_evaluation, evaluate_every=1)
     assert "evaluation" not in result.step_times.to_dict()
-    assert result.step_times["other"].p50_ms < 10
+    assert result.step_times["other"].p50_ms < 20  # the median: no evaluation is in it
 
 
 def test_nobody_listens_outside_of_steps():

@@ -311,4 +311,4 @@ def test_real_work_is_told_apart_by_the_real_clock():
     works = {"one": lambda: x @ x, "three": lambda: x @ x @ x @ x}
     measurement = measure(works, reference="one", device=CPU, budget_s=3.0)
     assert measurement.ratio("three").verdict == "slower"
-    assert measurement.elapsed_s < 4.0
+    assert measurement.elapsed_s < 6.0

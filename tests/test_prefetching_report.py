@@ -129,11 +129,12 @@ def test_what_a_first_batch_takes_is_not_counted():
         yield from numbered(10)
 
     loader = PrefetchingLoader(slow_start(), "cpu")
+    began = time.perf_counter()
     assert len(list(loader)) == 10
+    all_but_the_start_s = time.perf_counter() - began - 0.3
     statistics = loader.statistics()
     assert statistics.num_batches == 10
-    assert statistics.elapsed_s < 0.3
-    assert statistics.starved_s < 0.3
+    assert statistics.starved_s <= statistics.elapsed_s <= all_but_the_start_s
 
 
 @pytest.mark.usefixtures("every_way")

@@ -234,7 +234,7 @@ def test_what_a_step_takes_without_a_profiler_is_known(tmp_path):
         return profiling.report
 
     report = run(tmp_path / "long", 4)
-    assert 0.02e6 <= report.figures.untraced_us < 0.1e6
+    assert 0.02e6 <= report.figures.untraced_us < 0.3e6  # not the first, however busy the machine
     assert report.to_dict()["untraced_step_ms"] == report.figures.untraced_us / 1e3
     assert run(tmp_path / "short", 2).figures.untraced_us is None
 
