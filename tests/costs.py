@@ -1,4 +1,4 @@
-"""Two costs that were a fifth of the time of the tests, and of which no test learns anything."""
+"""Two costs of nearly every test, of which none learns anything."""
 
 from __future__ import annotations
 
