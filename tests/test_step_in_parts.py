@@ -228,7 +228,7 @@ def test_ranks_come_together_in_the_backward_of_the_last_part_only(monkeypatch):
             return call()
 
     gradients = trainer._step._gradients
-    monkeypatch.setattr(gradients, "_sharding", Noted(gradients._sharding))
+    monkeypatch.setattr(gradients, "sharding", Noted(gradients.sharding))
     group = MicroBatches([batch_of(7), batch_of(8, seed=1)])
     trainer.step(group)
     seen.clear()

@@ -7,7 +7,7 @@ a model of your own that a plan trains as the plain loop does.
 
 from typing import TYPE_CHECKING
 
-from torchfast._core.batches import MicroBatches
+from torchfast._core.batches import MicroBatches, StepBatches
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import (
     BatchStructureError,
@@ -187,6 +187,7 @@ __all__ = [
     "ShardOptions",
     "SpeedComparison",
     "StateMismatchError",
+    "StepBatches",
     "StepTimes",
     "SyncGuard",
     "SyncReport",

@@ -44,6 +44,9 @@ class Gradients:
         sharding: The other ranks, over which gradients are averaged.
         forward: Returns the context of a forward, under which what it saves may go elsewhere.
         attention: Looks at the first forwards.
+
+    Attributes:
+        model: As given, and so are ``compiled``, ``device`` and ``sharding``.
     """
 
     def __init__(
@@ -62,32 +65,32 @@ class Gradients:
         forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
         attention: AttentionWatch | None = None,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._compiled, self._precision, self._layout = compiled, precision, layout
+        self.model, self._optimizer = model, optimizer
+        self.compiled, self._precision, self._layout = compiled, precision, layout
         self._guard, self._syncs = guard, syncs
-        self._device, self._max_grad_norm = device, max_grad_norm
-        self._sharding, self._around_forward = sharding, forward
+        self.device, self._max_grad_norm = device, max_grad_norm
+        self.sharding, self._around_forward = sharding, forward
         self._attention = AttentionWatch() if attention is None else attention
 
     def __call__(self, group: Sequence[Any]) -> tuple[Tensor, dict[str, Number]]:
         """Return the mean loss over the group, detached, and its metrics; fill ``.grad``."""
-        self._compiled.begin()
+        self.compiled.begin()
         with self._precision.step(), self._layout.measured(group), self._syncs:
             self._optimizer.zero_grad(set_to_none=True)
             self._guard.begin()
-            with self._sharding.around_gradients():
+            with self.sharding.around_gradients():
                 parts = [
                     self._backward(micro_batch, divisor=len(group), is_last=number == len(group))
                     for number, micro_batch in enumerate(group, start=1)
                 ]
-            self._sharding.end_backward()
+            self.sharding.end_backward()
             loss, metrics = combine(
                 parts,
-                self._model,
+                self.model,
                 self._optimizer,
-                self._device,
+                self.device,
                 self._max_grad_norm,
-                self._sharding.mean,
+                self.sharding.mean,
             )
             # After the division, so that what fp16 judges finite is what will be applied.
             self._guard.end_backward([part.loss for part in parts])
@@ -97,18 +100,18 @@ class Gradients:
         """Run the loss function as it was given, without a backward."""
         moved = self._moved(batch)
         with self._precision.step(), phase(FORWARD), self._precision.forward():
-            run = self._sharding.whole
-            return unpack_loss(run(lambda: self._compiled.as_given(model, moved), model))
+            run = self.sharding.whole
+            return unpack_loss(run(lambda: self.compiled.as_given(model, moved), model))
 
     def _moved(self, batch: Any) -> Any:
-        return to_device(batch, self._device, channels_last=self._layout.active)
+        return to_device(batch, self.device, channels_last=self._layout.active)
 
     def _forward(self, batch: Any, *, is_last: bool) -> LossParts:
         moved = self._moved(batch)
         look = self._attention
         with phase(FORWARD), self._precision.forward(), self._around_forward(), look.forward():
-            run = self._sharding.run
-            parts = unpack_loss(run(lambda: self._compiled(self._model, moved), is_last=is_last))
+            run = self.sharding.run
+            parts = unpack_loss(run(lambda: self.compiled(self.model, moved), is_last=is_last))
         look.after_forward(parts.loss)
         return parts
 

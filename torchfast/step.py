@@ -21,33 +21,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchfast._core.arguments import check_callable, check_int, check_positive, explain_keywords
-from torchfast._core.batches import as_group
-from torchfast._core.building import (
-    claim,
-    device_decision,
-    scheduler_decision,
-    untrained_decisions,
-)
+from torchfast._core.batches import StepBatches
+from torchfast._core.building import claim, device_decision, scheduler_decision, untrained_decisions
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ClosedError
 from torchfast._core.loss import LossParts, Number, with_norm
 from torchfast._core.reachable import weak_method
-from torchfast._core.untouched import untouched
 from torchfast.compiled_loss import CompiledLoss, LossFn
 from torchfast.ema import EMAOptions
 from torchfast.gradients import Gradients
 from torchfast.levers import apply_levers
 from torchfast.memory import StepOffload
-from torchfast.memory.splitting import parts_of
 from torchfast.parallel import Ranks, start_ranks
 from torchfast.plan import Plan
 from torchfast.precision import Convolutions, LossScaler, PrecisionPolicy, SkipCounts, UpdateGuard
 from torchfast.preparation import OptimizerSource, SchedulerSource, prepare
 from torchfast.step_guards import StepSyncs
+from torchfast.step_inputs import StepInputs
 from torchfast.step_memory import StepMemory
 from torchfast.training_state import TrainingState
 from torchfast.transforms import ModelTransforms
+from torchfast.unrolled import UnrolledSteps
 from torchfast.update import Update
 
 logger = logging.getLogger(__name__)
@@ -170,6 +165,17 @@ class TrainStep:
             self._after_update(output.skipped)
             return output.loss
 
+    def steps(self, batches: StepBatches[Any]) -> Tensor:
+        """Run several updates, in one replay where a graph can hold them; see `Trainer.steps`."""
+        self._check_open()
+        groups = self._inputs.of_steps(batches)
+        if (output := self._unrolled(groups)) is None:
+            return torch.stack([self(batch) for batch in batches])
+        self.metrics = dict(output.metrics)
+        for skipped in output.flags():
+            self._count_update(skipped)
+        return output.losses
+
     def forward_backward(self, batch: Any) -> Tensor:
         """Run the first half of a step: zero_grad, forward, backward. Always eager.
 
@@ -266,6 +272,7 @@ class TrainStep:
         """
         counters = {"steps": self.num_steps, **self._guard.counters(), **self._compiled.counters()}
         counters |= self._update.counters() | self._offload.counters() | self.memory.counters()
+        counters |= self._unrolled.counters()
         counters |= self.syncs.counters() | ({} if self._graph is None else self._graph.counters())
         title = f"plan {self._plan_name!r} on {self.device}"
         return Report(title=title, decisions=tuple(self._decisions()), counters=counters)
@@ -384,6 +391,19 @@ class TrainStep:
             self.ranks.group,
         )
         self._update.graph = self._graph
+        self._inputs = StepInputs(
+            self._gradients, self._transforms, self.memory, self._graph, self.accumulate
+        )
+        self._unrolled = UnrolledSteps(
+            self.plan,
+            self.optimizer,
+            self.lr_scheduler if self._steps_scheduler else None,
+            average=self._average,
+            compiled=self._compiled,
+            memory=self.memory,
+            graph=self._graph,
+            num_ranks=self.ranks.world_size,
+        )
         in_place = self._layout.active or self._compiled.changes_model or self._graph is not None
         in_place |= self._transforms.changes_model or self._offload.moves_parameters
         if in_place or self._form.form != "as_given":
@@ -397,32 +417,19 @@ class TrainStep:
 
     def _group(self, batch: Any) -> tuple[Any, ...]:
         self._check_open()
-        group = as_group(batch, self.accumulate)
-        if self.accumulate > 1:
-            self._sharding.check_counts(len(group), are_even=batch.are_even)
-        if self._transforms.looks_at_batches or self._compiled.is_undecided:
-            self.memory.run(self._look, group, is_step=False)
-        if self._sharding.is_undecided:
-            with untouched(self.model, self.device):
-                self._sharding.decide(lambda: self._gradients(group))
-        return group
-
-    def _look(self, group: tuple[Any, ...]) -> None:
-        """Measure and compare before a step; in parts, if it is to run in parts."""
-        first = parts_of(group[0])[0]
-        self._transforms.before_step(self.num_steps + 1, lambda: self.compute_loss(first).loss)
-        if self._compiled.is_undecided:
-            self._compiled.decide(self._gradients, group, self._graph)
-        self._transforms.check_step(lambda: self._gradients(group))
+        return self._inputs.of_step(batch, self.num_steps + 1)
 
     def _after_update(self, skipped: Tensor | None) -> None:
         """Do what the host does after an update."""
+        self._count_update(skipped)
+        if self._steps_scheduler:
+            self.lr_scheduler.step()
+
+    def _count_update(self, skipped: Tensor | None) -> None:
         self.num_steps += 1
         self._compiled.after_step()
         self._average.after_update()
         self._guard.note(skipped, self.num_steps)
-        if self._steps_scheduler:
-            self.lr_scheduler.step()
 
     def _decisions(self) -> list[Decision]:
         return [
@@ -440,6 +447,7 @@ class TrainStep:
             *self.memory.decisions(),
             *self._graph_decisions,
             *([] if self._graph is None else self._graph.decisions()),
+            *self._unrolled.decisions(),
             scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),
             *untrained_decisions(self.model, self.optimizer),
         ]

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchfast._core.arguments import explain_keywords
+from torchfast._core.batches import StepBatches
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Report
 from torchfast._core.loss import Number
 from torchfast.compiled_loss import LossFn
-from torchfast.data import PrefetchingLoader, shard_loader
+from torchfast.data import PrefetchingLoader
 from torchfast.ema import EMAOptions
 from torchfast.evaluation import evaluate
 from torchfast.fit_checkpoints import CheckpointOptions, Resume, Target
@@ -32,6 +33,7 @@ from torchfast.plan import Plan
 from torchfast.preparation import OptimizerSource, SchedulerSource
 from torchfast.profiling import StepTimer, SyncReport
 from torchfast.step import TrainStep
+from torchfast.step_loader import check_serves, step_loader
 
 if TYPE_CHECKING:
     from torchfast.profiling import ProfileReport
@@ -118,6 +120,23 @@ class Trainer(Closing):
         """
         return self._step(batch)
 
+    def steps(self, batches: StepBatches[Any]) -> Tensor:
+        """Run several updates and return their losses, shape ``(n,)``, detached, on the device.
+
+        The same as `step` for each of them, to the bit, in one replay where one graph can hold
+        them; the report says where not, and why. It pays where a step is so short that the host
+        sets the pace. Learning rates that you set hold for all of them; ``lr_scheduler`` is
+        stepped after each. `metrics` are the last one's.
+
+        Args:
+            batches: What `prefetch` yields with ``unroll``; what each step takes, in order.
+
+        Raises:
+            TypeError: No `StepBatches`.
+            ValueError: More micro-batches in a step than ``accumulate``.
+        """
+        return self._step.steps(batches)
+
     def forward_backward(self, batch: Any) -> Tensor:
         """Run the first half of a step: zero_grad, forward, backward. Returns the loss.
 
@@ -136,6 +155,7 @@ class Trainer(Closing):
         loader: Iterable[Any],
         *,
         depth: int = 2,
+        unroll: int | None = None,
         reuse: bool = False,
         transform: Callable[[Any], Any] | None = None,
         transfer_dtype: torch.dtype | None = None,
@@ -146,34 +166,26 @@ class Trainer(Closing):
         """Return a `PrefetchingLoader` over ``loader`` that yields what `step` takes.
 
         On the step's device, grouped into `MicroBatches` under ``accumulate``, and as NHWC where
-        the plan says so. Of many ranks each gets its own part (`shard_loader`), and all end an
-        epoch together. `PrefetchingLoader` documents the arguments.
+        the plan says so. With ``unroll`` it yields what `steps` takes, for so many steps. Of many
+        ranks each gets its own part (`shard_loader`), and all end an epoch together.
+        `PrefetchingLoader` documents the arguments.
 
         Raises:
             TypeError: An argument of the wrong kind, or an unknown keyword.
             ValueError: An argument out of range.
         """
-        ranks = self._step.ranks
-        if isinstance(loader, PrefetchingLoader):
-            _check_serves(loader, self._step, fully=False)
-        else:
-            loader = shard_loader(loader, rank=ranks.rank, world_size=ranks.world_size)
-        prefetching = PrefetchingLoader(
+        return step_loader(
+            self._step,
             loader,
-            self.device,
             depth=depth,
+            unroll=unroll,
             reuse=reuse,
-            accumulate=self._step.accumulate,
             transform=transform,
             transfer_dtype=transfer_dtype,
-            channels_last=self._step.channels_last,
             across_epochs=across_epochs,
             background=background,
             strict=strict,
-            ranks=ranks.group,
         )
-        self._step.memory.note_loader(prefetching)
-        return prefetching
 
     @explain_keywords
     def fit(
@@ -270,7 +282,7 @@ class Trainer(Closing):
             ),
         )
         if isinstance(loader, PrefetchingLoader):
-            _check_serves(loader, self._step)
+            check_serves(loader, self._step)
             return FitLoop(self._step, loader, options, self._timer).run()
         # The loop holds no batch longer than its step.
         with self.prefetch(loader, reuse=True) as prefetching:
@@ -434,16 +446,3 @@ class Trainer(Closing):
 
     def __repr__(self) -> str:
         return repr(self._step).replace("TrainStep", "Trainer", 1)
-
-
-def _check_serves(loader: PrefetchingLoader, step: TrainStep, *, fully: bool = True) -> None:
-    """Raise ValueError unless what comes out is what the step takes, and of ranks each its part."""
-    for name in ("device", "accumulate", "ranks") if fully else ("ranks",):
-        own, needed = getattr(loader, name), getattr(step, name)
-        if name == "ranks":
-            own, needed = own.size, needed.world_size
-        if own != needed:
-            raise ValueError(
-                f"the PrefetchingLoader has {name}={str(own)!r} and the trainer "
-                f"{name}={str(needed)!r}; make it with trainer.prefetch(loader)"
-            )

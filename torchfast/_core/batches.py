@@ -47,13 +47,7 @@ class MicroBatches(Generic[T]):
     __slots__ = ("_batches", "are_even")
 
     def __init__(self, batches: Sequence[T], *, are_even: bool = False) -> None:
-        if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Sequence):
-            raise TypeError(
-                f"MicroBatches takes a list or tuple of batches, got {type(batches).__name__}"
-            )
-        if not batches:
-            raise ValueError("MicroBatches needs at least one batch, got an empty sequence")
-        self._batches = tuple(batches)
+        self._batches = _checked(type(self), batches)
         self.are_even = are_even
 
     def __len__(self) -> int:
@@ -67,6 +61,69 @@ class MicroBatches(Generic[T]):
 
     def __repr__(self) -> str:
         return f"MicroBatches({len(self)} x {type(self._batches[0]).__name__})"
+
+
+@final
+class StepBatches(Generic[T]):
+    """The batches of several steps, in their order: what ``trainer.steps`` takes.
+
+    A type of its own because a batch may itself be a list or a tuple.
+
+    Args:
+        batches: What each step takes; `MicroBatches` each, where a step takes these.
+
+    Raises:
+        TypeError: ``batches`` is a tensor or not a sequence.
+        ValueError: ``batches`` is empty.
+
+    Example:
+        >>> import torch
+        >>> len(StepBatches([torch.zeros(2), torch.ones(2)]))
+        2
+    """
+
+    __slots__ = ("_batches",)
+
+    def __init__(self, batches: Sequence[T]) -> None:
+        self._batches = _checked(type(self), batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._batches)
+
+    def __getitem__(self, index: int) -> T:
+        return self._batches[index]
+
+    def __repr__(self) -> str:
+        return f"StepBatches({len(self)} x {type(self._batches[0]).__name__})"
+
+
+def _checked(kind: type, batches: Sequence[T]) -> tuple[T, ...]:
+    if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Sequence):
+        raise TypeError(
+            f"{kind.__name__} takes a list or tuple of batches, got {type(batches).__name__}"
+        )
+    if not batches:
+        raise ValueError(f"{kind.__name__} needs at least one batch, got an empty sequence")
+    return tuple(batches)
+
+
+def as_steps(batches: Any, accumulate: int) -> tuple[tuple[Any, ...], ...]:
+    """Return the micro-batches of each of several steps.
+
+    Raises:
+        TypeError: No `StepBatches`, or a bare batch in it where `MicroBatches` is due.
+        ValueError: More micro-batches in a step than ``accumulate``.
+    """
+    if not isinstance(batches, StepBatches):
+        raise TypeError(
+            f"steps() takes StepBatches, the batches of several steps, got "
+            f"{type(batches).__name__}; iterate over trainer.prefetch(loader, unroll=...), or wrap "
+            "them: StepBatches([batch, ...]); step() takes one"
+        )
+    return tuple([as_group(batch, accumulate) for batch in batches])
 
 
 def as_group(batch: Any, accumulate: int) -> tuple[Any, ...]:
@@ -83,6 +140,11 @@ def as_group(batch: Any, accumulate: int) -> tuple[Any, ...]:
                 "raise accumulate or give fewer"
             )
         return tuple(batch)
+    if isinstance(batch, StepBatches):
+        raise TypeError(
+            f"a step takes one batch, got the StepBatches of {len(batch)} steps; give them to "
+            "trainer.steps(), or leave unroll out of trainer.prefetch()"
+        )
     if accumulate > 1:
         raise TypeError(
             f"with accumulate={accumulate} a step takes MicroBatches, got "

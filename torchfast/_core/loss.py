@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchfast._core.errors import LossError
@@ -39,6 +40,35 @@ class StepOutput(NamedTuple):
     loss: Tensor
     metrics: dict[str, Number]
     skipped: Tensor | None
+
+
+class SeveralOutput(NamedTuple):
+    """What several steps leave on the device.
+
+    Attributes:
+        losses: One for each, shape ``(n,)``, detached.
+        metrics: Of the last.
+        skipped: 1.0 for each whose update was skipped, else 0.0, shape ``(n,)``; None where none
+            can be.
+    """
+
+    losses: Tensor
+    metrics: dict[str, Number]
+    skipped: Tensor | None
+
+    @classmethod
+    def of(cls, outputs: Sequence[StepOutput]) -> SeveralOutput:
+        """Return what steps leave together."""
+        flags = [output.skipped for output in outputs if output.skipped is not None]
+        return cls(
+            losses=torch.stack([output.loss for output in outputs]),
+            metrics=outputs[-1].metrics,
+            skipped=torch.stack(flags) if flags else None,
+        )
+
+    def flags(self) -> list[Tensor | None]:
+        """Return for each step whether its update was skipped."""
+        return [None] * len(self.losses) if self.skipped is None else [*self.skipped.unbind()]
 
 
 class Shares(NamedTuple):

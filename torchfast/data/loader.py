@@ -35,7 +35,6 @@ from torchfast._core.arguments import (
     check_iterable,
     explain_keywords,
 )
-from torchfast._core.batches import MicroBatches
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Report
 from torchfast._core.device import check_device
@@ -45,9 +44,10 @@ from torchfast.data.arrival import DirectMove, Finish
 from torchfast.data.epoch_ahead import EpochAhead
 from torchfast.data.even_ends import even, heard
 from torchfast.data.feed import DirectFeed, Feed, RingFeed
+from torchfast.data.grouping import Grouping
 from torchfast.data.loader_report import direct_decision, loader_report
 from torchfast.data.monitored import memory_of, pinned_by, unpin
-from torchfast.data.position import Position, PositionedLoader
+from torchfast.data.position import PositionedLoader
 from torchfast.data.ring import Ring
 from torchfast.data.stager import Fetching
 from torchfast.data.statistics import Counters, LoaderStatistics
@@ -74,6 +74,8 @@ class PrefetchingLoader(Closing):
             False hands out memory of its own, for one copy on the device more.
         accumulate: With more than 1, yields `MicroBatches` of so many batches; the last group of
             an epoch may be shorter, and none crosses an epoch.
+        unroll: Yields `StepBatches`, what so many steps take, for ``trainer.steps``; the last ones
+            of an epoch may be fewer.
         transform: ``batch -> batch``, run on the device behind the copy, on the copy stream:
             normalise there, cast uint8 to float there, and fewer bytes cross the bus. One that
             draws random numbers runs on the training's stream, where a plain loop would run it.
@@ -115,6 +117,7 @@ class PrefetchingLoader(Closing):
         depth: int = 2,
         reuse: bool = False,
         accumulate: int = 1,
+        unroll: int | None = None,
         transform: Callable[[Any], Any] | None = None,
         transfer_dtype: torch.dtype | None = None,
         channels_last: bool = False,
@@ -131,7 +134,9 @@ class PrefetchingLoader(Closing):
         self.loader: Iterable[Any] = self._upstream.loader
         self.device = check_device(device)
         self.depth = check_int("depth", depth, minimum=1)
-        self.accumulate = check_int("accumulate", accumulate, minimum=1)
+        self.ranks = RankGroup.alone() if ranks is None else ranks
+        self._grouping = Grouping(accumulate, unroll, are_even=self.ranks.size > 1)
+        self.accumulate, self.unroll = self._grouping.accumulate, self._grouping.unroll
         self.reuse = check_flag("reuse", reuse)
         self.channels_last = check_flag("channels_last", channels_last)
         self.across_epochs = check_flag("across_epochs", across_epochs)
@@ -148,7 +153,6 @@ class PrefetchingLoader(Closing):
         self.epoch_ended = False  # whether the last iteration came to the end of its epoch
         self._iteration = 0
         self._closed = False
-        self.ranks = RankGroup.alone() if ranks is None else ranks
         self._ring: Ring | None = None
         self._feed: Feed | None = None
         self._counters = Counters()
@@ -170,9 +174,9 @@ class PrefetchingLoader(Closing):
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of steps in an epoch; TypeError where the loader has no length."""
+        """Return how often an epoch yields; TypeError where the loader has no length."""
         try:
-            return -(-len(self.loader) // self.accumulate)  # type: ignore[arg-type]
+            return -(-len(self.loader) // self._grouping.size)  # type: ignore[arg-type]
         except TypeError as error:
             raise TypeError(
                 f"the loader ({type(self.loader).__name__}) has no length; give steps=, or count "
@@ -208,7 +212,8 @@ class PrefetchingLoader(Closing):
         """Iterate over one epoch, and fetch no more than ``max_steps`` need.
 
         Args:
-            max_steps: End after so many, with the rest of a generator's batches left in it.
+            max_steps: End after so many (groups of them, under ``unroll``), with the rest of a
+                generator's batches left in it.
             last: No epoch follows, so none is begun ahead.
         """
         if self._closed:
@@ -218,15 +223,14 @@ class PrefetchingLoader(Closing):
     def _batches(self, max_steps: int | None, last: bool) -> Iterator[Any]:
         self._iteration += 1
         mine = self._iteration
-        feed = self._begin(None if max_steps is None else max_steps * self.accumulate)
-        is_grouped = self.accumulate > 1
+        feed = self._begin(None if max_steps is None else max_steps * self._grouping.size)
         looks_ahead = self.across_epochs and not last
         num_steps, self.epoch_ended = 0, False
         try:
             self._counters.begin(time.perf_counter())
             while max_steps is None or num_steps < max_steps:
                 feed.turn()
-                taken = self._group(feed) if is_grouped else feed.take()
+                taken = self._grouping.take(feed, self._counters)
                 feed.release()
                 if self._iteration != mine:  # closed by another thread meanwhile
                     raise IterationError(ENDED)
@@ -234,8 +238,6 @@ class PrefetchingLoader(Closing):
                     self.epoch_ended = True
                     self.end_epoch()
                     return
-                if not is_grouped:
-                    self._counters.handed_out(time.perf_counter(), taken[2])
                 self._upstream.position = taken[1]
                 num_steps += 1
                 if looks_ahead and self._looks_ahead(feed, max_steps, num_steps):
@@ -251,16 +253,6 @@ class PrefetchingLoader(Closing):
         finally:
             if self._iteration == mine:
                 self._leave(feed)
-
-    def _group(self, feed: Feed) -> tuple[MicroBatches[Any], Position, int] | None:
-        group: list[tuple[Any, Position, int]] = []
-        while len(group) < self.accumulate and (taken := feed.take()) is not None:
-            self._counters.handed_out(time.perf_counter(), taken[2])
-            group.append(taken)
-        if not group:
-            return None
-        batches = MicroBatches([taken[0] for taken in group], are_even=self.ranks.size > 1)
-        return batches, group[-1][1], 0
 
     def _begin(self, limit: int | None) -> Feed:
         """Return what this iteration takes from; the one before it, if any, ends."""
@@ -305,7 +297,7 @@ class PrefetchingLoader(Closing):
     def _make_ring(self, transport: Transport) -> Ring:
         return Ring(
             transport,
-            (self.depth + 1) * self.accumulate,
+            (self.depth + 1) * self._grouping.size,
             reuse=self.reuse,
             transfer_dtype=self._transfer_dtype,
             finish=self._finish if self._finish.is_needed else None,
@@ -446,5 +438,6 @@ class PrefetchingLoader(Closing):
     def __repr__(self) -> str:
         return (
             f"PrefetchingLoader({type(self.loader).__name__}, device={str(self.device)!r}, "
-            f"depth={self.depth}, reuse={self.reuse}, accumulate={self.accumulate})"
+            f"depth={self.depth}, reuse={self.reuse}, accumulate={self.accumulate}"
+            f"{'' if self.unroll is None else f', unroll={self.unroll}'})"
         )

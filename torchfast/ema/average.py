@@ -81,6 +81,7 @@ class WeightAverage:
         model: The averaged model; None where nothing is averaged. Another object after modules or
             parameters of the model were replaced, or got another dtype, device or shape.
         named: What an update reads and writes besides the model, for whoever captures it.
+        is_new: Whether the next update is the first to be averaged.
 
     Raises:
         TypeError: The model cannot be copied, or its copy shares modules or parameters with it.
@@ -103,8 +104,7 @@ class WeightAverage:
         self.model: nn.Module | None = None
         self.named: list[nn.Module] = []
         self._entries: list[Entry] = []
-        self._is_new = True  # no update yet
-        self._in_step = False
+        self.is_new, self._in_step = options is not None, False
         if options is None:
             return
         self._source, self._twin = model, twin
@@ -158,7 +158,7 @@ class WeightAverage:
                 self._build()
             else:
                 self.align()
-        if self._is_new:  # the model may have been loaded since
+        if self.is_new:  # the model may have been loaded since
             self._start()
 
     def update(self, skipped: Tensor | None) -> None:
@@ -180,11 +180,11 @@ class WeightAverage:
 
     def after_update(self) -> None:
         """Do what the host does after an update."""
-        if not self.is_on or not self._is_new:
+        if not self.is_on or not self.is_new:
             return
         if self._is_fixed:
             self._start()
-        self._is_new = False
+        self.is_new = False
         self._note_versions()
 
     def current(self) -> nn.Module | None:
@@ -269,7 +269,7 @@ class WeightAverage:
                 "the state holds no averaged weights, so the average begins anew with the weights "
                 "that were loaded"
             )
-            self._is_new = True
+            self.is_new = True
             self._num_averaged.zero_()
             self._start()
             return
@@ -277,7 +277,7 @@ class WeightAverage:
         self.current()  # a hook of the model's may have put other tensors there
         num_averaged = state["ema"]["num_averaged"]
         self._num_averaged.fill_(num_averaged)
-        self._is_new = num_averaged == 0
+        self.is_new = num_averaged == 0
         with torch.no_grad():
             for entry in self._entries:
                 value = state["ema"]["unrounded"].get(entry.name)
@@ -336,7 +336,7 @@ class WeightAverage:
         average, what is written to it needs no notice, but for what it is rounded from.
         """
         if self.is_on:
-            self._watched = self._shown if self._is_new else self._rounded
+            self._watched = self._shown if self.is_new else self._rounded
             self._versions = [*map(_VERSION, self._watched)]
 
     def _take_over(self) -> None:
@@ -349,7 +349,7 @@ class WeightAverage:
                 for entry in entries:
                     entry.take_over()
                 if entries and not group.may_move:
-                    self._is_new = False
+                    self.is_new = False
                     self._num_averaged.clamp_(min=1)
         self._note_versions()
 

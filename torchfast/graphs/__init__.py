@@ -1,5 +1,6 @@
 """A whole training step as one CUDA graph, the form of optimizer it needs, branches on streams."""
 
+from torchfast.graphs.entries import Ready
 from torchfast.graphs.graph_form import GraphForm, graph_form
 from torchfast.graphs.graphed_update import GraphedUpdate
 from torchfast.graphs.learning_rates import LearningRates
@@ -21,6 +22,7 @@ __all__ = [
     "NamedState",
     "OptimizerForm",
     "ParallelBranches",
+    "Ready",
     "SavedNamedState",
     "graph_decision",
     "graph_form",

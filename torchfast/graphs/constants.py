@@ -39,6 +39,12 @@ class HostConstants:
         self._device = device
         self._values: list[tuple[Tensor, Tensor]] = []  # on the host and on the device
 
+    def of_steps(self, number: int) -> HostConstants:
+        """Return what so many steps copy one after the other, each of them the same."""
+        several = HostConstants(self._device)
+        several._values = self._values * number
+        return several
+
     def recording(self) -> TorchFunctionMode:
         """Return a context that keeps the values that its body copies."""
         self._values = []

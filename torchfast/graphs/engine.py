@@ -24,17 +24,17 @@ from torchfast._core.phases import CAPTURE, phase
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.backend import Backend, backend_for
 from torchfast.graphs.constants import HostConstants
-from torchfast.graphs.entries import Entry, GraphStore
+from torchfast.graphs.entries import Aside, Entry, GraphStore, Ready
 from torchfast.graphs.failures import Failure, explain
 from torchfast.graphs.gradients import GradientsBefore
 from torchfast.graphs.host_facts import LATER, HostFacts
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.options import CUDAGraphOptions, graph_decision
+from torchfast.graphs.options import CUDAGraphOptions
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.replay_check import Mismatch, find_mismatch
-from torchfast.graphs.signature import Call, describe
+from torchfast.graphs.signature import Call, Several, describe
 from torchfast.graphs.static_inputs import StaticInputs
 from torchfast.graphs.steady import Steady
 from torchfast.graphs.together import OTHERS, Together
@@ -116,31 +116,46 @@ class GraphEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and return what ``fn`` returns, detached and safe to keep."""
+        inputs = (args, kwargs)
+        found = self._found(inputs)
+        if isinstance(found, Ready):
+            return self.replay(found)
+        with found.around:
+            return self._run_eagerly(inputs)
+
+    def prepared(self, steps: Several) -> Ready | Aside:
+        """Return what replays several steps at once, captured now if it is time; none is done."""
+        return self._found(((steps,), {}), are_several=True)
+
+    def _found(self, inputs: Any, *, are_several: bool = False) -> Ready | Aside:
         if self._closed:
             raise ClosedError("this captured step was closed; build a new one")
-        inputs = (args, kwargs)
+        args, kwargs = inputs
         if self._steady.goes_on():
             call = describe(args, kwargs)
             if (known := self._steady.entry(call.key)) is not None:
                 self._together.meet(captures=False)
-                return self._replay(known, call)
+                return Ready(known, call)
         if self.why_eager is None:
             self._notice_changes()
         if self.why_eager is not None:
             self._together.meet(captures=False)
-            return self._run_eagerly(inputs)
+            return Aside(self.why_eager)
         call = describe(args, kwargs)
-        entry = self._entry((self._watch.mode(), call.key))
+        key = (self._watch.mode(), call.key)
+        if are_several and (why := self.store.why_apart(key)) is not None:
+            return Aside(why)
+        entry = self._entry(key)
         is_due = entry.graph is None and entry.why_eager is None and not entry.warm_up_left
         self._together.meet(captures=is_due)
         if entry.graph is not None:
             self._steady.note(call.key, entry)
-            return self._replay(entry, call)
+            return Ready(entry, call)
         if entry.why_eager is not None:
-            return self._run_eagerly(inputs)
+            return Aside(entry.why_eager)
         if entry.warm_up_left:
             entry.warm_up_left -= 1
-            return self._run_eagerly(inputs)
+            return Aside("it warms up")
         with phase(CAPTURE):
             return self._capture(entry, call, inputs)
 
@@ -153,18 +168,8 @@ class GraphEngine:
 
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
-        found = [
-            graph_decision("applied", f"{entry.shapes}: {entry.num_replays} replays")
-            for entry in self.store.graphs
-        ]
-        reasons = [self.why_eager] if self.why_eager else []
-        reasons += [
-            f"{e.shapes}: {e.why_eager}" for e in self.store.entries.values() if e.why_eager
-        ]
-        if self.store.graphs and (num_hooks := self._watch.num_hooks()):
-            detail = f"{num_hooks} hooks: what they launch is replayed, their Python is not run"
-            found.append(graph_decision("applied", detail))
-        return found + [graph_decision("stepped aside", reason) for reason in reasons]
+        hooks = self._watch.num_hooks() if self.store.graphs else 0
+        return self.store.decisions(self.why_eager, hooks)
 
     def settle(self) -> None:
         """Bring buffers that were replaced outside the step back to their places."""
@@ -208,12 +213,12 @@ class GraphEngine:
         self._adds = self._adds if before is None else before.compared().adds
         return map_batch(outputs, detached)
 
-    def _capture(self, entry: Entry, call: Call, inputs: Any) -> Any:
+    def _capture(self, entry: Entry, call: Call, inputs: Any) -> Ready | Aside:
         if self.store.num_evicted > _EVICTIONS_PER_GRAPH * self._options.max_graphs:
             for _ in range(2):  # the others wait to hear how it went, and whether to try again
                 self._together.begin()
                 self._together.fail()
-            return self._fail(entry, Failure("more kinds of steps than max_graphs serves"), inputs)
+            return self._fail(entry, Failure("more kinds of steps than max_graphs serves"))
         self.store.make_room()
         self.store.release_gradients()
         self._steady.forget()
@@ -223,15 +228,14 @@ class GraphEngine:
         failure = self._attempt(entry, call, inputs, facts)
         # Outside of the handling of the error, which keeps alive what the capture has allocated.
         if failure is None:
-            return self._replay(entry, call)
+            return Ready(entry, call)
         self._together.begin()
         surroundings = self._before_another(entry, failure)
         goes_on = self._together.all_agree(surroundings is not None)
         if surroundings is None or not goes_on:
-            return self._fail(entry, failure, inputs)
+            return self._fail(entry, failure)
         self._drop_error()
-        with surroundings:
-            return self._run_eagerly(inputs)
+        return Aside(failure.reason, surroundings)
 
     def _before_another(
         self, entry: Entry, failure: Failure
@@ -249,7 +253,8 @@ class GraphEngine:
         if is_passing:
             gc.collect()
             return nullcontext()
-        if failure.is_copy and self._options.host_constants and entry.constants is None:
+        is_alone = entry.num_steps == 1  # or its single step has learnt what it copies
+        if failure.is_copy and self._options.host_constants and is_alone and not entry.constants:
             entry.constants = HostConstants(self.device)
             return entry.constants.recording()
         return None
@@ -350,7 +355,9 @@ class GraphEngine:
                 "the graph's own copies; return them from the step"
             )
 
-    def _replay(self, entry: Entry, call: Call) -> Any:
+    def replay(self, ready: Ready) -> Any:
+        """Replay the graph that serves a call; return what ``fn`` returned, safe to keep."""
+        entry, call = ready
         assert entry.inputs is not None
         assert entry.outputs is not None
         self._state.fill_rates()
@@ -379,7 +386,7 @@ class GraphEngine:
             return find_mismatch(
                 self._state,
                 self.device,
-                replay=lambda: self._replay(entry, call),
+                replay=lambda: self.replay(Ready(entry, call)),
                 eager=eager,
                 gradients=[gradient for _, gradient in entry.added_to],
                 with_gradients=self._keeps_gradients,
@@ -427,13 +434,14 @@ class GraphEngine:
                 raise CaptureError(message)
             self._warn(reason, message)
 
-    def _fail(self, entry: Entry, failure: Failure, inputs: Any) -> Any:
+    def _fail(self, entry: Entry, failure: Failure) -> Aside:
         entry.why_eager, self.failure = str(failure), failure
         if self._options.on_failure == "raise":
             error, self._error = self._error, None
             raise CaptureError(f"the step ({entry.shapes}) was not captured: {failure}") from error
-        self._warn(failure.reason, f"steps of {entry.shapes} run eagerly: {failure}")
-        return self._run_eagerly(inputs)
+        how = "run eagerly" if entry.num_steps == 1 else "run one by one"
+        self._warn(failure.reason, f"steps of {entry.shapes} {how}: {failure}")
+        return Aside(entry.why_eager)
 
     def _warn(self, about: str, message: str) -> None:
         if about not in self._warned:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from torchfast._core.decisions import Decision
 from torchfast._core.phases import REPLAY, phase
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.failures import Failure
 from torchfast.graphs.moments import Moment, PhaseMoments, Times
-from torchfast.graphs.options import CUDAGraphOptions
+from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.secrecy import Secret
-from torchfast.graphs.signature import only_tensors, shapes
+from torchfast.graphs.signature import Call, num_steps, only_tensors, shapes, single
 from torchfast.graphs.static_inputs import StaticInputs
 
 
@@ -28,6 +29,7 @@ class Entry:
 
     Attributes:
         shapes: Its tensors in words.
+        num_steps: How many steps a call does, in one graph.
         warm_up_left: Calls that run as they are before it is captured.
         attempts: Captures that failed.
         graph: Its graph, with ``inputs`` that it reads and ``outputs`` that it writes.
@@ -59,6 +61,7 @@ class Entry:
     moments: PhaseMoments | None = None
     why_eager: str | None = None
     num_replays: int = 0
+    num_steps: int = 1
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -93,6 +96,25 @@ class Entry:
             self.graph.reset()
         self.graph = self.inputs = self.outputs = self.moments = None
         self.gradients, self.added_to, self.from_none, self.kept = [], [], [], []
+
+
+class Ready(NamedTuple):
+    """A call with the graph that serves it."""
+
+    entry: Entry
+    call: Call
+
+
+class Aside(NamedTuple):
+    """A call that no graph serves.
+
+    Attributes:
+        why: In words.
+        around: In what it is to run eagerly.
+    """
+
+    why: str
+    around: AbstractContextManager[Any] = nullcontext()
 
 
 # Other shapes have less to warm up: the optimizer's state and the libraries are there.
@@ -132,8 +154,11 @@ class GraphStore:
         entry = Entry(
             shapes=shapes(key[1]),
             warm_up_left=self._options.warm_up_steps if is_first else _WARM_UP_OF_OTHERS,
+            num_steps=num_steps(key[1]),
         )
-        is_new_shape = all(known[1] != key[1] for known in self.entries)
+        if entry.num_steps > 1:
+            self._take_after(entry, self.entries[key[0], single(key[1])])
+        is_new_shape = all(known[1] != single(key[1]) for known in self.entries)
         if not is_first and is_new_shape and self._options.new_shapes == "eager":
             entry.why_eager = "other inputs than the first, and new_shapes='eager'"
         self.entries[key] = entry
@@ -143,6 +168,29 @@ class GraphStore:
         concern = self._concern_of_many(key)
         self._forget_some(most)
         return entry, concern
+
+    def why_apart(self, key: Any) -> str | None:
+        """Return why several steps cannot be a kind of call; None if they can."""
+        if key in self.entries and self.entries[key].graph is not None:
+            return None
+        one = single(key[1])
+        if one is None:
+            return "batches of different shapes, values or containers in a group"
+        known = self.entries.get((key[0], one))
+        if known is None or known.graph is None:
+            return "steps of each kind are captured one by one first"
+        if len(self.graphs) >= self._limit:
+            return "max_graphs graphs are kept already"
+        return None
+
+    @staticmethod
+    def _take_after(several: Entry, one: Entry) -> None:
+        """Let several steps begin with what is known of one: they have nothing to warm up."""
+        several.warm_up_left = 0
+        if one.secret is None:
+            several.secret = None
+        if one.constants is not None:
+            several.constants = one.constants.of_steps(several.num_steps)
 
     def _concern_of_many(self, key: Any) -> str:
         kinds = [known[1] for known in self.entries]
@@ -170,6 +218,19 @@ class GraphStore:
             if entry.moments is not None:
                 entry.moments.read()
         return list(self._phase_times)
+
+    def decisions(self, why_eager: str | None, num_hooks: int) -> list[Decision]:
+        """Return what was captured, and what was not and why."""
+        found = [
+            graph_decision("applied", f"{entry.shapes}: {entry.num_replays} replays")
+            for entry in self.graphs
+        ]
+        if num_hooks:
+            detail = f"{num_hooks} hooks: what they launch is replayed, their Python is not run"
+            found.append(graph_decision("applied", detail))
+        reasons = [why_eager] if why_eager else []
+        reasons += [f"{e.shapes}: {e.why_eager}" for e in self.entries.values() if e.why_eager]
+        return found + [graph_decision("stepped aside", reason) for reason in reasons]
 
     def add(self, entry: Entry) -> None:
         """Take an entry that has just been captured."""

@@ -27,7 +27,9 @@ from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
+from torchfast.graphs.signature import Several
 from torchfast.graphs.trials import GraphTrials
+from torchfast.graphs.unrolled_update import UnrolledUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +87,11 @@ class GraphedUpdate:
         self._decisions: list[Decision] = []
         self._before: Counter[str] = Counter()  # of the graph that had the update in it
         self.is_whole = rate_dtype is not None
+        self.unrolled: UnrolledUpdate | None = None  # several steps at once, if it is whole
         if rate_dtype is not None:
             rates = LearningRates(optimizer, rate_dtype)
             self._graph = self._engine(self._noting_updates, optimizer, rates=[rates])
+            self.unrolled = UnrolledUpdate(self._graph, rates, self._noting_updates)
         else:
             assert until_update is not None
             self._graph = self._engine(until_update)
@@ -125,6 +129,8 @@ class GraphedUpdate:
         self._is_updating = True
 
     def _noting_updates(self, group: tuple[Any, ...]) -> Any:
+        if self.unrolled is not None and type(group) is Several:
+            return self.unrolled(group)
         self._is_updating = self._is_same_so_far = False
         output = self._whole(group)
         self._is_updating = False
@@ -144,7 +150,7 @@ class GraphedUpdate:
         self._graph.close()
         assert self._until_update is not None
         self._graph = self._engine(self._until_update)
-        self.is_whole = False
+        self.is_whole, self.unrolled = False, None
 
     def rates_on_device(self) -> AbstractContextManager[None]:
         """Let an update outside the graph read the learning rates that the graph reads."""

@@ -60,6 +60,24 @@ class LearningRates:
                     self._tensors[index].fill_(rate)
                 self._filled[index] = rate
 
+    def another(self) -> LearningRates:
+        """Return other tensors for the same groups: the rates of another step."""
+        return LearningRates(self.optimizer, self._dtype)
+
+    @contextmanager
+    def standing_in_for(self, others: LearningRates) -> Iterator[None]:
+        """Let the groups hold these tensors where they hold those of ``others``."""
+        groups = zip(self.groups, self._tensors, others._tensors, strict=False)
+        swapped = [swap for swap in groups if swap[0]["lr"] is swap[2]]
+        for group, own, _ in swapped:
+            group["lr"] = own
+        try:
+            yield
+        finally:
+            for group, own, other in swapped:
+                if group["lr"] is own:
+                    group["lr"] = other
+
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Let the groups hold the tensors, filled before; what the body puts there itself stays.

@@ -25,6 +25,13 @@ _VALUES = (
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
+@final
+class Several(tuple[Any, ...]):
+    """The inputs of several steps, in their order, that one call does one after the other."""
+
+    __slots__ = ()
+
+
 class Call(NamedTuple):
     """One call's inputs.
 
@@ -55,6 +62,8 @@ def describe(inputs: Any, by_name: dict[str, Any] | None = None) -> Call:
 
 def shapes(key: tuple[Any, ...]) -> str:
     """Return a key's tensor shapes in words, such as ``"16x256 int64, 16x256 int64"``."""
+    if (number := num_steps(key)) > 1 and (one := single(key)) is not None:
+        return f"{number} steps of {shapes(one)}"
     names = [
         f"{'x'.join(map(str, part[1])) or 'scalar'} {str(part[2]).removeprefix('torch.')}"
         for part in only_tensors(key)
@@ -70,6 +79,31 @@ def only_tensors(key: tuple[Any, ...]) -> tuple[Any, ...]:
 def without_tensors(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the other part."""
     return tuple(part for part in key if not _is_of_tensor(part))
+
+
+def num_steps(key: tuple[Any, ...]) -> int:
+    """Return of how many steps a call's key has the inputs: 1, but for `Several`."""
+    head = key[1] if len(key) > 1 else None
+    return int(head[1]) if isinstance(head, tuple) and head[0] is Several else 1
+
+
+def single(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the key of a call of one of `Several` steps; None unless they are all of that kind.
+
+    Nor are they where one tensor stands in the inputs of two steps.
+    """
+    number = num_steps(key)
+    if number == 1:
+        return key
+    size, rest = divmod(len(key) - 2, number)
+    first = key[2 : 2 + size]
+    num_tensors = len(only_tensors(first))
+    for step in range(1, number):
+        before = step * num_tensors  # to which places among all tensors are counted on
+        expected = [part + before if type(part) is int else part for part in first]
+        if [*key[2 + step * size : 2 + (step + 1) * size]] != expected:
+            return None
+    return None if rest else (key[0], *first)
 
 
 def _is_of_tensor(part: Any) -> bool:

@@ -31,7 +31,7 @@ _PARAMETER_HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Of a parameter group: what is watched elsewhere, and what only schedulers read.
-_NOT_FROZEN = frozenset(
+NOT_FROZEN = frozenset(
     ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 )
 _END = object()
@@ -107,7 +107,7 @@ class StateWatch:
         on_device = {id(group) for rates in state.rates for group in rates.groups}
         settings, rated = [], []
         for group in state.own_groups():
-            names = [name for name in group if name not in _NOT_FROZEN]
+            names = [name for name in group if name not in NOT_FROZEN]
             rate = group.get("lr")
             if id(group) in on_device and rate is not None and not isinstance(rate, Tensor):
                 rated.append(group)  # the rate is brought up to date before each replay
@@ -281,7 +281,7 @@ class _Settings:
 
     def __init__(self, group: dict[str, Any]) -> None:
         self._entries = [*group]
-        self._names = [name for name in group if name not in _NOT_FROZEN]
+        self._names = [name for name in group if name not in NOT_FROZEN]
         is_plain = len(self._names) > 1 and all(_is_plain(group[name]) for name in self._names)
         self._get = operator.itemgetter(*self._names) if is_plain else None
 
@@ -289,7 +289,7 @@ class _Settings:
         """Return the values, and the names where there are others."""
         names = self._names
         if [*group] != self._entries:
-            names = [name for name in group if name not in _NOT_FROZEN]
+            names = [name for name in group if name not in NOT_FROZEN]
         if self._get is None:
             return names, [_frozen(group[name]) for name in self._names]
         values = self._get(group)
