@@ -31,6 +31,7 @@ HEADS = {
     "torchfast exact + vocabulary loss": "tf exact, voc.",
     "torchfast fast, not compiled": "tf fast, no comp.",
     "torchfast fast": "tf fast",
+    "torchfast fast, unrolled": "tf fast, unrolled",
     "torchfast fast + vocabulary loss": "tf fast, voc.",
     "torchfast fast, searched": "tf fast, searched",
 }

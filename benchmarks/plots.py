@@ -47,7 +47,9 @@ FAMILIES = (
     Family("torchfast eager", "torchfast eager", "#d55e00", "circle", 5),
     Family("torchfast exact", r"torchfast exact( \+.*)?", "#d55e00", "square", 5),
     Family("fast, not compiled", "torchfast fast, not compiled", "#d55e00", "triangle", 5),
-    Family("torchfast fast", r"torchfast fast( \+.*|, searched)?", "#d55e00", "diamond", 5),
+    Family(
+        "torchfast fast", r"torchfast fast( \+.*|, (searched|unrolled))?", "#d55e00", "diamond", 5
+    ),
 )
 NUM_LANES = 1 + max(family.lane for family in FAMILIES)
 

@@ -205,5 +205,6 @@ def test_step_host(run):
     torch.set_num_threads(threads)
     assert rows[0]["part"] == "step"
     assert {"a glance at the state", "cloning the outputs"} <= {row["part"] for row in rows}
+    assert rows[1]["part"] == "steps of 8, per step"
     assert all(0 < row["least_us"] <= row["median_us"] for row in rows)
     assert "describing the batch" in printed

@@ -61,7 +61,10 @@ def peers():
 
 
 def test_every_method_computes_what_the_naive_loop_computes():
-    own = [NAIVE, TUNED, *(m for name, m in METHODS.items() if name.startswith("torchfast"))]
+    ours = [m for name, m in METHODS.items() if name.startswith("torchfast")]
+    load = workload("gpt-small", "smoke")
+    own = [NAIVE, TUNED, *(m for m in ours if m.obstacle(load, on_cuda=False) is None)]
+    assert len(own) == 2 + len(ours) - 1  # of all but the one for the shortest step
     found = measured(own, "gpt-small")
     assert set(found) == {method.name for method in own}
     for name, method in found.items():
@@ -74,6 +77,14 @@ def test_every_method_computes_what_the_naive_loop_computes():
         assert 0 < method["host_ms"] <= method["median_ms"] * 1.01
         assert method["device_ms"] is method["num_kernels"] is method["peak_bytes"] is None
     assert found["tuned"]["blocks_ms"] == found["tuned"]["reference_blocks_ms"]
+
+
+def test_steps_that_are_given_together_compute_what_the_naive_loop_computes():
+    found = measured([NAIVE, TUNED, METHODS["torchfast fast, unrolled"]])
+    unrolled = found["torchfast fast, unrolled"]
+    assert unrolled["status"] == "ran", unrolled
+    assert unrolled["trains"]
+    assert unrolled["losses"] == pytest.approx(found["naive"]["losses"], rel=1e-3)
 
 
 def test_a_method_that_compiles_computes_the_same_and_starts_late():
@@ -314,7 +325,11 @@ def test_what_the_methods_of_torchfast_are():
     assert plain == fast.replace(compile=False)
     assert plain != fast
     waits = {name for name, method in METHODS.items() if method.compiles and "torchfast" in name}
-    more = {"torchfast fast + vocabulary loss", "torchfast fast, searched"}
+    more = {
+        "torchfast fast + vocabulary loss",
+        "torchfast fast, searched",
+        "torchfast fast, unrolled",
+    }
     assert waits == {"torchfast fast", *more}
 
 

@@ -71,6 +71,10 @@ def _without_large_products(workload: Workload) -> str | None:
     return None if workload.name == "llama" else "measured on the largest matrix products only"
 
 
+def _without_short_steps(workload: Workload) -> str | None:
+    return None if workload.name == "mlp" else "measured on the shortest step only"
+
+
 def _without_blocks(workload: Workload) -> str | None:
     with torch.device("meta"):
         repeated = workload.regions(workload.build())
@@ -100,7 +104,7 @@ def _by_hand(name: str, train: Callable[[Job], None], given: str, **details: obj
 
 def _plan(plan: str, given: str, variant: str = "", **changes: Any) -> Method:
     compiles = plan == "fast" and changes.get("compiled", True)
-    is_apart = changes.get("loss_over_vocabulary")
+    left_out = _without_vocabulary if changes.get("loss_over_vocabulary") else None
     return Method(
         f"torchfast {plan}{variant}",
         partial(plans.train, plan=plan, **changes),
@@ -108,7 +112,7 @@ def _plan(plan: str, given: str, variant: str = "", **changes: Any) -> Method:
         needs=COMPILER if compiles else None,
         compiles=compiles,
         search_s=changes.get("search_s", 0.0),
-        left_out=_without_vocabulary if is_apart else None,
+        left_out=_without_short_steps if changes.get("unroll") else left_out,
     )
 
 
@@ -207,6 +211,12 @@ METHODS = {
             "the same, the loss by `torchfast.losses.linear_cross_entropy`, without the logits",
             " + vocabulary loss",
             loss_over_vocabulary=True,
+        ),
+        _plan(
+            "fast",
+            "the plan `fast`, eight steps in each replay by `Trainer.steps`",
+            ", unrolled",
+            unroll=8,
         ),
         _plan(
             "fast",

@@ -19,8 +19,9 @@ def train(
     compiled: bool = True,
     search_s: float = 0.0,
     loss_over_vocabulary: bool = False,
+    unroll: int | None = None,
 ) -> None:
-    """Train by ``Trainer.step``, as the README shows it.
+    """Train by ``Trainer.step``, as the README shows it, or by ``Trainer.steps``.
 
     Args:
         job: What is trained.
@@ -28,6 +29,7 @@ def train(
         compiled: Whether what the preset compiles is compiled.
         search_s: How long it may search for the fastest way to compile; 0: it does not.
         loss_over_vocabulary: Whether a language model's loss is computed without its logits.
+        unroll: How many steps are given to it at once, in place of one.
     """
     # "eager" and "exact" keep the user's number format, optimizer and layout, so they are given
     # what the tuned loop is given. "fast" chooses for itself.
@@ -46,6 +48,10 @@ def train(
         plan_of(plan, compiled=compiled, search_s=search_s),
         max_grad_norm=MAX_GRAD_NORM,
     )
+    if unroll is not None:
+        for group in trainer.prefetch(job.loader(pinned=True), unroll=unroll, reuse=True):
+            for loss in trainer.steps(group).unbind():
+                job.tick(loss)
     # As Trainer.fit does it: each batch is done with when the next one is asked for.
     for batch in trainer.prefetch(job.loader(pinned=True), reuse=True):
         job.tick(trainer.step(batch))

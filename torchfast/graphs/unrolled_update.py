@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -58,9 +57,7 @@ class UnrolledUpdate:
         for rates, group in zip(self._rates_of, groups, strict=False):
             with rates.standing_in_for(self._rates):
                 outputs.append(self._step(group))
-            # What the engine does at the end of a step.
-            self._engine.settle()
-            torch.clear_autocast_cache()
+            self._engine.settle()  # as at the end of a step
         return SeveralOutput.of(outputs)
 
     def prepared(self, groups: tuple[tuple[Any, ...], ...]) -> Ready | Aside:
