@@ -101,3 +101,15 @@ def test_a_value_that_the_step_changes_afterwards_is_kept_as_it_was():
         value += 1
     assert isinstance(constants._values[0][0], Tensor)
     assert constants._values[0][0].tolist() == [1.0, 1.0]
+
+
+def test_several_steps_copy_what_one_copies_each():
+    constants = HostConstants(META)
+    with constants.recording():
+        copied(1.0, 2.0)
+    with constants.of_steps(3).standing_in():
+        copied(1.0, 2.0, 1.0, 2.0, 1.0, 2.0)
+        with pytest.raises(CaptureError, match="another value each time"):
+            copied(1.0)
+    with constants.standing_in():  # those of one step are left as they are
+        copied(1.0, 2.0)

@@ -11,7 +11,7 @@ import torch
 
 from containers import CONTAINERS, Movable, Ordinary
 from simulated_device import Prompt, Reader, SimulatedTransport, numbered, read_all
-from torchfast import MicroBatches, PrefetchingLoader
+from torchfast import MicroBatches, PrefetchingLoader, StepBatches
 from torchfast._core.rng import seed_everything
 
 # --- the order of copies and reads --------------------------------------------------------------
@@ -115,6 +115,22 @@ def test_groups_have_slots_of_their_own(device):
     assert sizes == [4] * 12 + [2]
     assert [number for group in reader.result() for (number,) in group[::2]] == list(range(50))
     assert device.transports[0].num_allocations == 3 * 4
+
+
+def test_batches_of_several_steps_have_slots_of_their_own(device):
+    device.copy_delay_s = device.consumer_delay_s = 0.001
+    loader = PrefetchingLoader(
+        iter(numbered(50)), "cpu", depth=2, reuse=True, accumulate=2, unroll=3
+    )
+    reader, sizes = None, []
+    for steps in loader:
+        reader = reader or Reader(device.transports[0])
+        assert type(steps) is StepBatches
+        sizes.append([len(group) for group in steps])
+        reader([list(batch) for group in steps for batch in group])
+    assert sizes == [[2, 2, 2]] * 8 + [[2]]
+    assert [number for group in reader.result() for (number,) in group[::2]] == list(range(50))
+    assert device.transports[0].num_allocations == 3 * 6
 
 
 # --- what a batch may be ------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torchfast import (
     CUDAGraphOptions,
     MicroBatches,
     OffloadOptions,
+    OutOfMemoryError,
     Plan,
     PrefetchingLoader,
     StepBatches,
@@ -355,6 +356,22 @@ def test_a_replay_that_fails_leaves_the_schedule_as_it_was(monkeypatch):
         patch.setattr(UnrolledUpdate, "_replayed", failing)
         with pytest.raises(RuntimeError, match="no room"):
             both.several.steps(StepBatches(batches[2 * K : 3 * K]))
+    both.run(batches[2 * K :])
+
+
+@pytest.mark.usefixtures("tape")
+def test_a_replay_that_memory_does_not_suffice_for_has_an_account(monkeypatch):
+    def out_of_memory(self, ready):
+        raise torch.OutOfMemoryError("no room")
+
+    both = Both(lr_scheduler=partial(schedulers.ExponentialLR, gamma=0.9))
+    batches = make_batches(4 * K)
+    both.run(batches[: 2 * K])
+    with monkeypatch.context() as patch:
+        patch.setattr(UnrolledUpdate, "_replayed", out_of_memory)
+        with pytest.raises(OutOfMemoryError) as caught:
+            both.several.steps(StepBatches(batches[2 * K : 3 * K]))
+    assert caught.value.account is not None
     both.run(batches[2 * K :])
 
 
