@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler as schedulers
 from models import (
     BatchNormNet,
     DropoutNet,
+    FrozenNet,
     loss_and_metrics,
     make_batches,
     mean_loss,
@@ -167,6 +168,25 @@ def test_a_hyperparameter_that_is_set_is_captured_anew():
     both.run(batches[12 * K :])
     assert both.unrolled == (14, 14 * K)  # the single step is captured first
     assert counts(both.several)[3] == 4
+
+
+def test_a_group_that_is_added_has_a_rate_of_its_own_in_each_step():
+    both = Both(
+        net=FrozenNet,
+        optimizer=lambda params: ADAMW([p for p in params if p.requires_grad]),
+        lr_scheduler=partial(schedulers.ExponentialLR, gamma=0.9),
+    )
+    batches = make_batches(7 * K)
+    both.run(batches[: 3 * K])
+
+    def thaw(trainer):
+        first = trainer.model.first.requires_grad_(True)
+        trainer.optimizer.add_param_group({"params": first.parameters(), "lr": 0.002})
+
+    both.both(thaw)
+    both.run(batches[3 * K :])
+    assert both.unrolled == (2 + 3, 5 * K)
+    assert len(both.several.optimizer.param_groups) == 2
 
 
 def test_train_and_eval_have_graphs_of_their_own():

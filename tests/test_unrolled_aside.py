@@ -22,6 +22,7 @@ from torchfast import (
     PrefetchingLoader,
     StepBatches,
 )
+from torchfast._core.compare import differences
 from torchfast._core.rng import get_rng_state
 from torchfast.graphs.unrolled_update import UnrolledUpdate
 from torchfast.unrolled import UnrolledSteps
@@ -204,6 +205,20 @@ def test_new_shapes_that_run_eagerly_do_so_in_groups_too():
     both.run(make_batches(2 * K, size=3))
     assert both.unrolled == (3, 3 * K)
     assert counts(both.several) == (2, 1 + 3, 3 + 2 * K, 2)
+
+
+@pytest.mark.usefixtures("tape")
+def test_gradients_that_nobody_zeroes_are_added_to_one_by_one(caplog):
+    """Of parameters that stand in no optimizer; to capture again and again would not pay."""
+    both = Both(lambda params: FUSED(list(params)[:2]))
+    caplog.clear()
+    both.run(make_batches(8 * K))
+    for pair in zip(*(trainer.model.parameters() for trainer in both.trainers), strict=True):
+        grads = [p.grad for p in pair]
+        assert all(g is None for g in grads) or not differences(*grads)
+    assert both.unrolled == (0, 0)
+    assert len([r for r in caplog.records if "run one by one" in r.getMessage()]) == 1
+    assert "there are no gradients now" in reasons(both.several)[-1]
 
 
 # --- schedules that do more -----------------------------------------------------------------------

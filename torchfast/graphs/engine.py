@@ -241,7 +241,8 @@ class GraphEngine:
         self, entry: Entry, failure: Failure
     ) -> AbstractContextManager[None] | None:
         """Return in what this step is to run before another attempt; None if none is to come."""
-        if failure.reason == _NOT_NOW:
+        is_alone = entry.num_steps == 1  # or another attempt would cost the Python of several
+        if failure.reason == _NOT_NOW and is_alone:
             return nullcontext()
         is_passing = failure.reason in (LATER, OTHERS) or failure.is_left_over
         if not is_passing and entry.is_to_be_told(failure):
@@ -253,7 +254,6 @@ class GraphEngine:
         if is_passing:
             gc.collect()
             return nullcontext()
-        is_alone = entry.num_steps == 1  # or its single step has learnt what it copies
         if failure.is_copy and self._options.host_constants and is_alone and not entry.constants:
             entry.constants = HostConstants(self.device)
             return entry.constants.recording()

@@ -60,6 +60,11 @@ class LearningRates:
                     self._tensors[index].fill_(rate)
                 self._filled[index] = rate
 
+    @property
+    def cover_groups(self) -> bool:
+        """Whether there is a tensor for each group: there may be more groups by now."""
+        return len(self._tensors) >= len(self.groups)
+
     def another(self) -> LearningRates:
         """Return other tensors for the same groups: the rates of another step."""
         return LearningRates(self.optimizer, self._dtype)

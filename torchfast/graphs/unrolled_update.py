@@ -64,6 +64,9 @@ class UnrolledUpdate:
         """Return what replays the steps of these micro-batches; see `GraphEngine.prepared`."""
         while len(self._rates_of) < len(groups):
             self._rates_of.append(self._rates.another())
+        if not self._rates_of[0].cover_groups:  # a capture must find a tensor for each
+            for rates in self._rates_of:
+                rates.fill()
         return self._engine.prepared(Several(groups))
 
     def replay(
