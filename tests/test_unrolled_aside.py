@@ -14,6 +14,7 @@ from stepping import make_trainer
 from tape import CPU, counts, reasons
 from torchfast import (
     CaptureError,
+    CompileOptions,
     CUDAGraphOptions,
     MicroBatches,
     OffloadOptions,
@@ -107,23 +108,30 @@ def test_without_graphs_nothing_is_warned_of(plan, caplog):
     assert not caplog.records
 
 
+OF_PLANS = {
+    "ranks agree before each step": {"shard": "ddp"},
+    "float8 looks at batches": {"precision": "fp8"},
+    "the update is compiled": {"compile": CompileOptions(update=True)},
+}
+
+
 @pytest.mark.usefixtures("tape")
-def test_several_ranks_step_one_by_one():
-    trainer = make_trainer(FUSED)
-    step = trainer._step
+@pytest.mark.parametrize("why", OF_PLANS)
+def test_what_a_plan_does_between_steps_runs_them_one_by_one(why):
+    """Without doing it, which takes a GPU, several processes or a compiler."""
+    step = make_trainer(FUSED)._step
     unrolled = UnrolledSteps(
-        step.plan,
+        step.plan.replace(**OF_PLANS[why]),
         step.optimizer,
         None,
         average=step._average,
         compiled=step._compiled,
         memory=step.memory,
         graph=step._graph,
-        num_ranks=2,
     )
     assert unrolled(tuple((batch,) for batch in make_batches(K))) is None
     (decision,) = unrolled.decisions()
-    assert "ranks agree before each step" in decision.detail
+    assert why in decision.detail
 
 
 def test_who_never_gives_several_steps_reads_nothing_of_them():

@@ -402,7 +402,6 @@ class TrainStep:
             compiled=self._compiled,
             memory=self.memory,
             graph=self._graph,
-            num_ranks=self.ranks.world_size,
         )
         in_place = self._layout.active or self._compiled.changes_model or self._graph is not None
         in_place |= self._transforms.changes_model or self._offload.moves_parameters

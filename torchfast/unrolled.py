@@ -45,7 +45,6 @@ class UnrolledSteps:
         compiled: The loss function.
         memory: Takes an account where it runs out.
         graph: What a step runs through; None if nothing is captured.
-        num_ranks: How many train together.
 
     Numerics: Bitwise the steps one by one.
     Synchronizes: At captures.
@@ -61,12 +60,11 @@ class UnrolledSteps:
         compiled: CompiledLoss,
         memory: StepMemory,
         graph: GraphedUpdate | None,
-        num_ranks: int,
     ) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
         self._average, self._compiled, self._memory = average, compiled, memory
         self._graph = graph
-        self._why_never = _why_never(plan, scheduler, num_ranks)
+        self._why_never = _why_never(plan, scheduler)
         self._most = 2  # steps in a group so far
         self._num_unrolled, self._num_replays = 0, 0
         self._num_single: Counter[str] = Counter()  # by why
@@ -154,9 +152,9 @@ class UnrolledSteps:
             logger.warning("unroll: steps that are given together run one by one: %s", why)
 
 
-def _why_never(plan: Plan, scheduler: Any, num_ranks: int) -> str | None:
-    """Return what of a plan, a schedule or the ranks needs the host between two steps."""
-    if num_ranks > 1:
+def _why_never(plan: Plan, scheduler: Any) -> str | None:
+    """Return what of a plan or a schedule needs the host between two steps."""
+    if plan.shard_options is not None:
         return "ranks agree before each step on how it runs"
     if plan.float8_options is not None:
         return "float8 looks at batches between steps"
