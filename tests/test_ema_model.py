@@ -298,7 +298,8 @@ def test_a_loss_that_looks_at_an_average_begun_anew_captures_no_beginning(plante
                 trainers[-1].optimizer.param_groups[0]["weight_decay"] = 0.5
             trainers[-1].step(batch)
         ends.append(weights_of(trainers[-1].ema_model))
-    assert trainers[-1].report().counters["captures"] == 2
+    # The check finds what was planted, and blames the update first: one capture more.
+    assert trainers[-1].report().counters["captures"] == 2 + planted
     assert bool(differences(*ends)) == planted
 
 
