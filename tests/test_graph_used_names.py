@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import types
+from functools import partial
 
 import pytest
 import torch
 from torch import nn, optim
 
 from models import make_batches, mean_loss
-from tape import CPU, counts
+from tape import CPU, counts, reasons
+from torchfast import Plan, TrainStep
 from torchfast._core.code_names import names_read
 from torchfast._core.compare import differences
 from torchfast._core.reachable import held_by, used_by
@@ -69,6 +71,56 @@ def test_the_rate_of_an_optimizer_that_nobody_named_is_not_frozen():
         results.append(model.state_dict())
     assert counts(fn)[1] > 0
     assert not differences(*results)
+
+
+class Pair:
+    """Trains two models, each by a step of its own."""
+
+    def __init__(self):
+        self.first, self.second = (optim.SGD([torch.ones(1)], lr=0.1) for _ in range(2))
+
+    def train(self):
+        self.inner()
+
+    def inner(self):
+        self.first.step()
+
+
+class Called(Pair):
+    def __call__(self):
+        self.second.step()
+
+
+def test_of_the_optimizers_of_an_object_those_that_the_step_names_are_found():
+    pair, called = Pair(), Called()
+    method = pair.train
+    assert used_by(pair.train) == used_by(partial(pair.train)) == [pair.first]
+    assert used_by(lambda: method()) == [pair.first]
+    assert used_by(called) == [called.second]
+    assert used_by(lambda: (called(), method())) == [called.second, pair.first]
+
+
+class Adversaries:
+    """Has the other model's optimizer in an attribute, with a rate that changes in each step."""
+
+    def __init__(self):
+        self.models = [nn.Linear(8, 4), nn.Linear(8, 4)]
+        self.optimizers = [optim.SGD(m.parameters(), lr=0.1) for m in self.models]
+        self.other = self.optimizers[1]
+        self.scheduler = optim.lr_scheduler.ExponentialLR(self.other, 0.9)
+
+    def loss_fn(self, model, batch):
+        return mean_loss(model, batch)
+
+
+def test_the_rate_of_another_models_optimizer_is_none_of_the_steps():
+    held = Adversaries()
+    step = TrainStep(held.models[0], held.optimizers[0], held.loss_fn, Plan(cuda_graph=True))
+    for batch in make_batches(STEPS):
+        step(batch)
+        held.other.step()
+        held.scheduler.step()
+    assert counts(step) == (1, STEPS - 3, 3, 1), reasons(step)
 
 
 # --- On a device beside the host ------------------------------------------------------------------

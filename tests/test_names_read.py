@@ -89,3 +89,44 @@ def test_what_code_reads_is_found_behind(step, expected):
     names = names_read([step], [Reads]).names
     assert expected <= names
     assert "unread" not in names
+
+
+def of_local(model):
+    out = model()
+    return out.of_call
+
+
+def of_either(model, held):
+    out = held if held else model()
+    return out.by_name
+
+
+def of_item(held):
+    for out in held:
+        return out.by_name
+    return None
+
+
+def of_both(model, held):
+    return model().by_name + held.by_name
+
+
+@pytest.mark.parametrize(
+    ("step", "of_results"),
+    [
+        (lambda model: model().of_call, {"of_call"}),
+        (of_local, {"of_call"}),
+        (lambda model, **more: model(**more).of_call, {"of_call"}),
+        (lambda held: held.by_name, set()),
+        (lambda model, held: (held or model()).by_name, set()),
+        (of_either, set()),
+        (of_item, set()),
+        (of_both, set()),
+        (lambda held: getattr(held, "inner").by_name, set()),  # noqa: B009
+    ],
+)
+def test_what_is_read_of_the_result_of_a_call_alone_is_told_apart(step, of_results):
+    found = names_read([step], [])
+    assert found.of_results == of_results
+    assert of_results or "by_name" in found.names
+    assert of_results <= found.names

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ from torchfast._core.user_code import is_users
 _MOST_FUNCTIONS = 2000
 _INSTALLED = "-packages"  # whose ``__dict__`` is about objects of their own
 _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
+# What these return may be any object that their caller holds.
+_HANDING_ON = frozenset(("getattr", "cast", "next"))
+_CALLS = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX"))
 # From 3.12 on the lowest bit of LOAD_ATTR's argument says that a method is called.
 _HAS_BIT = sys.version_info >= (3, 12)
 # Reached without being named.
@@ -33,6 +37,8 @@ class Names(NamedTuple):
     Attributes:
         read: Attributes that it reads; not those that it only calls, or only counts up.
         called: Those that it calls.
+        of_results: Those that it reads of what a call has returned, such as ``model(batch).loss``;
+            in ``read`` are the others.
         used: All names, of methods and global variables too.
         global_: Global variables that it reads.
         strings: Those that are constants of it.
@@ -41,6 +47,7 @@ class Names(NamedTuple):
 
     read: frozenset[str]
     called: frozenset[str]
+    of_results: frozenset[str]
     used: frozenset[str]
     global_: frozenset[str]
     strings: frozenset[str]
@@ -53,12 +60,16 @@ class Read(NamedTuple):
     Attributes:
         names: Of attributes.
         called: Of those that it calls, mostly methods.
+        of_results: Those of ``names`` that are read of nothing but what calls have returned: what
+            a model returns has mostly nothing to do with an object of the user's that has such an
+            attribute, too.
         all: Whether it may be any attribute, by whatever name.
         globals: Variables of modules of the user's own: each module's table, and names in it.
     """
 
     names: frozenset[str]
     called: frozenset[str]
+    of_results: frozenset[str]
     all: bool
     globals: list[tuple[dict[str, Any], frozenset[str]]]
 
@@ -80,6 +91,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     waiting += [f for cls in every for name in _ALWAYS for f in _functions_of(vars(cls).get(name))]
     read: set[str] = set()
     called: set[str] = set()
+    of_results: set[str] = set()
     used = set(_ALWAYS)
     strings: set[str] = set()
     named: set[str] = set()  # by strings
@@ -100,6 +112,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         is_all |= names.all and is_own
         read |= names.read
         called |= names.called
+        of_results |= names.of_results
         strings |= names.strings
         if is_own:
             for table, found in _variables_of(function, names):
@@ -117,8 +130,9 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         waiting += _of_classes(every, {name for name in named - used if name.isidentifier()})
         used |= named
     return Read(
-        names=frozenset(read),
+        names=frozenset(read | of_results),
         called=frozenset(called),
+        of_results=frozenset(of_results - read - called),
         all=is_all,
         globals=[(table, frozenset(names)) for table, names in variables.values()],
     )
@@ -136,7 +150,7 @@ def _variables_of(
                 continue
             file = getattr(value, "__file__", None) or ""
             if is_users(file) and file and _INSTALLED not in file:
-                inner = (vars(value), names.read)
+                inner = (vars(value), names.read | names.of_results)
                 if all(inner[0] is not known for known, _ in found):
                     found.append(inner)
     return [(table, names & table.keys()) for table, names in found]
@@ -187,18 +201,24 @@ def _functions_of(value: Any) -> list[FunctionType]:
 def _names_of(code: CodeType) -> Names:
     read: set[str] = set()
     called: set[str] = set()
+    of_results: set[str] = set()
     global_: set[str] = set()
     used, strings, others = set(code.co_names), set[str](), []
+    hands_on = not used.isdisjoint(_HANDING_ON)
+    results = set[str]() if hands_on else _results_in(code)
     before = None
     for instruction in dis.get_instructions(code):
         name, number = instruction.opname, instruction.arg or 0
         is_call = name == "LOAD_METHOD" or (_HAS_BIT and bool(number & 1))
         # What is loaded to be counted up (``self.calls += 1``) is copied right before.
-        if name in _LOADS and before != "COPY":
-            (called if is_call else read).add(instruction.argval)
+        if name in _LOADS and (before is None or before.opname != "COPY"):
+            is_sure = not (hands_on or instruction.is_jump_target)
+            is_of_result = is_sure and _gives_result(before, results)
+            into = called if is_call else of_results if is_of_result else read
+            into.add(instruction.argval)
         elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
             global_.add(instruction.argval)
-        before = name
+        before = instruction
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             others.append(_names_of(constant))
@@ -207,6 +227,7 @@ def _names_of(code: CodeType) -> Names:
     for inner in others:
         read |= inner.read
         called |= inner.called
+        of_results |= inner.of_results
         used |= inner.used
         global_ |= inner.global_
         strings |= inner.strings
@@ -214,11 +235,47 @@ def _names_of(code: CodeType) -> Names:
     return Names(
         read=frozenset(read),
         called=frozenset(called),
+        of_results=frozenset(of_results),
         used=frozenset(used),
         global_=frozenset(global_),
         strings=frozenset(strings),
         all=is_all,
     )
+
+
+def _results_in(code: CodeType) -> set[str]:
+    """Return the local variables to which nothing is assigned but what calls return."""
+    results: set[str] = set()
+    others = {*code.co_varnames[: _num_parameters(code)]}
+    before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith("STORE_FAST"):
+            names = instruction.argval  # several, where two instructions have become one
+            names = (names,) if isinstance(names, str) else names
+            if "LOAD_FAST" in instruction.opname:
+                names = names[:1]
+            # Behind a jump it may be what another branch has left.
+            is_result = not instruction.is_jump_target and _is_call(before) and len(names) == 1
+            (results if is_result else others).update(names)
+        before = instruction
+    return results - others
+
+
+def _num_parameters(code: CodeType) -> int:
+    num = code.co_argcount + code.co_kwonlyargcount
+    return num + sum(bool(code.co_flags & f) for f in (CO_VARARGS, CO_VARKEYWORDS))
+
+
+def _gives_result(instruction: dis.Instruction | None, results: set[str]) -> bool:
+    """Whether what an instruction leaves is what a call has returned, and nobody else's."""
+    if instruction is None or "LOAD_FAST" not in instruction.opname:
+        return _is_call(instruction)
+    names = instruction.argval
+    return (names if isinstance(names, str) else names[-1]) in results
+
+
+def _is_call(instruction: dis.Instruction | None) -> bool:
+    return instruction is not None and instruction.opname in _CALLS
 
 
 def _strings_in(constant: Any) -> set[str]:

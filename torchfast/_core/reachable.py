@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchfast._core.code_names import names_read
+from torchfast._core.code_names import Read, names_read
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _KINDS = (nn.Module, Tensor, torch.Generator, LRScheduler)
+_KINDS_OF_STEPS = (*_KINDS, Optimizer, torch.amp.GradScaler)
 _DEPTH = 3
 _LONGEST = 256  # containers of more are data
 
@@ -36,22 +37,29 @@ def held_by(function: Any) -> list[Any]:
 def used_by(function: Any) -> list[Any]:
     """Return what `held_by` returns, with optimizers and gradient scalers, and what is global.
 
-    Those are the global names in the function's code, and in that of functions that it calls.
+    Those are the global names in the function's code, and in that of functions that it calls. Of
+    the optimizers and scalers that an object has in attributes, only those that the code names
+    count: an object that trains several models has an optimizer for each.
     """
-    kinds = (*_KINDS, Optimizer, torch.amp.GradScaler)
-    found = {id(value): value for value in _held(function, _DEPTH, kinds)}
     code = function
     while isinstance(code, functools.partial):
         code = code.func
-    code = code.__func__ if inspect.ismethod(code) else code
-    classes = [type(code)] if callable(code) and not inspect.isfunction(code) else []
-    for table, names in names_read([code], classes).globals:
+    read = _read_by(code)
+    named = None if read.all else read.names | read.called
+    found = {id(value): value for value in held_by(function)}
+    held = _held(function, _DEPTH, _KINDS_OF_STEPS, named)
+    found.update((id(value), value) for value in held)
+    for table, names in read.globals:
         for name in sorted(names):
-            found.update((id(value), value) for value in _held(table[name], _DEPTH - 1, kinds))
+            held = _held(table[name], _DEPTH - 1, _KINDS_OF_STEPS, named)
+            found.update((id(value), value) for value in held)
     return list(found.values())
 
 
-def _held(value: Any, depth: int, kinds: tuple[type, ...]) -> Iterator[Any]:
+def _held(
+    value: Any, depth: int, kinds: tuple[type, ...], named: frozenset[str] | None = None
+) -> Iterator[Any]:
+    """Yield what is of these kinds; of what is in attributes of objects, only what is named."""
     if isinstance(value, kinds):
         yield value
         return
@@ -62,9 +70,8 @@ def _held(value: Any, depth: int, kinds: tuple[type, ...]) -> Iterator[Any]:
         inner = [value.func, *value.args, *value.keywords.values()]
     elif inspect.ismethod(value):
         owner = value.__self__
-        inner = (
-            [owner] if isinstance(owner, nn.Module) else [*getattr(owner, "__dict__", {}).values()]
-        )
+        named = _with_those_of(value, named)
+        inner = [owner] if isinstance(owner, nn.Module) else _attributes_of(owner, named)
         inner.append(value.__func__)
     elif inspect.isfunction(value):
         inner = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
@@ -76,9 +83,29 @@ def _held(value: Any, depth: int, kinds: tuple[type, ...]) -> Iterator[Any]:
     elif isinstance(value, dict | list | tuple | set) and len(value) <= _LONGEST:
         inner = list(value.values() if isinstance(value, dict) else value)
     elif callable(value) and hasattr(value, "__dict__"):
-        inner = list(vars(value).values())
+        inner = _attributes_of(value, _with_those_of(value, named))
     for item in inner:
-        yield from _held(item, depth - 1, kinds)
+        yield from _held(item, depth - 1, kinds, named)
+
+
+def _read_by(function: Any) -> Read:
+    if inspect.ismethod(function):
+        return names_read([function.__func__], [type(function.__self__)])
+    is_object = callable(function) and not inspect.isfunction(function)
+    return names_read([function], [type(function)] if is_object else [])
+
+
+def _with_those_of(function: Any, named: frozenset[str] | None) -> frozenset[str] | None:
+    """Return these names with those that a method, or an object that is called, reads."""
+    read = None if named is None else _read_by(function)
+    if named is None or read is None or read.all:
+        return None
+    return named | read.names | read.called
+
+
+def _attributes_of(value: Any, named: frozenset[str] | None) -> list[Any]:
+    held = getattr(value, "__dict__", {})
+    return [each for name, each in held.items() if named is None or name in named]
 
 
 def weak_method(method: Callable[P, R]) -> Callable[P, R]:

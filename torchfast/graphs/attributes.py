@@ -185,34 +185,41 @@ class Attributes:
 
     def _look(self) -> _Known:
         """Return each value by its place and name, in the form in which it is compared."""
-        return {
-            (id(place.holder), name): (place, self._form_in(place, name, value))
-            for place, name, value in self._values()
-        }
+        found: _Known = {}
+        for place, name, value in self._values():
+            form = _form(value, on_host=self._device.type != "cpu")
+            form = form if self._is_sure_to_be_read(place, name) else _only_plain(form)
+            if form is not _OTHER:
+                found[id(place.holder), name] = (place, form)
+        return found
 
-    def _form_in(self, place: Place, name: str, value: Any) -> Any:
-        form = _form(value, on_host=self._device.type != "cpu")
-        is_named = place.is_module or place.read is not None or place.names is not None
-        if is_named or name in self._read.names or name in self._read.called:
-            return form
-        # Code that reads all there is, by no name, reads what a loop keeps beside too (losses,
-        # batches), which is new in each step.
-        return _only_plain(form)
+    def _is_sure_to_be_read(self, place: Place, name: str) -> bool:
+        """Whether code names it; if not, an object may be what a loop keeps beside.
+
+        Code that reads all there is, by no name, reads losses and batches too, which are new in
+        each step. And ``model(batch).loss`` is not ``trainer.loss``, by all appearances.
+        """
+        if place.is_module or place.read is not None or isinstance(place.holder, dict):
+            return True
+        read = self._read
+        return name in read.called or (name in read.names and name not in read.of_results)
 
     def _take_as_they_are(self, known: _Known) -> None:
         self._known = known
         self._sized = []
         pairs: list[_Reader] = []
         for place in self._places():
-            values = [
-                (name, value)
-                for name, value in values_in(place, self._read)
-                if (id(place.holder), name) in known
-            ]
+            held = values_in(place, self._read)
+            values = [(name, value) for name, value in held if (id(place.holder), name) in known]
             for _, value in values:
                 pairs += [(tuple, view) for view in _views(value)]
                 self._sized += _readers(value, on_host=self._device.type != "cpu")
             names = [name for name, _ in values]
+            self._sized += [
+                (_kind_in, (place, name))
+                for name, _ in held
+                if (key := (id(place.holder), name)) not in known and key not in self._written
+            ]
             if place.read is not None:
                 # The others return a new tuple each time, of objects that stay the same.
                 read = _cell_in_tuple if place.read is CELL else place.read
@@ -222,14 +229,14 @@ class Attributes:
                 get = operator.attrgetter(names[0], *names[1:] or names) if names else None
                 pairs += [(get, place.holder)] if get is not None else []
                 continue
-            held: Any = place.table
+            table: Any = place.table
             if place.names is None:
                 # One that is new hides what the class has, or takes the place of one that is gone.
-                self._sized.append((len, held))
-            if place.is_module and "training" in held:
+                self._sized.append((len, table))
+            if place.is_module and "training" in table:
                 names.insert(0, "training")
             if names:  # of one name alone it would be no tuple
-                pairs.append((operator.itemgetter(names[0], *names[1:] or names), held))
+                pairs.append((operator.itemgetter(names[0], *names[1:] or names), table))
         self._take = [take for take, _ in pairs]
         self._out_of = [held for _, held in pairs]
         self._objects = list(self.objects())
@@ -396,6 +403,14 @@ def _set_state(generator: Any, state: Any) -> None:
 
 def _same_state(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)
+
+
+def _kind_in(found: tuple[Place, str]) -> type:
+    """Return of what type a value is that only counts if it is a plain one."""
+    place, name = found
+    if place.in_slots:
+        return type(getattr(place.holder, name, None))
+    return type(place.table.get(name))
 
 
 def _cell_in_tuple(cell: Any) -> tuple[Any]:

@@ -38,8 +38,8 @@ Key: TypeAlias = tuple[int, str]
 NUMBERS: Final = (bool, int, float)
 CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
 LONGEST: Final = 256  # containers of more are data
-NOTHING: Final = Read(frozenset(), frozenset(), all=False, globals=[])
-_EVERYTHING = Read(frozenset(), frozenset(), all=True, globals=[])
+NOTHING: Final = Read(*3 * (frozenset[str](),), all=False, globals=[])
+_EVERYTHING = NOTHING._replace(all=True)
 CELL: Final = operator.attrgetter("cell_contents")
 _VALUES = (bool, int, float, complex, str, bytes, range, slice, Enum, np.generic)
 _NAMESPACES = (SimpleNamespace, Namespace)
