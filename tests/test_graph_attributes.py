@@ -15,7 +15,8 @@ from torch import nn
 
 from host_values import ADAMW, CHANGED_AT, train
 from models import make_batches
-from tape import Twins, reasons
+from tape import CPU, Twins, reasons
+from torchfast.graphs import attributes
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.watch import StateWatch
 
@@ -257,3 +258,21 @@ def test_models_of_transformers_change_nothing_themselves(name):
         assert not twins.differences(gradients=False)
     # One step more is eager where a model asks whether it is captured.
     assert twins.counts in ((1, 13, 3, 1), (1, 12, 4, 1)), reasons(twins.captured)
+
+
+def test_many_values_are_put_back_by_one_look_at_where_they_lie(monkeypatch):
+    held = types.SimpleNamespace(**{f"value_{number}": number for number in range(100)})
+
+    def total(held=held):
+        return sum(vars(held).values())
+
+    values = Attributes(total, CPU)
+    values.refresh([])
+    for name in vars(held):
+        setattr(held, name, -1)
+    looks = []
+    values_in = attributes.values_in
+    monkeypatch.setattr(attributes, "values_in", lambda *a: looks.append(1) or values_in(*a))
+    values.put_back()
+    assert total(held) == sum(range(100))
+    assert len(looks) <= 2  # the default value of the function, and the object

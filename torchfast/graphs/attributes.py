@@ -120,12 +120,15 @@ class Attributes:
 
     def put_back(self) -> None:
         """Undo what Python has changed since the values were taken, in plain values."""
+        now: dict[int, dict[str, Any]] = {}
         for place, name, value, content in self._before:
             if content is not None:
                 _put_numbers_back(value, content)
             if place.is_module:  # whose attributes are put back as a whole
                 continue
-            if dict(values_in(place, self._read)).get(name, _NOTHING) is not value:
+            if id(place) not in now:
+                now[id(place)] = dict(values_in(place, self._read))
+            if now[id(place)].get(name, _NOTHING) is not value:
                 place.write(name, value)
         for generator, state in self._generators:
             _set_state(generator, state)
