@@ -1,8 +1,10 @@
 """What one rank raises, the others raise at once, though its process lives on."""
 
 import atexit
+import os
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -160,6 +162,44 @@ def test_a_rank_that_fails_alone_cannot_go_on(told):
     assert "sample 17 is empty" in waiting[1]
     assert failed[0] == "RankError"
     assert "rank 1 raised an error that not all ranks raised" in failed[1]
+
+
+def without_store(rank, folder):
+    """Train until the rank dies that holds the store, as it does where no launcher holds it."""
+    finder, timeout = dist.FileStore(f"{folder}/port", 2), timedelta(seconds=ranks.GROUP_TIMEOUT_S)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, True, timeout, wait_for_workers=False)
+        finder.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(finder.get("port")), 2, False, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+
+    def loss_fn(model, batch):
+        if rank == 0 and len(taken) == 2:
+            os._exit(3)
+        return mean_loss(model, batch)
+
+    taken = []
+    trainer = trainer_of("ddp", loss_fn)
+    for batch in batches(rank):
+        began = time.monotonic()
+        taken.append(batch)
+        try:
+            trainer.step(batch)
+        except RuntimeError:
+            break
+    told = len(taken), time.monotonic() - began
+    dist.destroy_process_group()
+    return told
+
+
+def test_an_error_does_not_wait_for_a_store_that_is_gone(tmp_path):
+    """A new connection to it is tried for as long as groups wait."""
+    ends, longest_s = {0: 3}, 3 * ranks.GROUP_TIMEOUT_S
+    told = ranks.run(without_store, 2, str(tmp_path), ends=ends, joined=False, timeout_s=longest_s)
+    number, waited_s = told[1]
+    assert number == 2
+    assert waited_s < ranks.GROUP_TIMEOUT_S / 2
 
 
 class Stuck:

@@ -90,6 +90,7 @@ class LastWords:
         self._is_inside = False
         self._failed_at = self._settled = 0
         self._heard = ""  # what others have raised, once this rank cannot go on for it
+        self._store: Any = None
         self._thread: threading.Thread | None = None
         self._aborts: list[threading.Thread] = []
         self._ends = threading.Event()
@@ -138,7 +139,8 @@ class LastWords:
         self._raise_heard(None)
         if self._failed_at > self._settled:
             self._settle()
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None:
+            self._store = self._connection()
             self._thread = threading.Thread(
                 target=self._listen, name="torchfast-last-words", daemon=True
             )
@@ -188,18 +190,16 @@ class LastWords:
     # -- The thread that listens -------------------------------------------------------------------
 
     def _listen(self) -> None:
-        store: Any = None
         seen, waits_in = 0, 0
         while not self._ends.wait(self._interval_s):
             if self._is_over():
                 atexit.unregister(self.close)
                 return
             try:
-                store = store or self._store()
-                found = self._pending(self._words(store)) if store.check([_ANY]) else {}
-            except Exception as error:  # of any store, which may be gone with its rank
+                found = self._pending(self._words()) if self._store.check([_ANY]) else {}
+            except Exception as error:  # of any store, which is gone with the rank that held it
                 logger.debug("the other ranks' errors cannot be asked for: %s", error)
-                store, found = None, {}
+                return
             if not found or waits_in != self._entry:
                 seen, waits_in = 0, self._entry
             seen += bool(found)
@@ -236,30 +236,34 @@ class LastWords:
 
     def _leave(self, text: str, *, is_broken: bool) -> None:
         try:
-            store = self._store()
-            word = _Word(entry=self._entry, text=text, is_broken=is_broken, ends=connections(store))
-            store.set(str(self._rank), json.dumps(asdict(word)))
-            store.set(_ANY, "")
+            ends = connections(self._store)
+            word = _Word(entry=self._entry, text=text, is_broken=is_broken, ends=ends)
+            self._store.set(str(self._rank), json.dumps(asdict(word)))
+            self._store.set(_ANY, "")
         except Exception as error:  # of any store; what is raised here must be the user's own
             logger.debug("no word could be left for the other ranks: %s", error)
 
-    def _words(self, store: Any = None) -> dict[int, _Word]:
+    def _words(self) -> dict[int, _Word]:
         """Return what the other ranks have left."""
         found = {}
         try:
-            store = store or self._store()
             for rank in self._others:
-                if store.check([str(rank)]):
-                    word = json.loads(store.get(str(rank)))
+                if self._store.check([str(rank)]):
+                    word = json.loads(self._store.get(str(rank)))
                     ends: list[Ends] = [tuple(each) for each in word.pop("ends")]
                     found[rank] = _Word(**word, ends=ends)
         except Exception as error:  # the store is gone with the rank that held it
             logger.debug("the other ranks cannot be asked: %s", error)
         return found
 
-    def _store(self) -> Any:
+    def _connection(self) -> Any:
+        """Return a connection to the store: that of the training may be in use.
+
+        One for all, made while all is well: with a store that is gone, a new one is tried for as
+        long as groups wait, and what is asked of an old one fails at once.
+        """
         store: Any = distributed_c10d._get_default_store()
-        if hasattr(store, "clone"):  # the connection of the training may be in use
+        if hasattr(store, "clone"):
             store = store.clone()
             store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         return distributed_c10d.PrefixStore(self._prefix, store)
