@@ -212,6 +212,10 @@ class Stuck:
         return True
 
 
+def no_threads():
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
 def at_exit(rank, monkeypatch):
     """End as start_ranks has it done: once with steps that went well, then with one that failed."""
     calls, threads, at_end = [], [], []
@@ -230,6 +234,8 @@ def at_exit(rank, monkeypatch):
         trainer.step(second)
     _end_group()
     threads.append(Stuck())
+    _end_group()
+    monkeypatch.setattr("torchfast.parallel.ranks.abort_groups", no_threads)
     _end_group()
     for each in at_end:
         each()

@@ -119,3 +119,13 @@ def test_ranks_that_all_raised_go_on(told):
 
 def test_one_process_differs_from_nobody():
     assert difference(RankGroup.alone(), ["steps=3"]) == ""
+
+
+def uninitialized(rank):
+    del rank
+    with pytest.raises(ValueError, match="LazyModules Call `forward` with a dummy batch"):
+        trainer_of("ddp", model=nn.LazyLinear(4))
+
+
+def test_a_model_that_has_no_shapes_yet_is_told_what_to_do():
+    ranks.run(uninitialized)

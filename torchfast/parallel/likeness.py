@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchfast._core.errors import PlanError
 from torchfast._core.rank_group import RankGroup
@@ -63,6 +64,11 @@ def _layout(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         trained = "trained" if parameter.requires_grad else "frozen"
         meta = ", without memory" if parameter.is_meta else ""
-        yield f"{name}: {tuple(parameter.shape)}, {parameter.dtype}, {trained}{meta}"
+        yield f"{name}: {_shape(parameter)}, {parameter.dtype}, {trained}{meta}"
     for name, buffer in model.named_buffers():
-        yield f"{name}: {tuple(buffer.shape)}, {buffer.dtype}"
+        yield f"{name}: {_shape(buffer)}, {buffer.dtype}"
+
+
+def _shape(tensor: Tensor) -> str:
+    # What cannot train yet is refused elsewhere, with what to do.
+    return "no shape yet" if is_lazy(tensor) else str(tuple(tensor.shape))

@@ -199,7 +199,10 @@ def _end_group() -> None:
     found = _known.get(dist.group.WORLD)
     if found is not None and found[1].has_failed:
         # To destroy groups is to wait for their kernels, which may wait for other ranks.
-        threads = abort_groups()
+        try:
+            threads = abort_groups()
+        except RuntimeError:  # Python 3.12 starts no thread at its end
+            return
         for thread in threads:
             thread.join(_PATIENCE_S)
         if any(thread.is_alive() for thread in threads):
