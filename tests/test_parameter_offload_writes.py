@@ -209,3 +209,26 @@ def test_the_model_is_called_as_ever_and_given_back(copies):
         assert offload() is None
     ParameterOffload(model).close()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_captured_update_of_another_model_waits_for_no_copy(copies):
+    """To wait for an event in a capture is an error, and the hook is of all optimizers."""
+    model, x = chain(), torch.randn(4, 8)
+    offload = ParameterOffload(model)
+    for _ in range(2):
+        mean_square(model, x).backward()  # the order is known then
+    model[0](x)  # begins to bring the next block, which nothing calls
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    optimizer = fused(other)
+
+    def num_unused():
+        return offload.counters()["offload_unused_blocks"]
+
+    before = num_unused()
+    copies.capturing = True
+    optimizer.step()
+    copies.capturing = False
+    assert num_unused() == before
+    optimizer.step()
+    assert num_unused() == before + 1

@@ -176,10 +176,11 @@ class ResidentBlocks:
         """Let go of what an earlier forward has left, for its parameters may be others by now.
 
         A backward lets blocks go as it ends. But there need not be one, and neither fused updates
-        nor writes through ``.data`` leave a trace.
+        nor writes through ``.data`` leave a trace. In a capture, which may be of another model's
+        update, no copy may be waited for, and nothing is written yet.
         """
         with self._lock:
-            if torch._C._current_graph_task_id() == -1:
+            if torch._C._current_graph_task_id() == -1 and not self.side.is_capturing():
                 self.drop_all()
 
     def begin(self, block: HostBlock) -> Resident:
