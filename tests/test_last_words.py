@@ -202,6 +202,40 @@ def test_an_error_does_not_wait_for_a_store_that_is_gone(tmp_path):
     assert waited_s < ranks.GROUP_TIMEOUT_S / 2
 
 
+class Asked:
+    """A store that notes which keys are asked for."""
+
+    def __init__(self, store):
+        self.store, self.keys = store, []
+        self.looked_often = threading.Event()
+
+    def check(self, keys):
+        self.keys += keys
+        if self.keys.count("any") > 3:
+            self.looked_often.set()
+        return self.store.check(keys)
+
+    def get(self, key):
+        return self.store.get(key)
+
+
+def failing_alike(rank):
+    """Return how often a rank asks for the other's word, behind an error of both."""
+    trainer = trainer_of("ddp", failing_loss(FAILS, 1))
+    first, second, *_ = batches(rank)
+    with pytest.raises(BrokenError):
+        trainer.step(first)
+    trainer.step(second)
+    words = trainer._step.ranks.last_words
+    words._store = asked = Asked(words._store)
+    assert asked.looked_often.wait(ranks.TIMEOUT_S / 2)
+    return asked.keys.count(str(1 - rank))
+
+
+def test_words_that_were_left_once_are_not_read_again_and_again():
+    assert max(ranks.run(failing_alike)) <= 1
+
+
 class Stuck:
     """A thread whose abort does not end."""
 

@@ -48,7 +48,7 @@ _LOOKS_FOR_ALIKE: Final = 2  # at word of another rank, in which this one may co
 _PATIENCE_S: Final = 5.0  # for ranks that fail alike; they are ended before
 _JOIN_S: Final = 2.0
 _MOST_CHARACTERS: Final = 500
-_ANY: Final = "any"
+_ANY: Final = "any"  # how often a word was left
 
 
 @final
@@ -191,15 +191,19 @@ class LastWords:
 
     def _listen(self) -> None:
         seen, waits_in = 0, 0
+        number, words = b"", dict[int, _Word]()
         while not self._ends.wait(self._interval_s):
             if self._is_over():
                 atexit.unregister(self.close)
                 return
             try:
-                found = self._pending(self._words()) if self._store.check([_ANY]) else {}
+                is_any = self._store.check([_ANY])
+                if is_any and (now := self._store.get(_ANY)) != number:
+                    number, words = now, self._words()
             except Exception as error:  # of any store, which is gone with the rank that held it
                 logger.debug("the other ranks' errors cannot be asked for: %s", error)
                 return
+            found = self._pending(words)
             if not found or waits_in != self._entry:
                 seen, waits_in = 0, self._entry
             seen += bool(found)
@@ -216,7 +220,7 @@ class LastWords:
         while not (self._ends.is_set() or self._is_over()):  # others hear of it a moment later
             words = self._words()
             break_off(end for word in words.values() for end in word.ends)
-            if len(words) == len(self._others):
+            if len(words) in (0, len(self._others)):  # none where the store is gone
                 return
             self._ends.wait(self._interval_s)
 
@@ -239,7 +243,7 @@ class LastWords:
             ends = connections(self._store)
             word = _Word(entry=self._entry, text=text, is_broken=is_broken, ends=ends)
             self._store.set(str(self._rank), json.dumps(asdict(word)))
-            self._store.set(_ANY, "")
+            self._store.add(_ANY, 1)
         except Exception as error:  # of any store; what is raised here must be the user's own
             logger.debug("no word could be left for the other ranks: %s", error)
 
