@@ -20,6 +20,8 @@ from typing import Any, Final
 
 from torch.distributed import distributed_c10d
 
+from torchfast.parallel.rank_store import innermost
+
 # An end: the own address and port, and those of the other side.
 Ends = tuple[str, int, str, int]
 
@@ -96,6 +98,4 @@ def _address(name: tuple[Any, ...]) -> tuple[str, int]:
 
 def _port_of(store: Any) -> int | None:
     """Return the port of a store that has one; ends of its connections are not of ranks."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return getattr(store, "port", None)
+    return getattr(innermost(store), "port", None)

@@ -26,16 +26,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any, Final, final
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from torchfast._core.errors import RankError
 from torchfast._core.rank_group import RAISED
 from torchfast._core.user_code import raised_at
 from torchfast.parallel.connections import Ends, abort_groups, break_off, connections
+from torchfast.parallel.rank_store import connection_to_store
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ class LastWords:
         if self._failed_at > self._settled:
             self._settle()
         if self._thread is None:
-            self._store = self._connection()
+            self._store = connection_to_store(self._prefix, _STORE_TIMEOUT_S)
             self._thread = threading.Thread(
                 target=self._listen, name="torchfast-last-words", daemon=True
             )
@@ -259,18 +258,6 @@ class LastWords:
         except Exception as error:  # the store is gone with the rank that held it
             logger.debug("the other ranks cannot be asked: %s", error)
         return found
-
-    def _connection(self) -> Any:
-        """Return a connection to the store: that of the training may be in use.
-
-        One for all, made while all is well: with a store that is gone, a new one is tried for as
-        long as groups wait, and what is asked of an old one fails at once.
-        """
-        store: Any = distributed_c10d._get_default_store()
-        if hasattr(store, "clone"):
-            store = store.clone()
-            store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        return distributed_c10d.PrefixStore(self._prefix, store)
 
 
 def _world() -> Any:

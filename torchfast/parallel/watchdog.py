@@ -23,18 +23,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from types import FrameType
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from torchfast._core import phases
 from torchfast._core.arguments import check_callable, check_positive, explain_keywords
 from torchfast._core.closing import Closing
 from torchfast._core.user_code import owner_of, place_of
+from torchfast.parallel.rank_store import connection_to_store
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,11 @@ class Watchdog(Closing):
         is_many = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if is_many else 0
         self._world_size = dist.get_world_size() if is_many else 1
-        self._store = _store_of_ranks(next(_numbers)) if self._world_size > 1 else None
+        self._store = (
+            connection_to_store(f"torchfast/watchdog/{next(_numbers)}", _STORE_TIMEOUT_S)
+            if self._world_size > 1
+            else None
+        )
         self._watched = threading.get_ident()
         self._interval_s = min(_MOST_INTERVAL_S, self._timeout_s / _WORDS_IN_TIMEOUT)
         self._number = 0  # of the words that were left
@@ -201,15 +204,6 @@ class _Note:
     def phase(self) -> str:
         names = tuple(self._names)
         return f"the phase {names[-1]!r}" if names else "no phase of a step"
-
-
-def _store_of_ranks(number: int) -> Any:
-    """Return a connection of our own to the ranks' store: one that waits holds up its users."""
-    store: Any = distributed_c10d._get_default_store()
-    if hasattr(store, "clone"):
-        store = store.clone()
-        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-    return distributed_c10d.PrefixStore(f"torchfast/watchdog/{number}", store)
 
 
 def _where(frame: FrameType | None) -> str:
