@@ -44,9 +44,9 @@ def _read_allocator(text: str) -> AllocatorConfig:
     return AllocatorConfig.parse(text)
 
 
-# The fields that may be an options object, and its class, for reading a plan.
 # What ranks that train together must have alike: collectives, or numbers, depend on it.
 _SHARED: Final = ("shard", "precision", "nonfinite", "optimizer")
+# The fields that may be an options object, and its class, for reading a plan.
 _OPTIONS: Final[dict[str, Callable[..., Any]]] = {
     "precision": precision_from,
     "optimizer": LowBitOptions,
