@@ -289,7 +289,7 @@ def left_behind(rank):
     for name in ("ddp", "fsdp", "hsdp"):
         trainer = trainer_for(PLANS[name])
         fitted(trainer, rank)
-        sharding = trainer._step._sharding
+        sharding = trainer._step.sharding
         if name == "ddp":
             wrapped = sharding._replicated._wrapped
             found[name] = wrapped.process_group is dist.group.WORLD
@@ -362,7 +362,7 @@ def replicas(rank):
     trainer = trainer_for(PLANS["ddp"])
     for batch in batches(rank) * 26:
         trainer.step(batch)
-    wrapped = trainer._step._sharding._replicated._wrapped
+    wrapped = trainer._step.sharding._replicated._wrapped
     return wrapped._get_ddp_logging_data()["iteration"]  # the last one of which it has kept times
 
 

@@ -98,7 +98,7 @@ def evaluate(
         EvaluationCutError: ``should_stop`` said so; half a data set is no evaluation.
         RankError: Another rank failed.
     """
-    with step.heard():
+    with step.sharding.heard():
         return _over_ranks(step, batches, should_stop, ema=ema)
 
 
@@ -139,7 +139,7 @@ def fails_together(step: TrainStep, batches: object) -> bool:
     It cannot where they meet within: in the forward of a sharded model, or in whatever a callable
     does. There it tells them, and they hear of it if they come so far.
     """
-    return not (callable(batches) or step.is_sharded)
+    return not (callable(batches) or step.sharding.is_sharded)
 
 
 class _Row(NamedTuple):

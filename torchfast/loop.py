@@ -121,7 +121,7 @@ class FitLoop:
             self._watched(),
         ):
             try:
-                with self._step.heard():
+                with self._step.sharding.heard():
                     self._train()
             except BaseException:
                 # What was measured is kept, and must not hide what went wrong.

@@ -90,7 +90,7 @@ class IntervalRecords:
         if self._step.ranks.are_many:
             # Where ranks work together: what the step tells is the mean, what it did is the sum.
             told = {n: v for n, v in values.items() if not n.startswith("lr ")}
-            values |= self._step.over_ranks({**told, "items": float(self._items)})
+            values |= self._step.sharding.means({**told, "items": float(self._items)})
         reading = Reading(values, self._step.device)
         self._staged.append((record, reading, self.clock.collect(), self._items))
         self._losses = []

@@ -124,12 +124,10 @@ class TrainStep:
         self.num_steps = self.num_epochs = 0  # epochs are counted by fit(), for set_epoch
         self.metrics: dict[str, Number] = {}
         self._transforms = ModelTransforms(model, self.plan, self.device, self.ranks)
-        self._sharding = self._transforms.sharding
-        self.collectives = self._sharding.collectives
-        self.heard = self._sharding.heard  # around all that the ranks do together
+        self.sharding = self._transforms.sharding
         self._offload = StepOffload(self.plan.offload_options)
         try:
-            with self.heard():
+            with self.sharding.heard():
                 self._build(optimizer, loss_fn, lr_scheduler, is_moved=device is not None)
         except BaseException:
             self._transforms.close()
@@ -157,8 +155,9 @@ class TrainStep:
             OutOfMemoryError: The step does not fit into memory.
             ClosedError: After `close`.
         """
-        with self.heard():
-            group = self._group(batch)
+        with self.sharding.heard():
+            self._check_open()
+            group = self._inputs.of_step(batch, self.num_steps + 1)
             with self._average.around_step():
                 output = self.memory.run(self._update.step, group)
             self.metrics = dict(output.metrics)
@@ -183,15 +182,17 @@ class TrainStep:
         the group and, under fp16, unscaled. Under ``nonfinite="skip"`` a loss that is not finite
         is noted here; gradients are judged by `update`, as they are then.
         """
-        with self.heard():
-            loss, self.metrics = self.memory.run(self._gradients, self._group(batch))
+        with self.sharding.heard():
+            self._check_open()
+            group = self._inputs.of_step(batch, self.num_steps + 1)
+            loss, self.metrics = self.memory.run(self._gradients, group)
             if self._graph is not None:
                 self._graph.settle()
             return loss
 
     def update(self) -> None:
         """Run the second half of a step: clip, optimizer, scheduler. Always eager."""
-        with self.heard():
+        with self.sharding.heard():
             self._check_open()
             with self._average.around_step():
                 norm, skipped = self.memory.run_update(self._update)
@@ -201,13 +202,6 @@ class TrainStep:
     def compute_loss(self, batch: Any, model: nn.Module | None = None) -> LossParts:
         """Run ``loss_fn`` as it was given, on the model or on its average, without a backward."""
         return self._gradients.compute_loss(batch, self.model if model is None else model)
-
-    def over_ranks(self, values: Mapping[str, Tensor | float]) -> dict[str, Tensor | float]:
-        """Return the means of scalars over the ranks, with the same names on each.
-
-        Synchronizes: See `Sharding.means`.
-        """
-        return self._sharding.means(values)
 
     @property
     def ema_model(self) -> nn.Module | None:
@@ -222,11 +216,6 @@ class TrainStep:
     def check_skips(self) -> None:
         """Raise if ``stop_after`` updates in a row were skipped: see ``Trainer.check_skips``."""
         self._guard.check_skips()
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the model only."""
-        return self._sharding.is_sharded
 
     @property
     def channels_last(self) -> bool:
@@ -274,8 +263,8 @@ class TrainStep:
         counters |= self._update.counters() | self._offload.counters() | self.memory.counters()
         counters |= self._unrolled.counters()
         counters |= self.syncs.counters() | ({} if self._graph is None else self._graph.counters())
-        title = f"plan {self._plan_name!r} on {self.device}"
-        return Report(title=title, decisions=tuple(self._decisions()), counters=counters)
+        title, decisions = f"plan {self._plan_name!r} on {self.device}", tuple(self._decisions())
+        return Report(title=title, decisions=decisions, counters=counters)
 
     def close(self) -> None:
         """Put the optimizer's form and the model's layout back; a second call does nothing."""
@@ -314,7 +303,7 @@ class TrainStep:
         """Put the step together: what refuses an argument first, then what changes something."""
         model = self.model
         given = {"accumulate": self.accumulate, "max_grad_norm": self.max_grad_norm}
-        self._sharding.check_alike(self.plan.shared | given | {"ema": self._ema})
+        self.sharding.check_alike(self.plan.shared | given | {"ema": self._ema})
         self.optimizer, self.lr_scheduler, self._steps_scheduler, self._average = prepare(
             model,
             source,
@@ -340,7 +329,7 @@ class TrainStep:
         self._form, self._graph_decisions = levers.form, levers.decisions
         self._layout.align(self.optimizer)
         self._average.align()
-        options, any_rank = self.plan.precision_options, self._sharding.any
+        options, any_rank = self.plan.precision_options, self.sharding.any
         scaler = LossScaler(options, self.optimizer, self.device) if is_fp16 else None
         self._guard = UpdateGuard(
             model, self.optimizer, self.device, nonfinite, scaler=scaler, any_rank=any_rank
@@ -358,7 +347,7 @@ class TrainStep:
             syncs=self.syncs,
             device=self.device,
             max_grad_norm=self.max_grad_norm,
-            sharding=self._sharding,
+            sharding=self.sharding,
             forward=self._offload.forward,
             attention=self.memory.attention,
         )
@@ -370,7 +359,7 @@ class TrainStep:
             average=self._average,
             syncs=self.syncs,
             max_grad_norm=self.max_grad_norm,
-            sharding=self._sharding,
+            sharding=self.sharding,
             gradients=self._gradients,
         )
         self._state = TrainingState(
@@ -413,10 +402,6 @@ class TrainStep:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("this step was closed; build a new Trainer to go on training")
-
-    def _group(self, batch: Any) -> tuple[Any, ...]:
-        self._check_open()
-        return self._inputs.of_step(batch, self.num_steps + 1)
 
     def _after_update(self, skipped: Tensor | None) -> None:
         """Do what the host does after an update."""

@@ -109,7 +109,7 @@ class Trainer(Closing):
             device=device,
             ema=ema,
         )
-        self._timer = StepTimer(self._step.device, collectives=self._step.collectives)
+        self._timer = StepTimer(self._step.device, collectives=self._step.sharding.collectives)
 
     def step(self, batch: Any) -> Tensor:
         """Run one update and return its mean loss, detached, on the device.

@@ -29,7 +29,6 @@ from torchfast.graphs.failures import Failure, explain
 from torchfast.graphs.gradients import GradientsBefore
 from torchfast.graphs.host_facts import LATER, HostFacts
 from torchfast.graphs.learning_rates import LearningRates
-from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions
 from torchfast.graphs.outputs import StaticOutputs
@@ -168,8 +167,7 @@ class GraphEngine:
 
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
-        hooks = self._watch.num_hooks() if self.store.graphs else 0
-        return self.store.decisions(self.why_eager, hooks)
+        return self.store.decisions(self.why_eager, self._watch.num_hooks)
 
     def settle(self) -> None:
         """Bring buffers that were replaced outside the step back to their places."""
@@ -185,10 +183,6 @@ class GraphEngine:
             "capture_s": round(self._capture_s, 3),
             "pool_bytes": self._backend.pool_bytes(),
         }
-
-    def phase_times(self) -> list[Times]:
-        """Return what phases took in some of the latest replays, in ms, if that is noted."""
-        return self.store.phase_times()
 
     def close(self) -> None:
         """Let go of the graphs and their memory; a second call does nothing."""

@@ -219,14 +219,14 @@ class GraphStore:
                 entry.moments.read()
         return list(self._phase_times)
 
-    def decisions(self, why_eager: str | None, num_hooks: int) -> list[Decision]:
+    def decisions(self, why_eager: str | None, num_hooks: Callable[[], int]) -> list[Decision]:
         """Return what was captured, and what was not and why."""
         found = [
             graph_decision("applied", f"{entry.shapes}: {entry.num_replays} replays")
             for entry in self.graphs
         ]
-        if num_hooks:
-            detail = f"{num_hooks} hooks: what they launch is replayed, their Python is not run"
+        if self.graphs and (num := num_hooks()):
+            detail = f"{num} hooks: what they launch is replayed, their Python is not run"
             found.append(graph_decision("applied", detail))
         reasons = [why_eager] if why_eager else []
         reasons += [f"{e.shapes}: {e.why_eager}" for e in self.entries.values() if e.why_eager]

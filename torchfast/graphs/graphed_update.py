@@ -167,7 +167,7 @@ class GraphedUpdate:
 
     def phase_times(self) -> list[Times]:
         """Return what phases took in some of the latest replays, in ms, if that is noted."""
-        return self._graph.phase_times()
+        return self._graph.store.phase_times()
 
     def trials(self, work: Half, group: tuple[Any, ...]) -> GraphTrials:
         """Return what captures a part of the step, done one way or another, to be timed.

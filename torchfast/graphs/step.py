@@ -145,7 +145,7 @@ class CUDAGraphStep(Closing):
 
         Synchronizes: Never; a replay that the device is not through with is not told.
         """
-        return self._engine.phase_times()
+        return self._engine.store.phase_times()
 
     def report(self) -> Report:
         """Return what was captured and what was not, and why. Synchronizes: Never."""
