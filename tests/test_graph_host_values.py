@@ -292,7 +292,7 @@ def test_a_step_that_counts_runs_eagerly_and_counts_right(make):
 
 @pytest.mark.parametrize("make", [in_object, in_globals, in_closure, in_list])
 def test_without_the_guard_a_step_that_counts_trains_wrong(make, monkeypatch):
-    monkeypatch.setattr(Attributes, "counted", lambda self: None)
+    monkeypatch.setattr(Attributes, "counted", lambda self, kind: None)
     _, expected = train(make, cuda_graph=False)
     step, found = train(make)
     assert counts(step)[1] > 0

@@ -7,7 +7,8 @@ not the step's.
 A value counts by type and value, a container or a small array by its content, any other object by
 being the same. What the step itself writes (``self.last_loss = loss``) is left out from then on: an
 evaluation writes it too, and no replay does. But for numbers: a step that counts may do something
-else when it has come to some count, so it cannot be captured.
+else when it has come to some count, so it cannot be captured. One that only notes a number (how
+many samples there are in its batch) leaves the same one on such a batch, whatever was there before.
 """
 
 from __future__ import annotations
@@ -16,19 +17,18 @@ import itertools
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchfast.graphs.places import (
     CELL,
     CONTAINERS,
     LONGEST,
     NOTHING,
-    NUMBERS,
     Key,
     Place,
     is_plain,
@@ -38,12 +38,22 @@ from torchfast.graphs.places import (
     what_is_read,
     written_by,
 )
-from torchfast.graphs.signature import Identity
+from torchfast.graphs.value_forms import (
+    COUNTED,
+    OTHER,
+    bits,
+    contents,
+    counts,
+    form_of,
+    has_numbers,
+    is_frozen,
+    is_number,
+    is_small_array,
+    only_plain,
+)
 
-_PLAIN = frozenset((bool, int, str, bytes, type(None), range, slice))
-_COUNTED = (*NUMBERS, complex, np.generic, np.ndarray)
 _NOTHING = (None, object())
-_OTHER = object()
+_MOST_KINDS = 64  # of calls of which is remembered what numbers they left
 _Known = dict[Key, tuple[Place, Any]]
 _Reader = tuple[Callable[[Any], Any], Any]
 
@@ -62,6 +72,8 @@ class Attributes:
         self._functions: Sequence[object] = (function,)
         self._modules: Sequence[nn.Module] = ()
         self._written: dict[Key, Any] = {}  # with the holder, so that the address stays its own
+        # By the kind of call: numbers as they were before the latest of them, and behind it.
+        self._left: dict[Hashable, dict[Key, tuple[Any, Any]]] = {}
         self._read = NOTHING
         self._known: _Known = {}
         self._take: list[Callable[[Any], Any]] = []
@@ -110,11 +122,17 @@ class Attributes:
             if not _same_state(_state_of(generator), state)
         ]
 
-    def counted(self) -> str | None:
-        """Return which number has changed since the values were taken; None if none has."""
+    def counted(self, kind: Hashable) -> str | None:
+        """Return which number the step has changed by counting; None if it has none.
+
+        Args:
+            kind: Of the call.
+        """
         now = self._look()
         for key, place in self._differing(now):
-            if key in now and key in self._known and _counts(self._known[key][1], now[key][1]):
+            if key not in now or key not in self._known or self._only_notes(kind, key, now):
+                continue
+            if counts(self._known[key][1], now[key][1]):
                 return _in_words(key, place)
         return None
 
@@ -133,27 +151,51 @@ class Attributes:
         for generator, state in self._generators:
             _set_state(generator, state)
 
-    def ran(self) -> None:
+    def ran(self, kind: Hashable) -> None:
         """Note that the step has run: what has changed since it began, it has written itself.
 
-        Not so numbers. A step that changes one cannot be captured, and one that does in another
-        kind of call makes the graphs invalid.
+        Not so numbers, but for those that it only notes. A step that changes one cannot be
+        captured, and one that does in another kind of call makes the graphs invalid.
+
+        Args:
+            kind: Of the call.
         """
         if self._is_same():
+            if kind not in self._left:
+                self._note_left(kind, self._known)
             return
         now, numbers = self._look(), {}
         stay = {holder for holder, _ in now} & {holder for holder, _ in self._known}
         for key, place in self._differing(now):
             forms = [found[key][1] for found in (self._known, now) if key in found]
-            is_count = any(map(_is_number, forms)) if place.is_module else False
-            if key in self._known and (is_count or (len(forms) == 2 and _counts(*forms))):
+            is_count = any(map(is_number, forms)) if place.is_module else False
+            is_count |= len(forms) == 2 and counts(*forms)
+            if key in self._known and is_count and not self._only_notes(kind, key, now):
                 numbers[key] = self._known[key]
             else:
                 written, holder = written_by(key, place, stay)
                 self._written[written] = holder
+        self._note_left(kind, now)
         self._take_as_they_are(self._look() | numbers)
         if numbers:
             self._sizes = []  # which is never as it was
+
+    def _only_notes(self, kind: Hashable, key: Key, now: _Known) -> bool:
+        """Whether an earlier call of this kind made the same number of another one."""
+        earlier = self._left.get(kind, {}).get(key)
+        if earlier is None or key not in now or key not in self._known:
+            return False
+        return bool(earlier[0] != self._known[key][1] and earlier[1] == now[key][1])
+
+    def _note_left(self, kind: Hashable, now: _Known) -> None:
+        self._left.pop(kind, None)
+        self._left[kind] = {
+            key: (self._known[key][1], form)
+            for key, (_, form) in now.items()
+            if key in self._known and has_numbers(form)
+        }
+        if len(self._left) > _MOST_KINDS:
+            del self._left[next(iter(self._left))]
 
     def _differing(self, now: _Known) -> list[tuple[Key, Place]]:
         return [
@@ -190,9 +232,9 @@ class Attributes:
         """Return each value by its place and name, in the form in which it is compared."""
         found: _Known = {}
         for place, name, value in self._values():
-            form = _form(value, on_host=self._device.type != "cpu")
-            form = form if self._is_sure_to_be_read(place, name) else _only_plain(form)
-            if form is not _OTHER:
+            form = form_of(value, on_host=self._device.type != "cpu")
+            form = form if self._is_sure_to_be_read(place, name) else only_plain(form)
+            if form is not OTHER:
                 found[id(place.holder), name] = (place, form)
         return found
 
@@ -272,93 +314,10 @@ def _parts(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
 def _readers(value: Any, *, on_host: bool) -> list[_Reader]:
     """Return how to read what can change in an object that stays the same."""
     return [
-        (_bits if isinstance(part, np.ndarray) else contents, part)
+        (bits if isinstance(part, np.ndarray) else contents, part)
         for part in _parts(value)
-        if _is_small_array(part) or (on_host and is_frozen(part))
+        if is_small_array(part) or (on_host and is_frozen(part))
     ]
-
-
-def _is_small_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.size <= LONGEST and not value.dtype.hasobject
-
-
-def is_frozen(value: Any) -> bool:
-    """Whether a graph on a device keeps the values of a tensor, and not only where it lies.
-
-    Of a scalar on the host a kernel takes the value at its launch. A copy from pinned memory is
-    part of the graph, and each replay reads what is there.
-    """
-    if not isinstance(value, Tensor) or value.device.type != "cpu":
-        return False
-    return value.dim() == 0 or not value.is_pinned()
-
-
-def _bits(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    return array.dtype.str, array.shape, array.tobytes()
-
-
-def contents(tensor: Tensor) -> tuple[int, str]:
-    """Return what tells that a tensor on the host was written to: its values, if it is small."""
-    is_small = tensor.numel() <= LONGEST and tensor.layout is torch.strided
-    return tensor._version, str(tensor.tolist()) if is_small else ""
-
-
-def _form(value: Any, within: tuple[int, ...] = (), *, on_host: bool) -> Any:
-    """Return a value as something that is equal for the same value, and reads no other device.
-
-    Args:
-        value: Any.
-        within: Where the containers are that it is in: one in itself counts by being the same.
-        on_host: Whether tensors on the host count by their values.
-    """
-    kind = type(value)
-    if isinstance(value, float | complex):
-        # A zero has a sign, and a NaN is the same NaN.
-        return (kind, value) if value == value and value else (kind, repr(value))
-    if isinstance(value, np.generic):
-        return (kind, value.dtype.str, value.tobytes())
-    if isinstance(value, np.ndarray) and _is_small_array(value):
-        return (kind, *_bits(value))
-    if isinstance(value, CONTAINERS) and len(value) <= LONGEST and id(value) not in within:
-        now_within = (*within, id(value))
-        if isinstance(value, dict):
-            pairs = [(k, _form(v, now_within, on_host=on_host)) for k, v in value.items()]
-            return (kind, *((_form(k, on_host=on_host), form) for k, form in pairs))
-        if isinstance(value, set | frozenset):
-            return (kind, frozenset(_form(item, on_host=on_host) for item in value))
-        return (kind, *(_form(item, now_within, on_host=on_host) for item in value))
-    if kind in _PLAIN or isinstance(value, torch.device):
-        return (kind, value)
-    if on_host and is_frozen(value):
-        return (Identity(value), *contents(value))
-    return Identity(value)
-
-
-def _only_plain(form: Any) -> Any:
-    if isinstance(form, Identity):
-        return _OTHER
-    return tuple(map(_only_plain, form)) if isinstance(form, tuple) else form
-
-
-def _is_number(form: Any) -> bool:
-    kind = form[0] if isinstance(form, tuple) and form else None
-    return isinstance(kind, type) and issubclass(kind, _COUNTED)
-
-
-def _counts(old: Any, new: Any) -> bool:
-    """Whether a number is another one, or one in a list or a dictionary, in the same place."""
-    if old == new:
-        return False
-    if _is_number(old) and _is_number(new):
-        return True
-    if not (isinstance(old, tuple) and isinstance(new, tuple) and old and old[0] is new[0]):
-        return False
-    if isinstance(old[0], type) and issubclass(old[0], dict):
-        known = dict(old[1:])
-        return any(_counts(known[key], form) for key, form in new[1:] if key in known)
-    if isinstance(old[0], type) and issubclass(old[0], list | deque):
-        return any(map(_counts, old[1:], new[1:]))
-    return False
 
 
 def _content(value: Any) -> Any:
@@ -375,7 +334,7 @@ def _put_numbers_back(container: Any, content: Any) -> None:
     else:
         pairs = list(enumerate(content)) if len(content) == len(container) else []
     for key, value in pairs:
-        if isinstance(value, _COUNTED) and container[key] is not value:
+        if isinstance(value, COUNTED) and container[key] is not value:
             container[key] = value
 
 

@@ -203,7 +203,7 @@ class GraphEngine:
             if self.why_eager is None:
                 self._state.settle_buffers()
         if self.store.graphs:
-            self._watch.attributes.ran()
+            self._watch.attributes.ran(describe(*inputs).key)
         self._adds = self._adds if before is None else before.compared().adds
         return map_batch(outputs, detached)
 
@@ -218,7 +218,7 @@ class GraphEngine:
         self._steady.forget()
         self._watch.refresh()
         self._frozen = self._watch.frozen()
-        facts = HostFacts(self._state, self.device, self._watch.attributes)
+        facts = HostFacts(self._state, self.device, self._watch.attributes, call.key)
         failure = self._attempt(entry, call, inputs, facts)
         # Outside of the handling of the error, which keeps alive what the capture has allocated.
         if failure is None:
@@ -271,7 +271,7 @@ class GraphEngine:
             self._capture_s += time.perf_counter() - started
             self._counts["captures"] += 1
             self.store.add(entry)
-            self._watch.attributes.ran()
+            self._watch.attributes.ran(call.key)
             self._frozen = self._watch.frozen()
             together.begin()
             can_check = self._options.check and together.is_joint

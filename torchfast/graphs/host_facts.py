@@ -7,6 +7,7 @@ again at a replay.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, final
 
 import torch
@@ -32,12 +33,17 @@ class HostFacts:
         state: Whose.
         device: Whose default generator is kept too.
         attributes: Values that the step reads beside it, taken right before.
+        kind: Of the call.
     """
 
     def __init__(
-        self, state: NamedState, device: torch.device, attributes: Attributes | None = None
+        self,
+        state: NamedState,
+        device: torch.device,
+        attributes: Attributes | None = None,
+        kind: Hashable = None,
     ) -> None:
-        self._device, self._read = device, attributes
+        self._device, self._read, self._kind = device, attributes, kind
         self._rng = get_rng_state(device)
         self._generators = [(g, g.get_state()) for g in state.generators]
         self._attributes = [
@@ -135,7 +141,7 @@ class HostFacts:
         for scheduler, known in self._schedulers:
             if scheduler.last_epoch != known["last_epoch"]:
                 return f"the count of {type(scheduler).__name__}; step it outside, after the step"
-        if self._read is not None and (counted := self._read.counted()) is not None:
+        if self._read is not None and (counted := self._read.counted(self._kind)) is not None:
             return f"{counted}, a number on the host; count outside the step, or in a named tensor"
         return None if before_update else self._changes_of_optimizers()
 

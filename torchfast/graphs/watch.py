@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchfast._core.compare import same_objects
-from torchfast.graphs.attributes import Attributes, contents, is_frozen
+from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.named_state import NamedState, Table
 from torchfast.graphs.places import is_own
+from torchfast.graphs.value_forms import contents, is_frozen
 
 _TRAINING = operator.attrgetter("training")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")

@@ -1,0 +1,109 @@
+"""A value of the host as something that is equal for the same value, to be compared later."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchfast.graphs.places import CONTAINERS, LONGEST, NUMBERS
+from torchfast.graphs.signature import Identity
+
+COUNTED = (*NUMBERS, complex, np.generic, np.ndarray)
+OTHER = object()  # the form of an object that is no plain value
+_PLAIN = frozenset((bool, int, str, bytes, type(None), range, slice))
+
+
+def is_small_array(value: Any) -> bool:
+    """Whether it is an array of NumPy that counts by its values."""
+    return isinstance(value, np.ndarray) and value.size <= LONGEST and not value.dtype.hasobject
+
+
+def is_frozen(value: Any) -> bool:
+    """Whether a graph on a device keeps the values of a tensor, and not only where it lies.
+
+    Of a scalar on the host a kernel takes the value at its launch. A copy from pinned memory is
+    part of the graph, and each replay reads what is there.
+    """
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return False
+    return value.dim() == 0 or not value.is_pinned()
+
+
+def bits(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """Return the values of an array, with their type and shape."""
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def contents(tensor: Tensor) -> tuple[int, str]:
+    """Return what tells that a tensor on the host was written to: its values, if it is small."""
+    is_small = tensor.numel() <= LONGEST and tensor.layout is torch.strided
+    return tensor._version, str(tensor.tolist()) if is_small else ""
+
+
+def form_of(value: Any, within: tuple[int, ...] = (), *, on_host: bool) -> Any:
+    """Return a value as something that is equal for the same value, and reads no other device.
+
+    Args:
+        value: Any.
+        within: Where the containers are that it is in: one in itself counts by being the same.
+        on_host: Whether tensors on the host count by their values.
+    """
+    kind = type(value)
+    if isinstance(value, float | complex):
+        # A zero has a sign, and a NaN is the same NaN.
+        return (kind, value) if value == value and value else (kind, repr(value))
+    if isinstance(value, np.generic):
+        return (kind, value.dtype.str, value.tobytes())
+    if isinstance(value, np.ndarray) and is_small_array(value):
+        return (kind, *bits(value))
+    if isinstance(value, CONTAINERS) and len(value) <= LONGEST and id(value) not in within:
+        now_within = (*within, id(value))
+        if isinstance(value, dict):
+            pairs = [(k, form_of(v, now_within, on_host=on_host)) for k, v in value.items()]
+            return (kind, *((form_of(k, on_host=on_host), form) for k, form in pairs))
+        if isinstance(value, set | frozenset):
+            return (kind, frozenset(form_of(item, on_host=on_host) for item in value))
+        return (kind, *(form_of(item, now_within, on_host=on_host) for item in value))
+    if kind in _PLAIN or isinstance(value, torch.device):
+        return (kind, value)
+    if on_host and is_frozen(value):
+        return (Identity(value), *contents(value))
+    return Identity(value)
+
+
+def only_plain(form: Any) -> Any:
+    """Return a form in which any object is like any other."""
+    if isinstance(form, Identity):
+        return OTHER
+    return tuple(map(only_plain, form)) if isinstance(form, tuple) else form
+
+
+def is_number(form: Any) -> bool:
+    """Whether it is the form of a number, or of an array of numbers."""
+    kind = form[0] if isinstance(form, tuple) and form else None
+    return isinstance(kind, type) and issubclass(kind, COUNTED)
+
+
+def has_numbers(form: Any) -> bool:
+    """Whether it is the form of a number, or of what holds one."""
+    return is_number(form) or (isinstance(form, tuple) and any(map(has_numbers, form[1:])))
+
+
+def counts(old: Any, new: Any) -> bool:
+    """Whether a number has become another one, also one in a list or a dictionary."""
+    if old == new:
+        return False
+    if is_number(old) and is_number(new):
+        return True
+    if not (isinstance(old, tuple) and isinstance(new, tuple) and old and old[0] is new[0]):
+        return False
+    if isinstance(old[0], type) and issubclass(old[0], dict):
+        known = dict(old[1:])
+        return any(counts(known[key], form) for key, form in new[1:] if key in known)
+    if isinstance(old[0], type) and issubclass(old[0], list | deque):
+        return any(map(counts, old[1:], new[1:]))
+    return False
