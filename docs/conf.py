@@ -61,7 +61,9 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"torch\..+"),
     (r"py:.*", r"(collections|contextlib|os|pathlib)\..+"),
-    (r"py:class", r"torchfast\._core\.rank_group\.RankGroup"),  # made and passed on by torchfast
+    # Made and passed on by torchfast.
+    (r"py:class", r"torchfast\._core\.rank_group\.RankGroup"),
+    (r"py:class", r"torchfast\.parallel\.last_words\.LastWords"),
     (r"py:class", r"T|torchfast\..+\.T"),  # type variables
     (r"py:class", r"PathLike"),  # of the standard library, in signatures with a name of ours
     # Parts of results that are printed, and not asked for.
