@@ -11,18 +11,22 @@ from benchmarks.baseline_tables import figure
 def watching(result: dict[str, Any]) -> list[str]:
     """Return the table of what being watched costs."""
     lines = [
-        "| step | fit | ms | against | longer by (quartiles) | floor |",
+        "| step | fit | ms | against | usual (95 of 100) | longer by (quartiles) |",
         "|---|---|---:|---|---:|---:|",
     ]
     for row in result["rows"]:
-        cost, floor = "", ""
+        cells = ["", ""]
         if "cost" in row:
-            low, high = row["cost_quartiles"]
-            cost = f"{row['cost']:+.2%} ({low:+.2%} to {high:+.2%})"
-            floor = f"{row['floor']:+.2%}"
+            cells = [
+                f"{cost:+.2%} ({low:+.2%} to {high:+.2%})"
+                for cost, (low, high) in (
+                    (row["usual"], row["usual_interval"]),
+                    (row["cost"], row["cost_quartiles"]),
+                )
+            ]
         lines.append(
             f"| {row['mode']} | {row['arm']} | {figure(row['ms'])} "
-            f"| {row.get('against', '')} | {cost} | {floor} |"
+            f"| {row.get('against', '')} | {' | '.join(cells)} |"
         )
     return lines
 

@@ -6,8 +6,9 @@ A small transformer over rows that a data set decodes. The loop begins with what
 data set that decodes in the loop's own thread, a loss read at each step, rows picked by a mask, no
 graph, float32. Each stage takes one of these out. A stage is profiled, which gives the verdict,
 what the device did of the time and how often the host waited; and timed without a profiler, in
-turns with the others, which gives the milliseconds. Utilisation is the busy time of the device over
-the time of a step, both of the trace. On a CPU there is no device, and no utilisation.
+turns with the others, which gives the milliseconds. Utilisation is the busy time of the device,
+which the trace tells, over those milliseconds: beside a profiler the host is slower, and the device
+is not. On a CPU there is no device, and no utilisation.
 """
 
 from __future__ import annotations
@@ -161,13 +162,11 @@ class Loop:
             for _ in range(4):
                 self.step(next(self.batches))
         waits = guard.report()
-        busy, step = told["busy_ms"], told["step_ms"]
         return {
             "verdict": profiling.report.verdict.name,
             "findings": [finding["kind"] for finding in told["findings"]],
-            "busy_ms": busy,
-            "traced_step_ms": step,
-            "utilisation": busy / step if self.device == "cuda" and step else None,
+            "busy_ms": told["busy_ms"],
+            "traced_step_ms": told["step_ms"],
             "host_waits": waits.count / 4,
             "waiting_lines": [f"{s.kind}: {s.source}" for s in waits.syncs[:5]],
         }
@@ -191,7 +190,8 @@ def main() -> None:
         stage, ms = loop.stage, times[loop.stage.name]
         row = {"stage": stage.name, "change": stage.change, "blocks_ms": ms}
         rows.append(row | {"ms": statistics.median(ms)} | loop.look())
-        used = rows[-1]["utilisation"]
+        used = rows[-1]["busy_ms"] / rows[-1]["ms"] if args.device == "cuda" else None
+        rows[-1]["utilisation"] = used
         shown = "" if used is None else f"  {used:.0%} busy"
         print(f"{stage.name:<12} {rows[-1]['ms']:8.3f} ms{shown}  {rows[-1]['verdict']}")
         loop.trainer.close()

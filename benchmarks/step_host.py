@@ -38,7 +38,7 @@ WARM_UP_STEPS = 20
 FEW = 4
 TOGETHER = 8  # steps
 TOGETHER_PART = f"steps of {TOGETHER}, per step"
-CALLS = 100  # fewer than launches that a device lets the host be ahead
+CALLS = 100  # with their copies fewer than what a device lets the host be ahead by
 
 
 class Calls(Arm):
@@ -50,8 +50,10 @@ class Calls(Arm):
         self.num_steps = TOGETHER if name == TOGETHER_PART else 1
 
     def turn(self, steps: int) -> None:
-        """Time calls, and not the wait for what they have enqueued."""
+        """Time calls for so many steps, and not the wait for what they have enqueued."""
         call = self.call
+        # Steps that are given together are all enqueued by one call.
+        steps = max(1, steps // self.num_steps)
         self.synchronize()
         start = time.perf_counter()
         for _ in range(steps):

@@ -147,7 +147,11 @@ def test_a_changed_figure_changes_the_page(made_up):
             "| mlp | 3.50 | +0.40% (+0.30% to +0.50%) | +0.40% | 1.00 / 2.00 / 0.500 "
             "| 1.00 / 2.00 / 0.500 | 100.0% | 0%, 100% |",
         ),
-        ("watching", "| eager | as it is | 5.02 | no times | +0.25% (+0.10% to +0.40%) | +0.20% |"),
+        (
+            "watching",
+            "| eager | as it is | 5.02 | no times | +0.30% (+0.20% to +0.50%) "
+            "| +0.25% (+0.10% to +0.40%) |",
+        ),
         ("main job", "| bf16 | 1.5500 |"),
     ],
 )

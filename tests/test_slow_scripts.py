@@ -173,12 +173,13 @@ def test_where_nothing_is_wrong_any_finding_is_wrong():
 def test_an_answer_is_read_from_a_report(written, line):
     """As the profiler itself writes it."""
     finding = ProfilerFinding("host-sync", written, 1.0, 0.5, "text", "lever")
-    verdict = Verdict("sync-bound", written, {}, "text", "lever")
+    evidence = {"waits_share": 0.3}
+    verdict = Verdict("sync-bound", written, evidence, "text", "lever")
     answer = read_answer(
         {"verdict": verdict.to_dict(), "findings": [finding.to_dict()]}, "language_model"
     )
     found = (Finding(kind="host-sync", line=line),)
-    assert answer == Answer(verdict="sync-bound", line=line, findings=found)
+    assert answer == Answer(verdict="sync-bound", line=line, findings=found, evidence=evidence)
 
 
 def test_a_report_without_findings_names_none():
@@ -216,7 +217,7 @@ def answering(tmp_path, monkeypatch, text, status=0):
 def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
     line = f"{path_of('language_model')}:{lines_of('language_model')[0]}"
     written = {
-        "verdict": {"class": "sync-bound", "line": line},
+        "verdict": {"class": "sync-bound", "line": line, "evidence": {"waits_share": 0.3}},
         "findings": [{"kind": "host-sync", "line": line}],
     }
     answering(tmp_path, monkeypatch, json.dumps(written))
@@ -226,6 +227,7 @@ def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
     table = json.loads(out.read_text())
     assert table["summary"] == {"scripts": 2, "right": 1, "verdict": 2, "kind": 1, "line": 1}
     assert [table["rows"][name]["status"] for name in names] == ["right", "wrong"]
+    assert table["rows"]["language_model"]["answer"]["evidence"] == {"waits_share": 0.3}
     printed = capsys.readouterr().out
     assert "recurrent_model        wrong    sync-bound, big-log-sync; wrong kind, line" in printed
     assert "1 of 2 are right in all; verdict 2, kind 1, line 1" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
@@ -139,6 +140,9 @@ def test_watching(run, monkeypatch):
     assert [row["arm"] for row in rows] == list(watching.ARMS)
     assert "cost" not in rows[0]
     assert all(row["against"] in watching.ARMS and row["ms"] > 0 for row in rows[1:])
+    assert all(
+        low <= row["usual"] <= high for row in rows[1:] for low, high in [row["usual_interval"]]
+    )
     turn = watching.LEAD_STEPS + rows[0]["steps_of_a_turn"]
     first = watching.WARM_UP_STEPS + watching.EVERY
     assert {row["steps"] for row in rows} == {first + 2 * len(watching.ARMS) * turn}
@@ -157,6 +161,23 @@ def test_watching(run, monkeypatch):
     assert "as it is" in printed
     assert SyncGuard.__enter__ is not enter  # as the test has set it
     assert StepTimer.end_step.__name__ == "end_step"
+
+
+def test_the_usual_cost_is_found_beneath_interruptions():
+    """One step in sixteen is dearer, and each turn is interrupted for longer than that once."""
+    draws = random.Random(1)
+
+    def turns(dearer):
+        made = [[1.0] * 15 + [1.0 + dearer] for _ in range(60)]
+        for turn in made:
+            turn[draws.randrange(16)] += draws.uniform(1.0, 5.0)
+        return made
+
+    found, (low, high) = watching.usual_cost(turns(0.16), turns(0.0))
+    assert found == pytest.approx(0.01, abs=1e-9)
+    assert low <= found <= high < 0.02
+    again, (low, high) = watching.usual_cost(turns(0.0), turns(0.0))
+    assert again == low == high == 0.0
 
 
 def test_a_floor_is_not_moved_by_neighbours():
@@ -197,6 +218,15 @@ def test_compare_check_tells_each_pair_as_it_comes(monkeypatch):
         ("taken away", -0.03),
     ]
     assert asked == [0.0, 0.0, 0.0, 0.0, 0.03, 0.0]
+
+
+def test_steps_given_together_are_enqueued_by_one_call():
+    made = []
+    arm = step_host.Calls(step_host.TOGETHER_PART, lambda: made.append(None), "cpu")
+    arm.turn(100)
+    assert len(made) == 100 // step_host.TOGETHER
+    step_host.Calls("step", lambda: made.append(None), "cpu").turn(100)
+    assert len(made) == 100 // step_host.TOGETHER + 100
 
 
 def test_step_host(run):

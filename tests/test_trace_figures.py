@@ -204,6 +204,20 @@ def test_the_time_of_a_step_is_from_step_to_step(tmp_path, num):
     assert "1.000 ms" in str(report)
 
 
+def test_copies_that_are_steps_ahead_are_no_step(tmp_path):
+    """The host is ahead and copies all batches at once; the device computes one after the other."""
+    made = SyntheticTrace()
+    for step in range(4):
+        made.step(step, step * 100.0, step * 100.0 + 99)
+        made.copy(step * 100.0 + 5, step * 100.0 + 30, stream=20)
+        made.kernel(step * 1000.0 + 40, step * 1000.0 + 1040, at=step * 100.0 + 10)
+
+    figures = figures_of(made, tmp_path)
+
+    assert figures.step_us == pytest.approx(1000.0)
+    assert figures.busy_us / figures.num_steps <= figures.step_us * 1.01
+
+
 @pytest.mark.parametrize(("end", "time"), [(510, 999.0), (2010, 2000.0)])
 def test_the_time_of_a_single_step(tmp_path, end, time):
     made = SyntheticTrace()

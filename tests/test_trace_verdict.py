@@ -1,9 +1,12 @@
 """The verdict and the single faults, each on a trace with that fault and on one without."""
 
+from dataclasses import replace
+
 import pytest
 
 from synthetic_trace import GEMM, STEPS, SyntheticTrace, healthy, report, tiny
 from torchfast.profiling.places import is_users
+from torchfast.profiling.verdict import judge
 
 
 def kinds(found):
@@ -101,6 +104,21 @@ def test_launch_bound(tmp_path):
     assert kinds(found) == {"tiny-kernels"}
     assert found.verdict.evidence["tiny_kernel_share"] == 1.0
     assert "CUDA graph" in found.verdict.lever
+
+
+@pytest.mark.parametrize(
+    ("waits", "late", "name"),
+    [
+        (0.3, 0.2, "sync-bound"),
+        (0.2, 0.3, "sync-bound"),  # no graph can hold them, so they have to go first
+        (0.1, 0.3, "launch-bound"),
+        (0.08, 0.1, "launch-bound"),  # too little to be the limit
+    ],
+)
+def test_waits_come_before_late_launches(tmp_path, waits, late, name):
+    seen = report(tiny(), tmp_path).figures
+    found = judge(replace(seen, waits_us=waits * seen.window_us, late_us=late * seen.window_us), ())
+    assert found.name == name
 
 
 def test_a_few_tiny_kernels_are_no_fault(tmp_path):

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,15 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a profiler says: the class of its verdict, its line, and findings, the worst first."""
+    """What a profiler says: the class of its verdict, its line, and findings, the worst first.
+
+    ``evidence`` has the figures that its verdict goes by: how near another one is.
+    """
 
     verdict: str
     line: int | None
     findings: tuple[Finding, ...]
+    evidence: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +82,15 @@ class Judgement:
 def read_answer(written: Mapping[str, Any], script: str) -> Answer:
     """Take an answer out of what ``profile --json`` wrote.
 
-    ``verdict`` holds a class as ``class`` and a ``line``, which is ``file:line`` or None;
-    ``findings`` hold ``kind`` and ``line``.
+    ``verdict`` holds a class as ``class``, a ``line``, which is ``file:line`` or None, and
+    ``evidence``, numbers by name; ``findings`` hold ``kind`` and ``line``.
 
     Raises:
         NoVerdictError: It is something else.
     """
     try:
         verdict = written["verdict"]["class"]
+        evidence = {str(name): float(v) for name, v in written["verdict"]["evidence"].items()}
         line = _line(written["verdict"], script)
         findings = tuple(
             _finding(finding, script)
@@ -94,7 +99,7 @@ def read_answer(written: Mapping[str, Any], script: str) -> Answer:
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise NoVerdictError(f"unreadable: {type(error).__name__}: {error}") from error
-    return Answer(verdict=verdict, line=line, findings=findings)
+    return Answer(verdict=verdict, line=line, findings=findings, evidence=evidence)
 
 
 def _finding(written: Mapping[str, Any], script: str) -> Finding:

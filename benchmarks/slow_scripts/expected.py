@@ -50,7 +50,8 @@ class Expected:
         kind: The finding that should come first; ``"none"`` where nothing is wrong.
         needs: The package that the script wants beside torch.
         why: Where the fault is, in a sentence.
-        options: Of the profiler: fewer steps, where each takes the compiler many seconds.
+        options: Of the profiler: fewer steps, and none after them, where each takes the compiler
+            many seconds.
     """
 
     classes: tuple[Class, ...]
@@ -112,7 +113,7 @@ EXPECTED: Final[dict[str, Expected]] = {
         classes=("launch-bound",),
         kind="recompiles",
         why="dynamic=False compiles anew for each length of a batch",
-        options=("--warmup", "2", "--steps", "4"),
+        options=("--warmup", "2", "--steps", "4", "--stop"),
     ),
     "recurrent_model": Expected(
         classes=("sync-bound",),

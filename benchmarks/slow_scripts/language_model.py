@@ -57,7 +57,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     device = torch.device(args.device)
-    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 32, 512)
+    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 48, 512)
     model = GPT(4096, length, width, layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     text = torch.randint(4096, (200_000,), device=device)

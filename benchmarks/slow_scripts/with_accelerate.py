@@ -46,7 +46,7 @@ def main(arguments=None):
     parser.add_argument("--small", action="store_true", help="a size for a CPU")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
-    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 72, 256)
+    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 108, 256)
     accelerator = Accelerator(mixed_precision="bf16", cpu=args.device == "cpu")
     model = Model(4096, width, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)

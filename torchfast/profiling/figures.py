@@ -58,7 +58,8 @@ class Figures:
         num_steps: How many steps were annotated; 1 if none was.
         window_us: From the first work to the end of the last; on the host without a device.
         step_us: The time of one step: from the first work of the first step to the first work of
-            the last, over the steps between. Of one step alone its annotation, or its work if that
+            the last, over the steps between, on the stream that works most: copies on a stream of
+            their own may be steps ahead. Of one step alone its annotation, or its work if that
             takes longer.
         busy_us: When any kernel, copy or fill ran.
         idle_us: The rest of the window.
@@ -273,7 +274,13 @@ def _step_us(trace: Trace, launched: Sequence[Launched], window: float) -> float
     steps = trace.steps
     starts = [step.start for step in steps]
     first: dict[int, float] = {}
+    on_stream: dict[int, float] = defaultdict(float)
     for each in launched:
+        on_stream[each.work.stream] += each.work.end - each.work.start
+    main = max(on_stream, key=lambda stream: on_stream[stream])
+    for each in launched:
+        if each.work.stream != main:
+            continue
         number = bisect.bisect_right(starts, (each.call or each.work).start) - 1
         first[number] = min(first.get(number, math.inf), each.work.start)
     if len(first) >= 2:

@@ -2,12 +2,13 @@
 
 The device is either idle or busy. If it is idle for a good part of the time, the largest cause of
 that is the limit: batches (input-bound), waits of the host for the device (sync-bound), or a host
-that does not launch fast enough (launch-bound). If it is busy, but with collectives that nothing
-hides, communication is; with copies of batches beside which nothing runs, the input. Otherwise its
-own work is: arithmetic (compute-bound) or moving data (bandwidth-bound). A step that is busy with
-arithmetic, on which no fault was found, is fine: there the machine is the limit. A device that is
-idle is never called fine. If most of that idle time has no cause in the host, the verdict goes by
-what the kernels are, and says that the cause is unknown.
+that does not launch fast enough (launch-bound). No graph can hold a wait, so that waits come before
+late launches where they cost at least half as much. If it is busy, but with collectives that
+nothing hides, communication is; with copies of batches beside which nothing runs, the input.
+Otherwise its own work is: arithmetic (compute-bound) or moving data (bandwidth-bound). A step that
+is busy with arithmetic, on which no fault was found, is fine: there the machine is the limit. A
+device that is idle is never called fine. If most of that idle time has no cause in the host, the
+verdict goes by what the kernels are, and says that the cause is unknown.
 
 A profiler makes the host slower, so that a step may look launch-bound which is not. Where it is
 known what a step took before the profiler began, the host's idle time is that of its own pace.
@@ -34,6 +35,8 @@ Class = Literal[
 
 # Below this the gaps between kernels are what every eager step has; a graph closes them too.
 IDLE_SHARE: Final = 0.10
+# Waits that cost this much of what late launches cost are what to take out first.
+WAITS_FIRST: Final = 0.5
 # Collectives that hide behind the backward pass cost nothing.
 EXPOSED_SHARE: Final = 0.10
 # A model whose kernels are half arithmetic gains more from faster arithmetic than from fusion.
@@ -134,6 +137,9 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
         "tiny_kernel_share": f.num_tiny / f.num_kernels if f.num_kernels else 0.0,
     }
     enough = IDLE_SHARE * f.window_us
+    first = max(enough, WAITS_FIRST * classes[worst])
+    if worst == "launch-bound" and classes["sync-bound"] >= first:
+        worst = "sync-bound"
     if exposed >= enough and exposed > classes[worst]:
         name: Class = "communication-bound"
     elif f.exposed_h2d_us >= enough and f.exposed_h2d_us > classes[worst]:
