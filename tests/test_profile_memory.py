@@ -3,6 +3,7 @@
 import gc
 import json
 import textwrap
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -307,6 +308,11 @@ def test_the_table_the_page_and_the_json_show_it(tmp_path):
     _, _, width, height = map(float, svg.get("viewBox").split())
     corners = [c.split(",") for area in svg.iter("polygon") for c in area.get("points").split()]
     assert all(0 <= float(x) <= width and 0 <= float(y) <= height for x, y in corners)
+    assert height >= max(float(text.get("y")) for text in svg.iter("text")) + 4
+    # Memory is held until it is not: the outline has no slopes.
+    for area in svg.iter("polygon"):
+        points = [point.split(",") for point in area.get("points").split()]
+        assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(points))
     (data,) = json.loads(json.dumps(report.to_dict()))["memory"]
     assert set(data["over_time"]["bytes"]) == set(data["most"])
     assert len(data["over_time"]["ms"]) == len(data["over_time"]["bytes"]["parameters"])

@@ -38,8 +38,8 @@ def areas_of(use: MemoryUse, steps: list[HostSpan]) -> str:
     areas = []
     for name, values in use.by_category.items():
         above = [b + v for b, v in zip(below, values, strict=True)]
-        line = [f"{x},{_y(b, use.peak_bytes):.1f}" for x, b in zip(xs, above, strict=True)]
-        back = [f"{x},{_y(b, use.peak_bytes):.1f}" for x, b in zip(xs, below, strict=True)]
+        line = _held(xs, [_y(b, use.peak_bytes) for b in above])
+        back = _held(xs, [_y(b, use.peak_bytes) for b in below])
         title = f"{name}: from {size(use.least[name])} to {size(use.most[name])}"
         areas.append(
             f'<polygon points="{" ".join([*line, *reversed(back)])}" '
@@ -48,10 +48,20 @@ def areas_of(use: MemoryUse, steps: list[HostSpan]) -> str:
         below = above
     marks = [_LEFT + (step.start - begin) / column for step in steps]
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_TOP + _HEIGHT + 4}" role="img" '
+        f'<svg viewBox="0 0 {_WIDTH} {_TOP + _HEIGHT + 8}" role="img" '
         f'aria-label="Memory over time">{"".join(_heights(use.peak_bytes))}{"".join(areas)}'
         f"{''.join(_steps(marks))}</svg>"
     )
+
+
+def _held(xs: list[str], ys: list[float]) -> list[str]:
+    """Return the points of a line that stays where it is until the next moment."""
+    points = [f"{xs[0]},{ys[0]:.1f}"]
+    for x, before, y in zip(xs[1:], ys, ys[1:], strict=False):
+        if before != y:
+            points += [f"{x},{before:.1f}", f"{x},{y:.1f}"]
+    last = f"{xs[-1]},{ys[-1]:.1f}"
+    return points if points[-1] == last else [*points, last]
 
 
 def _y(num: float, peak: int) -> float:
