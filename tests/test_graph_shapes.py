@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from containers import CONTAINERS
 from models import BATCHES, DropoutNet, make_batches
 from tape import Twins, counts, reasons
-from torchfast import CUDAGraphOptions, MicroBatches, Plan, Trainer
+from torchfast import CompileOptions, CUDAGraphOptions, MicroBatches, Plan, Trainer
 from torchfast.graphs import CUDAGraphStep
 from torchfast.graphs.signature import describe, shapes
 from torchfast.graphs.static_inputs import StaticInputs
@@ -128,6 +128,71 @@ def test_static_inputs_keep_structure_strides_and_what_is_one_tensor():
     assert own.b[1:] == ["name", None]
     assert own.b[0] is not y
     assert torch.equal(own.b[0], y)
+
+
+WIDE = torch.arange(8 * 33.0).view(8, 33)
+STRIDED = {
+    "all columns but the last": WIDE[:, :-1],
+    "all columns but the first": WIDE[:, 1:],
+    "every second column": WIDE[:, ::2],
+    "transposed, with gaps": WIDE.T[3:9],
+    "repeated rows": torch.arange(4).expand(3, 4),
+    "repeated columns": torch.arange(3).view(3, 1).expand(3, 5),
+    "one value everywhere": torch.tensor(1.0).expand(2, 2),
+    "with a gradient": WIDE[:, :3].clone().requires_grad_()[:, :2].detach().requires_grad_(),
+    "repeated, with a gradient": torch.ones(3).expand(2, 3).requires_grad_(),
+    "channels last, with gaps": torch.ones(2, 3, 4, 4).contiguous(
+        memory_format=torch.channels_last
+    )[:, :2],
+    "no elements": torch.empty(3, 0).expand(3, 0),
+    "one row of many": WIDE[:1, :5],
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_static_inputs_have_the_strides_of_views(name):
+    given = STRIDED[name]
+    call = describe((given,))
+    static = StaticInputs((given,), call.tensors, torch.device("cpu"))
+    static.fill(call.tensors)
+    (own,) = static.inputs
+    assert own.stride() == given.stride()
+    assert torch.equal(own, given)
+    assert own.requires_grad == given.requires_grad
+    assert own.is_leaf
+    assert describe(static.inputs).key == call.key
+    assert own.untyped_storage().data_ptr() != given.untyped_storage().data_ptr() or not own.numel()
+
+
+def test_static_inputs_whose_elements_overlap_or_lie_far_apart_are_dense():
+    far_apart = torch.empty(4, 10_000_000)[:, :4].fill_(2.0)
+    for given in (torch.arange(8.0).unfold(0, 4, 2), far_apart):
+        call = describe((given,))
+        static = StaticInputs((given,), call.tensors, torch.device("cpu"))
+        static.fill(call.tensors)
+        (own,) = static.inputs
+        assert own.is_contiguous()
+        assert torch.equal(own, given)
+        assert own.untyped_storage().nbytes() == given.numel() * given.itemsize
+
+
+def test_what_was_compiled_for_a_view_is_not_compiled_again_for_the_graphs_copy(fresh_dynamo):
+    embed = torch.nn.Embedding(48, 48)
+    plan = Plan(compile=CompileOptions(backend="eager"), cuda_graph=True)
+    trainer = Trainer(
+        embed,
+        ADAMW,
+        lambda m, b: torch.nn.functional.cross_entropy(m(b[0]).mT, b[1]),
+        plan,
+    )
+    for number in range(8):
+        tokens = (torch.arange(8 * 33).view(8, 33) + number) % 48
+        trainer.step((tokens[:, :-1], tokens[:, 1:]))
+    assert counts(trainer)[:3] == (1, 5, 3)
+    # The check of the graph against eager steps gives the graph's own memory to the compiled code.
+    counters = trainer.report().counters
+    assert counters["compile_graphs"] == 1
+    assert counters.get("compile_recompiles", 0) == 0
 
 
 def test_a_sparse_input_runs_as_it_is_and_says_why():

@@ -61,7 +61,8 @@ _CAUSES = (
     (
         ("FailOnRecompileLimitHit", "fail_on_recompile", "Recompiling function"),
         RECOMPILES,
-        "give more warm-up steps, or mark what varies as dynamic",
+        "give more warm-up steps, mark what varies as dynamic, or give views of far larger "
+        "tensors as .contiguous()",
     ),
 )
 
