@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -131,3 +134,33 @@ def step_timer_of(float8_ms, seen=None):
         )
 
     return timer
+
+
+# --- how far a run is from another ----------------------------------------------------------------
+
+
+def furthest(losses, reference):
+    """Return the largest difference from another run's losses, as a part of what those went down.
+
+    Not of the losses themselves: over a large vocabulary they stay near its logarithm whatever is
+    trained, so that nothing is far; and those of a batch that is learnt by heart go to zero, where
+    everything is.
+    """
+    went_down = all(later < earlier for earlier, later in pairwise(reference))
+    assert went_down, f"no run to compare with, its loss goes up: {reference}"
+    differences = (abs(a - b) for a, b in zip(losses, reference, strict=True))
+    return max(differences) / (reference[0] - reference[-1])
+
+
+@contextmanager
+def scales_too_large(monkeypatch, times=16):
+    """Let torchao find scales that are so many times too large, so that large values are cut off.
+
+    What is multiplied by a scale is divided by it again: nothing else is wrong.
+    """
+    import torchao.float8.float8_utils as utils
+
+    right = utils.amax_to_scale
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "amax_to_scale", lambda *a, **named: right(*a, **named) * times)
+        yield
