@@ -161,6 +161,17 @@ def test_a_steady_step_compiles_nothing_and_never_waits(regions):
     assert_captured(trainer.report(), WARM_UP + 48)
 
 
+@pytest.mark.parametrize("regions", ["blocks", "whole"])
+def test_views_of_one_tensor_are_captured_as_they_are(regions):
+    trainer = trained_on_gpu(FAST.replace(compile=CompileOptions(regions=regions)))
+    for inputs, targets in on_gpu(text(STEPS)):
+        tokens = torch.cat([inputs, targets[:, -1:]], 1)
+        views = tokens[:, :-1], tokens[:, 1:]
+        assert not any(view.is_contiguous() for view in views)
+        trainer.step(views)
+    assert_captured(trainer.report(), STEPS)
+
+
 def test_a_ragged_last_batch_gets_a_graph_of_its_own():
     epoch = [*text(5), *text(1, batch=5)]
     result = assert_parity(
