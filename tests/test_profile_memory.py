@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from synthetic_trace import SyntheticTrace, read
+from synthetic_trace import AUTOGRAD, SyntheticTrace, read
 from torchfast import Trainer, analyse_trace, profile
 from torchfast.__main__ import main
 from torchfast.profiling.held_memory import HeldMemory
@@ -377,6 +377,37 @@ def test_what_is_copied_to_a_device_is_input(tmp_path):
     use = device_use(made, tmp_path)
 
     assert use.most == {"inputs": 800, "activations": 200, "gradients": 70, "temporary": 50}
+
+
+def test_gradients_that_an_update_which_takes_nothing_gives_back(tmp_path):
+    """As fused kernels do on a device, so that no memory is taken from the backward on."""
+    made = SyntheticTrace()
+    held(made, -5, "parameters", [[10, 600]])
+    for number, base in enumerate((0, 100)):
+        made.op("aten::mm", base + 1, base + 20)
+        made.memory(base + 5, 200, 1, allocated=800)
+        # One span an operator, on autograd's own thread; between them nothing is annotated.
+        made.op("autograd::engine::evaluate_function: A", base + 30, base + 40, tid=AUTOGRAD)
+        made.memory(base + 32, 70, 2, allocated=870)
+        made.memory(base + 34, 30, 3, allocated=900)
+        made.op("autograd::engine::evaluate_function: B", base + 45, base + 55, tid=AUTOGRAD)
+        made.memory(base + 47, -30, 3, allocated=870)
+        made.memory(base + 50, -200, 1, allocated=670)
+        made.annotation("Optimizer.step#AdamW.step", base + 60, base + 70)
+        made.annotation("Optimizer.zero_grad#AdamW.zero_grad", base + 75, base + 80)
+        made.memory(base + 77, -70, 2, allocated=600)
+        made.step(number, base, base + 99)
+
+    use = device_use(made, tmp_path)
+
+    assert use.most == {
+        "parameters": 600,
+        "activations": 200,
+        "gradients": 70,
+        "temporary": 30,
+    }
+    assert use.least["gradients"] == 0
+    assert use.by_category["gradients"] == [0, 70, 70, 70, 70, 0] * 2
 
 
 def test_a_batch_that_was_there_before_is_input_as_long_as_it_is_the_last(tmp_path):

@@ -19,6 +19,8 @@ import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, final
 
 from torchfast.profiling.intervals import Interval, union
@@ -52,6 +54,8 @@ _LEFT_BY: Final = {
     "communication": GRADIENTS,
     "update": OPTIMIZER_STATE,
 }
+# Those which a loop runs one after the other; loaders and collectives may run beside them.
+_IN_TURN: Final = ("forward", "backward", "update")
 # The operators that make a tensor on the device of one on the host.
 _TO_DEVICE: Final = frozenset({"aten::to", "aten::_to_copy"})
 # More points than this a drawing does not show.
@@ -133,6 +137,7 @@ class _Block:
     what: str
     phase: str = ""
     run: int = -1
+    number: int = -1
 
 
 class _Account:
@@ -173,7 +178,8 @@ class _Account:
         phase = self._phases.at(event.time)
         if phase != self._phase:
             self._run, self._phase = self._run + 1, phase
-        block = _Block(event.num_bytes, _LEFT_BY[phase], phase, self._run)
+        number = self._phases.number_at(event.time)
+        block = _Block(event.num_bytes, _LEFT_BY[phase], phase, self._run, number)
         before = self._living.pop(event.address, None)
         if before is not None:  # given back while nobody looked
             self._changes.append((event.time, -before.num_bytes, before, None))
@@ -181,10 +187,12 @@ class _Account:
         self._changes.append((event.time, block.num_bytes, block, event))
 
     def _give_back(self, event: MemoryEvent) -> None:
+        # An update with fused kernels takes nothing, so that no run begins with it.
+        number = self._phases.number_at(event.time)
         block = self._living.pop(event.address, None)
         if block is None:
             block = _Block(0, OTHER)
-        elif block.run == self._run and block.what != INPUTS:
+        elif block.what != INPUTS and block.run == self._run and block.number == number:
             block.what = TEMPORARY
         self._changes.append((event.time, -block.num_bytes, block, event))
 
@@ -269,6 +277,9 @@ class _Phases:
                 around = [s for s in each.stack if s.name in _TO_DEVICE]
                 found["h2d"] += [(span.start, span.end) for span in around[:1]]
         self._busy = {phase: union(each) for phase, each in found.items()}
+        begins = sorted((begin, p) for p in _IN_TURN for begin, _ in self._busy.get(p, ()))
+        # The operators of one backward are spans of their own, with gaps between.
+        self._begins = [next(each)[0] for _, each in groupby(begins, key=itemgetter(1))]
 
     def at(self, time: float) -> str:
         for phase in ("data_wait", "h2d", "update", "backward", "communication"):
@@ -278,3 +289,7 @@ class _Phases:
                 if index >= 0 and busy[index][1] >= time:
                     return phase
         return "forward"
+
+    def number_at(self, time: float) -> int:
+        """Return how many of the annotated phases in which a step goes on had begun by then."""
+        return bisect.bisect_right(self._begins, time)
