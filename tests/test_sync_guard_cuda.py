@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -131,6 +132,26 @@ def test_a_wait_that_is_no_known_call_is_found_by_torchs_check(check):
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
     assert check.mode == 0
     assert seen.heard == [("other", line, None)]
+
+
+def test_of_one_wait_within_another_it_is_told_once(check):
+    """Of an operator of the net that runs another one; torch's check speaks when all is over."""
+    selects, finds = (
+        SyncCall(torch.ops, name, kind, lambda *_: SURE)
+        for name, kind in (("masked_select", "boolean mask"), ("nonzero", "nonzero"))
+    )
+    watch = SyncWatch([])
+
+    def find_below():
+        watch.run_below(finds, lambda: None, (), {}, sys._getframe())
+
+    with listening(Seen("cuda"), watch) as seen:
+        select_below = partial(watch.run_below, selects, find_below, (), {}, sys._getframe())
+        speak = partial(warnings.warn, "called a synchronizing CUDA operation", stacklevel=1)
+        for each in (select_below, select_below, speak, speak):
+            line = here() + 1
+            each()
+    assert [(kind, at) for kind, at, _ in seen.heard] == [("boolean mask", line)] * 2
 
 
 def test_torchs_check_is_not_heard_in_other_threads(check):

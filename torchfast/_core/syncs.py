@@ -77,6 +77,7 @@ class _Call(threading.local):
 
     is_open = False
     has_waited = False
+    has_spoken = False  # torch's check, of this call
     # Told last of an operator of the net, of which torch's check may speak when its call returns.
     told: SyncPlace | None = None
     during = ""
@@ -164,7 +165,7 @@ class SyncWatch:
             Whether the warning is ours: nobody else has asked for it.
         """
         if self._call.is_open:
-            self._call.has_waited = True
+            self._call.has_waited = self._call.has_spoken = True
         elif (listeners := self._listeners()) and (
             place := self._placed(frame, "other", self._types)
         ):
@@ -200,7 +201,7 @@ class SyncWatch:
         if place is not None and certainty == SURE:
             for listener in listeners:
                 listener.expect(place)
-        state.is_open, state.has_waited = True, False
+        state.is_open, state.has_waited, state.has_spoken = True, False, False
         begin = time.perf_counter()
         try:
             result = original(*args, **options)
@@ -235,7 +236,8 @@ class SyncWatch:
             return original(*args, **options)
         place = _place(frame, call.kind, types)
         result = self.run(call, certainty, original, args, dict(options), frame)
-        state.told = None if state.has_waited else place
+        # What runs within may wait as well, of which the check has still to speak.
+        state.told = None if state.has_spoken else place
         return result
 
     def run_unheard(
