@@ -220,10 +220,6 @@ def decompose(x):
     return torch.linalg.svdvals(x)  # waits: linalg
 
 
-def draw(x):
-    return torch.multinomial(x.abs(), 1) * 0  # waits: item
-
-
 def make_from_values(x):
     return x.new_tensor([1.0, 2.0])  # waits: pageable copy
 
@@ -249,7 +245,6 @@ BELOW = (
     to_the_hosts_type,
     invert_by_another_name,
     decompose,
-    draw,
     make_from_values,
     save,
 )

@@ -128,6 +128,8 @@ def test_what_reads_numbers_on_the_host_only_is_silent():
         torch.tensor_split(x, torch.tensor(3))  # torch wants that tensor on the host
         F.multilabel_margin_loss(x, torch.zeros(6, 6, dtype=torch.long))
         nn.LSTM(3, 4)(packed)
+        torch.multinomial(x.abs(), 1)  # what it asserts is left to the device
+        torch._assert_async(x.abs().sum() > 0)
         x.clone().masked_scatter_(x > 0, x)
         x.masked_fill(x > 0, 2.0)
         x.index_put((torch.tensor([1]),), torch.ones(6))
@@ -150,6 +152,27 @@ def test_a_graph_of_the_compilers_is_not_changed_by_the_net(fresh_dynamo):
     compiled(batch())
     assert stats["unique_graphs"] == 1
     assert not guard.report()
+
+
+def test_waits_that_the_compiler_takes_into_a_graph_are_found(fresh_dynamo):
+    stream = torch.Stream("cpu")
+
+    def function(x):
+        x = torch.relu(x)
+        stream.synchronize()
+        return torch.relu(x)
+
+    compiled = torch.compile(function, backend="aot_eager")
+    with SyncGuard(device="cpu") as first:
+        compiled(batch())
+    with SyncGuard(device="cpu") as second:
+        compiled(batch())
+        compiled(batch())
+    # Where torch has no operator for it, as in 2.11, its graph leaves the wait out.
+    is_in_graph = hasattr(torch.ops.streams, "synchronize_stream")
+    for guard, count in ((first, 1), (second, 2)):
+        told = [(s.file, s.function, s.kind, s.count) for s in guard.report().syncs]
+        assert told == [(__file__, function.__name__, "stream wait", count)] * is_in_graph
 
 
 def test_the_net_is_taken_in_with_the_last_guard():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
+from torch._dynamo.variables import streams as compiled_streams
 
 from gpu.syncs import forbid_syncs
 from gpu.test_syncs import CASES, Net, loss_fn, make_batch
@@ -30,6 +31,10 @@ from torchfast import CUDAGraphOptions, HostSyncError, Plan, SyncGuard, Trainer
 
 # np.asarray of a tensor on the device is an error, not a wait.
 ON_CUDA = [function for function in KINDS if function is not to_numpy]
+
+
+# Whether torch.compile has operators for waits for streams and events: 2.11 does not.
+TAKES_WAITS_INTO_GRAPHS = hasattr(compiled_streams, "synchronize_event")
 
 
 # A name that was bound before any guard goes past it.
@@ -264,7 +269,7 @@ def test_what_is_below_the_calls_is_found_and_timed(function):
 
 def test_what_reads_numbers_on_the_cpu_only_does_not_wait():
     x = torch.randn(6, 6, device="cuda")
-    x.std(), torch.linalg.inv_ex(x), torch.linalg.solve_ex(x, x)
+    x.std(), torch.linalg.inv_ex(x), torch.linalg.solve_ex(x, x), torch.multinomial(x.abs(), 2)
     torch.cuda.synchronize()
     with SyncGuard() as guard:
         x.std()
@@ -272,6 +277,8 @@ def test_what_reads_numbers_on_the_cpu_only_does_not_wait():
         x.quantile(0.5)
         x.clone().masked_scatter_(x > 0, x)
         F.multilabel_margin_loss(x, torch.zeros(6, 6, dtype=torch.long, device="cuda"))
+        torch.multinomial(x.abs(), 1)
+        torch.multinomial(x.abs(), 2)
     assert not guard.report(), str(guard.report())
 
 
@@ -295,12 +302,25 @@ def test_copies_and_explicit_waits_in_compiled_and_warm_up_steps(where, name, fr
     kind = {"copy": "pageable copy", "stream": "stream wait", "event": "event wait"}.get(name, name)
     if where == "compiled":
         compiled = torch.compile(lambda x: torch.relu(wait(torch.relu(x))), backend="aot_eager")
+        if name == "event" and not TAKES_WAITS_INTO_GRAPHS:
+            with pytest.raises(RuntimeError, match=r"expected event to be a torch\.Event object"):
+                compiled(batch())
+            return
         compiled(batch())
+        torch.cuda.synchronize()
+        x, passed = batch(), torch.cuda.Event()
         with SyncGuard() as guard:
-            compiled(batch())
+            torch.cuda._sleep(200_000_000)  # some 100 ms
+            passed.record()
+            compiled(x)
+            has_waited = passed.query()
         found = guard.report().syncs
         # A copy, which the compiler takes into a graph, is found where torch's check is heard.
-        assert name == "copy" or {s.kind for s in found} == {kind}
+        if name == "copy":
+            return
+        assert {s.kind for s in found} == ({kind} if has_waited else set())
+        # Where torch has no operator for it, its graph leaves the wait for a stream out.
+        assert has_waited == (name == "synchronize" or TAKES_WAITS_INTO_GRAPHS)
         return
     calls = []
 

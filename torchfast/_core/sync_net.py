@@ -8,6 +8,9 @@ in front of each of these, in the dispatcher, at a key that every call of every 
 that torch does not use for them. No mode is entered, so that torch.compile is not disturbed and no
 other operator pays; what waits pays some microseconds.
 
+torch.compile makes operators of its own of the waits for streams, events and devices that it takes
+into a graph. torch 2.11 has none: its graphs leave out waits for streams, and nothing is told.
+
 On a machine without CUDA the kernels of the CPU read numbers that those of CUDA do not, to check
 arguments. What they read is not heard.
 """
@@ -25,7 +28,7 @@ from typing import Any, Final, Protocol, final
 
 import torch
 
-from torchfast._core.sync_calls import NO, SURE, Arguments, Options, SyncCall, is_on
+from torchfast._core.sync_calls import NO, SURE, Arguments, Judge, Options, SyncCall, is_on
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +47,15 @@ _WAITING: Final = {
     "repeat_interleave.Tensor": "repeat_interleave",
     "_linalg_check_errors": "linalg",
 }
+# Those of torch.compile's graphs.
+_WAITING_IN_GRAPHS: Final = {
+    "synchronize_device": "synchronize",
+    "synchronize_stream": "stream wait",
+    "synchronize_event": "event wait",
+}
 # Whose kernels for the CPU look at numbers, and those for CUDA do not: pivots and targets are
-# checked, the standard deviation of all numbers is computed in a way of its own; the lengths of
-# sequences are on the host on any machine.
+# checked, what is asserted (of multinomial, too) is left to the device, the standard deviation of
+# all numbers is computed in a way of its own; the lengths of sequences are on the host anywhere.
 _ONLY_ON_HOST: Final = (
     "std.correction",
     "var.correction",
@@ -57,6 +66,8 @@ _ONLY_ON_HOST: Final = (
     "multilabel_margin_loss_forward",
     "rrelu_with_noise",
     "_pack_padded_sequence",
+    "_assert_async",
+    "_assert_async.msg",
 )
 
 
@@ -89,15 +100,18 @@ class SyncNet:
     def __init__(self, owner: NetOwner, keep_out: Callable[[CodeType], None]) -> None:
         self._owner = weakref.ref(owner)
         self._keep_out = keep_out
-        self._library: Any = None
+        self._libraries: list[Any] = []
         self._has_host = False
 
     def spread(self, device_type: str) -> None:
         """Put the kernels in place; for ``"cpu"`` also those that tell what is not to be heard."""
-        if self._library is None:
-            self._library = torch.library.Library("aten", "IMPL")
+        if not self._libraries:
+            self._libraries = [torch.library.Library(n, "IMPL") for n in ("aten", "streams")]
             for name, kind in _WAITING.items():
-                self._put(name, partial(_waiting, kind))
+                judge = _repeats if kind == "repeat_interleave" else _first
+                self._put(name, partial(_waiting, kind, judge))
+            for name, kind in _WAITING_IN_GRAPHS.items():
+                self._register(name, _waiting(kind, _always, self._owner, _OfGraphs(name)), 1)
         if device_type == "cpu" and not self._has_host:
             self._has_host = True
             for name in _ONLY_ON_HOST:
@@ -105,27 +119,40 @@ class SyncNet:
 
     def take_in(self) -> None:
         """Take the kernels away."""
-        if self._library is not None:
-            self._library._destroy()
-            self._library, self._has_host = None, False
+        while self._libraries:
+            self._libraries.pop()._destroy()
+        self._has_host = False
 
     def _put(self, name: str, make: Callable[[Any, Any], Callable[..., Any]]) -> None:
         operator: Any = torch.ops.aten
         try:
             for part in (name if "." in name else f"{name}.default").split("."):
                 operator = getattr(operator, part)
-            kernel = make(self._owner, operator)
-            self._keep_out(kernel.__code__)  # which all kernels of a sort share
-            self._library.impl(name, kernel, _KEY, with_keyset=True)
+            self._register(name, make(self._owner, operator))
         except (AttributeError, RuntimeError) as error:
             # Another torch, or somebody else's kernel at this key: its calls are found by name.
             logger.debug("no kernel stands in front of aten::%s: %s", name, error)
 
+    def _register(self, name: str, kernel: Callable[..., Any], library: int = 0) -> None:
+        self._keep_out(kernel.__code__)  # which all kernels of a sort share
+        self._libraries[library].impl(name, kernel, _KEY, with_keyset=True)
 
-def _waiting(kind: str, owner: Any, operator: Any) -> Callable[..., Any]:
+
+@final
+class _OfGraphs:
+    """An operator of torch.compile's, which torch has once something was compiled."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def redispatch(self, keyset: Any, *args: Any, **options: Any) -> Any:
+        operator = getattr(torch.ops.streams, self.__name__).default
+        return operator.redispatch(keyset, *args, **options)
+
+
+def _waiting(kind: str, judge: Judge, owner: Any, operator: Any) -> Callable[..., Any]:
     key = getattr(torch._C.DispatchKey, _KEY)
-    judge = _repeats if operator.__name__.startswith("repeat_interleave") else _first
-    call = SyncCall(torch.ops.aten, operator.__name__, kind, judge)
+    call = SyncCall(torch.ops, operator.__name__, kind, judge)
 
     def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
         original = partial(operator.redispatch, keyset.remove(key))
@@ -159,6 +186,10 @@ def _caller() -> FrameType | None:
 
 def _first(args: Arguments, _options: Options, types: frozenset[str]) -> int:
     return SURE if args and is_on(args[0], types) else NO
+
+
+def _always(_args: Arguments, _options: Options, _types: frozenset[str]) -> int:
+    return SURE
 
 
 def _repeats(args: Arguments, options: Options, types: frozenset[str]) -> int:
