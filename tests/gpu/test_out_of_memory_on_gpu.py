@@ -22,6 +22,7 @@ from torchfast import (
     Plan,
     Trainer,
 )
+from torchfast.memory import account as account_module
 from torchfast.memory.failure import AccountTaker
 
 pytestmark = pytest.mark.requires(gpus=1)
@@ -50,6 +51,12 @@ def limited():
     torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def all_are_told(monkeypatch):
+    """The largest ten may all be of others: libraries keep 32 MB for each thread and stream."""
+    monkeypatch.setattr(account_module, "_LARGEST", 10_000)
+
+
 class Asks(torch.autograd.Function):
     """Asks for memory in its forward or its backward, if the net says so."""
 
@@ -72,7 +79,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.where = where
         self.num_calls = 0
-        self.allocated = 0
+        self.allocated = []  # a capture that fails puts numbers back, and leaves what was added
         self.asked = 1024 * MB
 
     @staticmethod
@@ -84,7 +91,7 @@ class Net(nn.Module):
             where = "capture"
         if where != self.where:
             return
-        self.allocated = torch.cuda.memory_allocated(DEVICE)
+        self.allocated.append(torch.cuda.memory_allocated(DEVICE))
         torch.empty(self.asked, dtype=torch.uint8, device=like.device)
 
     def forward(self, x):
@@ -123,6 +130,7 @@ def rounded(tensors):
     return sum(-(-t.numel() * t.element_size() // 512) * 512 for t in tensors)
 
 
+@pytest.mark.usefixtures("all_are_told")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_account_agrees_with_the_allocator(limited, where):
     trainer = make()
@@ -139,7 +147,7 @@ def test_the_account_agrees_with_the_allocator(limited, where):
     assert account.stage == where
     assert account.requested_bytes >= net.asked
     assert account.limit_bytes == pytest.approx(most, rel=0.01)
-    adds_up(account, net.allocated)
+    adds_up(account, net.allocated[-1])
     parameters = list(net.parameters())
     assert account.bytes_of("parameters") == pytest.approx(rounded(parameters), rel=0.02)
     moments = [t for s in trainer.optimizer.state.values() for t in s.values() if t.is_cuda]
@@ -222,6 +230,7 @@ def test_a_real_lack_without_a_plant(limited):
     trainer.step(batch(64))
 
 
+@pytest.mark.usefixtures("all_are_told")
 def test_lines_and_modules(limited):
     trainer = make(Net("forward"), plan=Plan(out_of_memory=OutOfMemoryOptions(lines=True)))
     assert torch._C._cuda_isHistoryEnabled()
@@ -284,7 +293,7 @@ def test_a_capture_that_runs_out_is_an_eager_step(limited, caplog):
     account = trainer._step.memory.last_account
     assert account.stage == "capture"
     assert account.requested_bytes >= trainer.model.asked
-    adds_up(account, trainer.model.allocated)
+    adds_up(account, trainer.model.allocated[-1])
     parameters = list(trainer.model.parameters())
     assert account.bytes_of("parameters") == pytest.approx(rounded(parameters), rel=0.02)
     counters = trainer.report().counters
@@ -307,7 +316,7 @@ def test_a_capture_that_is_to_raise_keeps_no_memory(limited):
         repeated(trainer.step, x)
     gc.collect()
     assert caught.value.account.stage == "capture"
-    adds_up(caught.value.account, trainer.model.allocated)
+    adds_up(caught.value.account, trainer.model.allocated[-1])
     # What the capture has put aside to be put back is a few buffers.
     assert torch.cuda.memory_allocated(DEVICE) <= before + MB
     del caught
