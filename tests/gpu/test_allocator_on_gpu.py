@@ -299,18 +299,27 @@ for step in range(5000):
     trainer.step(torch.randn(rows, 256, device="cuda"))
     if step % 500 == 499:
         wasted.append(torch.cuda.memory_reserved() / torch.cuda.max_memory_allocated())
-answer(wasted)
+answer([wasted, torch.cuda.memory_stats()["num_alloc_retries"]])
 """
 
 
+def long_run(preset):
+    """Return what the run kept; where others have filled the device, that was given back."""
+    for _ in range(3):
+        wasted, num_retries = child(LONG_RUN.replace("{preset!r}", repr(preset)))
+        if not num_retries:
+            return wasted
+    raise AssertionError(f"the device was full in three runs; in the last one {wasted} was kept")
+
+
 def test_fragmentation_of_5000_steps_grows_without_the_preset():
-    wasted = child(LONG_RUN.replace("{preset!r}", "None"))
+    wasted = long_run(None)
     assert wasted[-1] > 2 * wasted[0]
     assert wasted[-1] > 4
 
 
 def test_fragmentation_of_5000_steps_is_flat_with_the_preset():
-    wasted = child(LONG_RUN.replace("{preset!r}", "'variable-shapes'"))
+    wasted = long_run("variable-shapes")
     assert max(wasted) < 1.5
     assert wasted[-1] < 1.2 * wasted[0]
 
