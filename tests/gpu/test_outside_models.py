@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.outside_models import MODELS, optimizer, scheduler, without_dropout
-from torchfast import ParityError, Plan, PrecisionOptions, TrainStep
+from torchfast import ParityError, Plan, PrecisionOptions
+from torchfast.gradients import Gradients
 from torchfast.testing import Tolerance, assert_parity
 
 pytest.importorskip("timm")
@@ -66,8 +67,12 @@ def test_ends_bitwise_where_the_plain_loop_ends(name, plan, fused):
 
 
 def test_a_broken_step_is_found(monkeypatch):
-    original = TrainStep._backward
-    monkeypatch.setattr(TrainStep, "_backward", lambda self, batch, n: original(self, batch, 1))
+    whole = Gradients._backward
+
+    def undivided(self, batch, *, divisor, is_last):
+        return whole(self, batch, divisor=1, is_last=is_last)
+
+    monkeypatch.setattr(Gradients, "_backward", undivided)
     with pytest.raises(ParityError, match="step 1 of 9: loss"):
         check("timm ResNet", "exact")
 
