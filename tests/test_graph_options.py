@@ -10,11 +10,12 @@ import torch
 from torch import nn, optim
 
 from models import DropoutNet, make_batches, mean_loss
-from tape import counts
+from tape import CPU, counts
 from torchfast import ClosedError, CUDAGraphOptions, Plan, PlanError, Trainer
 from torchfast._core.compare import differences
 from torchfast._core.errors import UnsupportedDeviceError
 from torchfast.graphs import CUDAGraphStep
+from torchfast.graphs import step as step_module
 
 ADAMW = partial(optim.AdamW, lr=0.01, fused=True)
 
@@ -200,6 +201,20 @@ def test_on_the_cpu_a_bare_step_is_refused_and_changes_nothing():
     with pytest.raises(UnsupportedDeviceError, match="no graphs on 'cpu', only on CUDA; call the"):
         captured(model, optimizer)
     assert optimizer.param_groups[0]["capturable"] is False
+
+
+def test_a_bare_step_computes_where_parameters_are_that_no_offload_keeps_on_the_host(tape):
+    step = CUDAGraphStep(fn, state=[torch.zeros(1), torch.zeros(1, device="meta")])
+    assert step.device.type == "meta"
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_state_in_pinned_memory_belongs_to_a_step_of_the_device(pinned, tape, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: pinned)
+    asked = []
+    monkeypatch.setattr(step_module, "check_device", lambda d, data: asked.append(d) or CPU)
+    assert CUDAGraphStep(fn, state=[torch.zeros(1)]).device == CPU
+    assert asked == ["cuda"] * pinned
 
 
 # --- what is told ---------------------------------------------------------------------------------

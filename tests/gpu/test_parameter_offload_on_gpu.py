@@ -333,7 +333,7 @@ def test_a_capture_is_refused():
         for seed in range(6):
             call(batch(seed))
 
-    with pytest.raises(CaptureError):
+    with pytest.raises(CaptureError, match="block '0' has its parameters on the host"):
         run()
     twin = copy.deepcopy(model).cuda()
     for each in (model, twin):

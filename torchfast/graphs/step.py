@@ -71,7 +71,8 @@ class CUDAGraphStep(Closing):
             two steps. What changes later is frozen all the same.
         time_phases: Put events into the graph where each `phase` begins and ends, for
             `phase_times`. Some 2 us of the device for each.
-        device: Where; None means the device of the first parameter, or the current CUDA device.
+        device: Where; None means the device of the first parameter that is not on the host, or the
+            current CUDA device if there is none and some lie in pinned memory.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -190,7 +191,10 @@ class CUDAGraphStep(Closing):
 def _device_of(state: NamedState, device: object) -> torch.device:
     if device is not None:
         return check_device(device, data=False)
-    if state.tensors:
-        place: torch.device = state.tensors[0].device
-        return place
+    # An offload keeps parameters on the host, in pinned memory, and computes where the others are.
+    for tensor in state.tensors:
+        if tensor.device.type != "cpu":
+            return tensor.device
+    if state.tensors and not any(tensor.is_pinned() for tensor in state.tensors):
+        return state.tensors[0].device
     return check_device("cuda", data=False)
