@@ -61,7 +61,13 @@ class TapeGraph:
 
 
 class Tape(TorchDispatchMode):
-    """Records what runs under it."""
+    """Records what runs under it.
+
+    With ``draws_on_host`` a single number that is drawn belongs to the host, as beside a device
+    with a generator of its own: it is drawn at once and may be read, and no replay draws it.
+    """
+
+    draws_on_host = False
 
     def __init__(self, generators):
         super().__init__()
@@ -71,9 +77,15 @@ class Tape(TorchDispatchMode):
         self.kept = []  # nothing that was computed may have its memory given to another
         self.made = set()
         self.before = {}
+        self.on_host = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self.is_on_host(func, args):
+            result = func(*args, **kwargs)
+            self.kept.append(result)
+            self.on_host.update(t.untyped_storage().data_ptr() for t in tensors_of(result))
+            return result
         if func in READS or is_read_by_mask(func, args):
             raise RuntimeError(NOT_PERMITTED)
         written = written_to(func, args, kwargs)
@@ -91,6 +103,12 @@ class Tape(TorchDispatchMode):
         if written or fresh:  # a view needs no work again
             self.calls.append((func, args, kwargs, result, fresh, generator, state))
         return result
+
+    def is_on_host(self, func, args):
+        if not self.draws_on_host:
+            return False
+        read = {t.untyped_storage().data_ptr() for t in tensors_of(args)}
+        return read <= self.on_host if read else func is aten.rand.default
 
     def get_rng_state(self):
         """Note where the generator is, and let each replay note it in the same place."""
@@ -189,7 +207,8 @@ class TapeBackend:
             torch.get_rng_state, torch.set_rng_state = get, put
             torch.cuda.is_current_stream_capturing = ask
             tape.undo()
-            torch.set_rng_state(state)
+            if not tape.draws_on_host:
+                torch.set_rng_state(state)
             for generator, before in own:
                 generator.set_state(before)
         self.num_captures += 1

@@ -172,7 +172,7 @@ def test_15_an_average_whose_first_step_is_another_is_not_frozen():
 @pytest.mark.parametrize("planted", [False, True], ids=["guarded", "planted"])
 def test_21_random_numbers_of_the_host_are_not_frozen(planted, monkeypatch):
     if planted:
-        monkeypatch.setattr(HostFacts, "draws", lambda self: None)
+        monkeypatch.setattr(HostFacts, "draws", lambda self, noted: None)
         without_check(monkeypatch)
     twins = Twins(DropoutNet, ADAMW, lambda m, b: mean_loss(m, b) * random.random())
     for batch in make_batches(12):

@@ -229,6 +229,35 @@ def test_a_loader_that_pins_in_a_thread_does_not_disturb_a_capture():
     assert counters(captured)["graphs"] == 5
 
 
+class LayerDrop(Net):
+    """Beside dropout, which draws on the device."""
+
+    probability = 0.0
+
+    def forward(self, x):
+        if torch.rand([]) < self.probability:
+            x = torch.tanh(x)
+        if torch.rand([]) >= self.probability:
+            x = x * 0.5
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["AdamW fused", "AdamW"])
+@pytest.mark.parametrize("probability", [0.0, 0.3])
+def test_draws_on_the_host_that_are_only_compared_are_made_before_each_replay(name, probability):
+    net = type("LayerDrop", (LayerDrop,), {"probability": probability})
+    batches = on_gpu(make_batches(6, size=12)) * 6
+    plain, captured = build(name, Plan(), net=net), build(name, GRAPH, net=net)
+    losses, expected = run(plain, batches), torch.get_rng_state()
+    assert not differences(losses, run(captured, batches))
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert not differences(state(plain), state(captured))
+    found = counters(captured)
+    assert found["graphs"] == 1
+    assert found["replays"] == 32 if not probability else found["replays"] >= 2
+    assert found["replays"] + found["eager steps"] == 36
+
+
 def test_without_the_checks_a_counter_in_python_trains_wrong(monkeypatch):
     """The negative control of both: nobody looks at values beside tensors, nor compares replays."""
     monkeypatch.setattr(attributes, "places", lambda *_: iter(()))

@@ -117,7 +117,7 @@ class GraphEngine:
         """Run one step and return what ``fn`` returns, detached and safe to keep."""
         inputs = (args, kwargs)
         found = self._found(inputs)
-        if isinstance(found, Ready):
+        if isinstance(found, Ready) and found.draws():
             return self.replay(found)
         with found.around:
             return self._run_eagerly(inputs)
@@ -236,7 +236,7 @@ class GraphEngine:
     ) -> AbstractContextManager[None] | None:
         """Return in what this step is to run before another attempt; None if none is to come."""
         is_alone = entry.num_steps == 1  # or another attempt would cost the Python of several
-        if failure.reason == _NOT_NOW and is_alone:
+        if (failure.reason == _NOT_NOW and is_alone) or entry.is_to_note_draws(failure):
             return nullcontext()
         is_passing = failure.reason in (LATER, OTHERS) or failure.is_left_over
         if not is_passing and entry.is_to_be_told(failure):
@@ -275,7 +275,7 @@ class GraphEngine:
             self._frozen = self._watch.frozen()
             together.begin()
             can_check = self._options.check and together.is_joint
-            mismatch = self._mismatch(entry, call) if can_check else None
+            mismatch = self._mismatch(Ready(entry, call)) if can_check else None
             if together.all_agree(mismatch is None):
                 return None
             if mismatch is None:
@@ -288,7 +288,7 @@ class GraphEngine:
             if not isinstance(error, Exception):
                 raise
             together.fail()
-            failure = explain(error)
+            failure = entry.told(explain(error))
             self._error = error
             if self._options.on_failure != "raise":
                 self._drop_error()
@@ -340,7 +340,7 @@ class GraphEngine:
         entry.from_none = [] if makes_anew else gradients.from_none
         if self._adds and entry.from_none:
             raise CaptureError(_NOT_NOW)
-        facts.check_replayable()
+        facts.check_replayable(entry.draws)
         if (moved := self._watch.moved()) is not None:
             raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
         if static.versions() != written or static.has_gradients():
@@ -351,7 +351,7 @@ class GraphEngine:
 
     def replay(self, ready: Ready) -> Any:
         """Replay the graph that serves a call; return what ``fn`` returned, safe to keep."""
-        entry, call = ready
+        entry, call, _ = ready
         assert entry.inputs is not None
         assert entry.outputs is not None
         self._state.fill_rates()
@@ -364,12 +364,12 @@ class GraphEngine:
             self.store.hold_gradients(entry)
         return entry.outputs.cloned()
 
-    def _mismatch(self, entry: Entry, call: Call) -> Mismatch | None:
+    def _mismatch(self, ready: Ready) -> Mismatch | None:
         """Return how replays differ from eager steps; None if they do not."""
+        entry, call, _ = ready
         static = entry.inputs
         assert static is not None
-        counts, num_replays = Counter(self._counts), entry.num_replays
-        num_since_change = self._num_since_change
+        before = Counter(self._counts), entry.num_replays, self._num_since_change
 
         def eager() -> Any:
             static.fill(call.tensors)
@@ -380,7 +380,7 @@ class GraphEngine:
             return find_mismatch(
                 self._state,
                 self.device,
-                replay=lambda: self.replay(Ready(entry, call)),
+                replay=lambda: self.replay(ready) if ready.draws() else eager(),
                 eager=eager,
                 gradients=[gradient for _, gradient in entry.added_to],
                 with_gradients=self._keeps_gradients,
@@ -393,8 +393,7 @@ class GraphEngine:
             return None
         finally:
             self._backend.release_scratch()
-            self._counts, entry.num_replays = counts, num_replays
-            self._num_since_change = num_since_change
+            self._counts, entry.num_replays, self._num_since_change = before
             self.store.owner = entry
 
     # -- What happened meanwhile -----------------------------------------------------------------

@@ -15,6 +15,7 @@ from torchfast._core.phases import REPLAY, phase
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.failures import Failure
+from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.moments import Moment, PhaseMoments, Times
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.outputs import StaticOutputs
@@ -41,6 +42,8 @@ class Entry:
         kept: Tensors that the graph reads and nobody else may hold.
         secret: That it is being captured; None where that is told to whoever asks.
         constants: What it copies from the host, once a capture has failed for that.
+        draws: What it draws on the host, likewise.
+        refusal: That failure.
         moments: When its phases begin and end in replays, where that is asked for.
         why_eager: Why it is not captured, in words.
         num_replays: Replays so far.
@@ -58,6 +61,8 @@ class Entry:
     kept: list[Tensor] = field(default_factory=list)
     secret: Secret | None = field(default_factory=Secret)
     constants: HostConstants | None = None
+    draws: HostDraws | None = None
+    refusal: Failure | None = None
     moments: PhaseMoments | None = None
     why_eager: str | None = None
     num_replays: int = 0
@@ -71,9 +76,16 @@ class Entry:
                 stack.enter_context(self.secret.kept())
             if self.constants is not None:
                 stack.enter_context(self.constants.standing_in())
+            if self.draws is not None:
+                stack.enter_context(self.draws.noting())
             if self.moments is not None:
                 stack.enter_context(self.moments.noting())
             yield
+
+    @property
+    def note(self) -> str:
+        """When it is not replayed, in words."""
+        return ", where draws on the host come out as in the capture" if self.draws else ""
 
     def replay(self) -> None:
         """Replay the graph."""
@@ -90,6 +102,17 @@ class Entry:
         """Whether telling of the next capture may help: who asked, or compiled code that asks."""
         return self.secret is not None and (self.secret.was_kept or failure.is_recompile)
 
+    def is_to_note_draws(self, failure: Failure) -> bool:
+        """Whether the next capture may succeed by noting draws on the host; then it does."""
+        if self.draws is not None or not failure.is_draw or self.num_steps > 1:
+            return False
+        self.draws, self.refusal = HostDraws(), failure
+        return True
+
+    def told(self, failure: Failure) -> Failure:
+        """Return the failure to be told of: compiled code may mind only that draws are noted."""
+        return self.refusal if self.refusal is not None and failure.is_recompile else failure
+
     def drop(self) -> None:
         """Let go of the graph."""
         if self.graph is not None:
@@ -99,10 +122,21 @@ class Entry:
 
 
 class Ready(NamedTuple):
-    """A call with the graph that serves it."""
+    """A call with the graph that serves it.
+
+    Attributes:
+        entry: That of the graph.
+        call: Its tensors are what is read.
+        around: In what it is to run eagerly, where a replay would do something else.
+    """
 
     entry: Entry
     call: Call
+    around: AbstractContextManager[Any] = nullcontext()
+
+    def draws(self) -> bool:
+        """Draw on the host what the replay needs; False if the step itself has to run, and draw."""
+        return self.entry.draws is None or self.entry.draws.come_out_the_same()
 
 
 class Aside(NamedTuple):
@@ -181,6 +215,8 @@ class GraphStore:
             return "steps of each kind are captured one by one first"
         if len(self.graphs) >= self._limit:
             return "max_graphs graphs are kept already"
+        if known.draws is not None:
+            return "each draws on the host what it runs"
         return None
 
     @staticmethod
@@ -222,7 +258,7 @@ class GraphStore:
     def decisions(self, why_eager: str | None, num_hooks: Callable[[], int]) -> list[Decision]:
         """Return what was captured, and what was not and why."""
         found = [
-            graph_decision("applied", f"{entry.shapes}: {entry.num_replays} replays")
+            graph_decision("applied", f"{entry.shapes}: {entry.num_replays} replays{entry.note}")
             for entry in self.graphs
         ]
         if self.graphs and (num := num_hooks()):

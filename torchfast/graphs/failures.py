@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torchfast._core.errors import CaptureError
 from torchfast._core.user_code import is_compiled, owner_of
+from torchfast.graphs.host_facts import CPU_GENERATOR
 
 _NOT_THE_USERS: tuple[str, ...] = ("<",)
 
@@ -97,6 +98,11 @@ class Failure:
     def is_change(self) -> bool:
         """Whether Python has changed what no replay changes."""
         return self.reason.startswith("the step changes what no replay changes")
+
+    @property
+    def is_draw(self) -> bool:
+        """Whether all that is in the way is what torch draws on the host."""
+        return self.reason.startswith(f"the step draws from {CPU_GENERATOR}, ")
 
     @property
     def is_copy(self) -> bool:

@@ -16,11 +16,13 @@ from torch import Tensor
 from torchfast._core.errors import CaptureError
 from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
 from torchfast.graphs.attributes import Attributes
+from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.named_state import NamedState
 
 LATER = "the step made new state of its optimizer, and can be captured later"
 _NUMBERS = (bool, int, float)
 _TABLES = ("_parameters", "_buffers", "_modules")
+CPU_GENERATOR = "torch's CPU generator"
 _ON_HOST = {"python": "random", "numpy": "numpy.random"}  # wherever the step runs
 CPU = torch.device("cpu")
 
@@ -95,14 +97,17 @@ class HostFacts:
         if self._read is not None:
             self._read.put_back()
 
-    def check_replayable(self) -> None:
+    def check_replayable(self, noted: HostDraws | None = None) -> None:
         """Raise if Python did what no replay does.
+
+        Args:
+            noted: Draws that are made again before each replay.
 
         Raises:
             CaptureError: It drew random numbers, or changed state; `LATER` if that is only because
                 the optimizer's state was made.
         """
-        if (drawn := self.draws()) is not None:
+        if (drawn := self.draws(noted)) is not None:
             raise CaptureError(
                 f"the step draws from {drawn}, and each replay would repeat what was drawn once; "
                 "draw on the device (torch.rand(..., device=...)) or outside the step"
@@ -111,13 +116,19 @@ class HostFacts:
             told = f"the step changes what no replay changes: {changed}"
             raise CaptureError(LATER if changed is LATER else told)
 
-    def draws(self) -> str | None:
-        """Return which generators of the host were drawn from since; None if none was."""
+    def draws(self, noted: HostDraws | None) -> str | None:
+        """Return which generators of the host were drawn from since; None if none was.
+
+        Args:
+            noted: Draws that count as none, and are still to be made then.
+        """
         now = get_rng_state(CPU)
         drawn = [n for key, n in _ON_HOST.items() if not same_generator(now, self._rng, key)]
-        if self._device.type != "cpu":
-            if not same_generator(now, self._rng, "torch"):
-                drawn.append("torch's CPU generator")
+        if has_own_generator(self._device):
+            if not same_generator(now, self._rng, "torch") and not (
+                noted is not None and noted.explain(self._rng["torch"])
+            ):
+                drawn.append(CPU_GENERATOR)
             for generator, before in self._generators:
                 if generator.device.type == "cpu" and not torch.equal(
                     generator.get_state(), before
@@ -166,6 +177,11 @@ class HostFacts:
             for name, value in attributes.items()
             if isinstance(value, Tensor) and vars(module).get(name) is not value
         ]
+
+
+def has_own_generator(device: torch.device) -> bool:
+    """Whether what a step draws on the host is not drawn from the generator of its device."""
+    return device.type != "cpu"
 
 
 def _differs(new: Any, old: Any) -> bool:
