@@ -1,5 +1,6 @@
 """profile() and Trainer.profile, on the CPU."""
 
+import os
 import time
 
 import pytest
@@ -142,6 +143,30 @@ def test_step_outside_of_the_with_block():
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         profile(**arguments)
+
+
+@pytest.mark.parametrize("lines", [True, False])
+@pytest.mark.parametrize("asked", ["1", None])
+def test_the_devices_tracing_is_taken_away_after_the_last_stretch(
+    tmp_path, monkeypatch, lines, asked
+):
+    """torch does so in a thread of its own, which a stretch that follows at once would feel."""
+    if asked is None:
+        monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    else:
+        monkeypatch.setenv("TEARDOWN_CUPTI", asked)
+    found, stop = [], torch.profiler.profile.stop
+
+    def noting(self):
+        found.append(os.environ.get("TEARDOWN_CUPTI"))
+        stop(self)
+
+    monkeypatch.setattr(torch.profiler.profile, "stop", noting)
+    with profile(tmp_path, steps=2, warmup=1, lines=lines) as profiling:
+        for x in profiling.iterate([torch.ones(4)] * 20):
+            x.sum()
+    assert found == (["0", asked] if lines else [asked])
+    assert os.environ.get("TEARDOWN_CUPTI") == asked
 
 
 def test_profiling_changes_no_number(tmp_path):

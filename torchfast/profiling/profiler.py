@@ -21,6 +21,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeVar, final
@@ -46,6 +47,7 @@ PAGE: Final = "report.html"
 # torch.profiler starts to note in one step and drops it: its first is slow.
 _DROPPED: Final = 1
 _LINED: Final = 2
+_TEARDOWN: Final = "TEARDOWN_CUPTI"
 
 
 @explain_keywords
@@ -328,7 +330,9 @@ class Profile:
         logger.warning("the profile is not whole: %s (%s)", what, error)
 
     def _write(self, running: torch.profiler.profile) -> None:
-        running.stop()
+        is_last = self.is_done or not (self._entered and self._lines)
+        with nullcontext() if is_last else _tracing_kept():
+            running.stop()
         whole = min(self.num_steps, self._end_of_stretch) - self._first_noted
         if whole < 1:
             return
@@ -362,6 +366,24 @@ class Profile:
 
 
 _END: Final = object()
+
+
+@contextmanager
+def _tracing_kept() -> Iterator[None]:
+    """Keep torch.profiler from detaching CUPTI where a user asks for that by TEARDOWN_CUPTI=1.
+
+    It does so in a thread of its own, in the midst of the stretch that begins: that one then sees
+    no device, or the process dies. The last one detaches it.
+    """
+    before = os.environ.get(_TEARDOWN)
+    os.environ[_TEARDOWN] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TEARDOWN]
+        else:
+            os.environ[_TEARDOWN] = before
 
 
 def _drain_devices() -> None:
