@@ -149,6 +149,28 @@ def test_recompiles(tmp_path):
     assert (finding.kind, finding.figure) == ("recompiles", pytest.approx(0.5))
 
 
+def test_a_wait_before_a_compilation_or_within_is_not_what_it_costs(tmp_path):
+    """The compiler times kernels, and its spans are operators that launch nothing."""
+    made = SyntheticTrace()
+    for step in range(STEPS):
+        begin = step * 1000.0
+        made.step(step, begin, begin + 999)
+        made.kernel(begin + 5, begin + 50, GEMM, op="aten::mm")
+        made.op("aten::item", begin + 20, begin + 60)
+        made.call("cudaStreamSynchronize", begin + 22, begin + 58)
+        made.op("_compile.compile_inner (dynamo_timed)", begin + 70, begin + 900)
+        made.op("aten::empty", begin + 100, begin + 300)  # of tensors that are not there
+        made.call("cudaDeviceSynchronize", begin + 400, begin + 600)
+
+    found = report(made, tmp_path)
+
+    assert found.verdict.name == "launch-bound"
+    assert found.findings[0].kind == "recompiles"
+    assert found.verdict.evidence["waits_share"] < 0.05
+    assert found.verdict.evidence["late_share"] > 0.75
+    assert not [f for f in found.findings if "cudaDeviceSynchronize" in f.text]
+
+
 def test_communication_bound(tmp_path):
     made = SyntheticTrace()
     for step in range(STEPS):

@@ -4,7 +4,7 @@ The line is found by its marker, a comment at its end, so that it stays true whe
 A script may have several: where the cost arises and where it is mended are both good answers.
 
 Each has one fault. So those whose fault is a wait are of a size at which the device, and not the
-host, is the limit once the wait is gone, also beside a host that needs 30 us for a launch.
+host, is the limit once the wait is gone, also beside a host that needs 40 us for a launch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ EXPECTED: Final[dict[str, Expected]] = {
     "language_model": Expected(
         classes=("sync-bound",),
         kind="host-sync",
-        why="the norm of each gradient is read by .item(), some 150 times a step",
+        why="norms of each gradient and weight are read by .item(), some 300 times a step",
     ),
     "mixture_of_experts": Expected(
         classes=("sync-bound",),
@@ -135,7 +135,7 @@ EXPECTED: Final[dict[str, Expected]] = {
     "with_accelerate": Expected(
         classes=("sync-bound",),
         kind="host-sync",
-        why="the norm of each weight is read by .item() after each step",
+        why="norm and largest value of each weight are read by .item() after each step",
         needs="accelerate",
     ),
     "with_lightning": Expected(

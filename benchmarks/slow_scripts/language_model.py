@@ -1,4 +1,4 @@
-"""Trains a small GPT on random tokens and keeps an eye on the norm of its gradients."""
+"""Trains a small GPT on random tokens and keeps an eye on the norms of gradients and weights."""
 
 import argparse
 import math
@@ -40,13 +40,15 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places)))
 
 
-def gradient_norm(model):
-    """Return the norm of all gradients together, as a number for the log."""
-    total = 0.0
+def norms_of(model):
+    """Return the norms of all gradients and of all weights together, as numbers for the log."""
+    gradients = weights = 0.0
     for parameter in model.parameters():
         if parameter.grad is not None:
-            total += parameter.grad.norm(2).item() ** 2  # <- here
-    return math.sqrt(total)
+            both = parameter.grad, parameter.detach()
+            gradient, weight = (tensor.norm(2).item() for tensor in both)  # <- here
+            gradients, weights = gradients + gradient**2, weights + weight**2
+    return math.sqrt(gradients), math.sqrt(weights)
 
 
 def main(arguments=None):
@@ -57,7 +59,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     device = torch.device(args.device)
-    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 48, 512)
+    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 80, 512)
     model = GPT(4096, length, width, layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     text = torch.randint(4096, (200_000,), device=device)
@@ -72,9 +74,9 @@ def main(arguments=None):
             loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
-        norms.append(gradient_norm(model))
+        norms.append(norms_of(model))
         optimizer.step()
-    print(f"loss {loss.item():.3f} after {args.steps} steps, largest gradient {max(norms):.2f}")
+    print(f"loss {loss.item():.3f} after {args.steps} steps, largest gradient {max(norms)[0]:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains a GPT-like model with Accelerate and logs the norm of its weights."""
+"""Trains a GPT-like model with Accelerate and logs the size of its weights."""
 
 import argparse
 
@@ -26,17 +26,18 @@ class Model(nn.Module):
 
 
 class WeightLog:
-    """The norm of every weight, at every step."""
+    """The norm and the largest value of every weight, at every step."""
 
     def __init__(self, model):
         self.model = model
         self.rows = []
 
     def write(self, step, loss):
-        norms = {}
+        sizes = {}
         for name, parameter in self.model.named_parameters():
-            norms[name] = parameter.detach().norm().item()  # <- here
-        self.rows.append({"step": step, "loss": loss.detach(), **norms})
+            weight = parameter.detach()
+            sizes[name] = (weight.norm().item(), weight.abs().max().item())  # <- here
+        self.rows.append({"step": step, "loss": loss.detach(), **sizes})
 
 
 def main(arguments=None):
@@ -46,7 +47,7 @@ def main(arguments=None):
     parser.add_argument("--small", action="store_true", help="a size for a CPU")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
-    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 108, 256)
+    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 160, 256)
     accelerator = Accelerator(mixed_precision="bf16", cpu=args.device == "cpu")
     model = Model(4096, width, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)

@@ -83,6 +83,11 @@ def is_sync(call: HostCall) -> bool:
     return any(text in call.name for text in _SYNCS) or call.name == "cudaMemcpy"
 
 
+def is_compile(span: HostSpan) -> bool:
+    """Return whether a span is work of torch.compile's: its tuning of kernels is, too."""
+    return span.name.endswith("(dynamo_timed)") or "compile_fx" in span.name
+
+
 def is_allocation(call: HostCall) -> bool:
     """Return whether a call takes memory from the driver or gives it back."""
     return call.name.startswith(_ALLOCATIONS)
@@ -113,9 +118,7 @@ class _Host:
         self._sync_ends = {t: sorted((c.end, c) for c in cs) for t, cs in self._syncs.items()}
         self._main = trace.main_thread()
         self._data = _Kind(trace.spans, lambda s: phase_of(s) == "data_wait")
-        self._compile = _Kind(
-            trace.spans, lambda s: s.name.endswith("(dynamo_timed)") or "compile_fx" in s.name
-        )
+        self._compile = _Kind(trace.spans, is_compile)
         self._allocations = _Kind(trace.calls, is_allocation)
         ops = [s for s in trace.spans if s.kind == "op"]
         self._work: dict[str, list[Interval]] = {}

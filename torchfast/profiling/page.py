@@ -37,7 +37,7 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 table.figures{width:auto;min-width:60%}
 th,td{text-align:left;padding:4px 18px 4px 0;border-bottom:1px solid var(--line);vertical-align:top}
 th{font-weight:600;color:var(--soft)}td.n,th.n{text-align:right}
-th,td.n,td.fault{white-space:nowrap}
+th,td.n,td.fault,td.type{white-space:nowrap}
 td:last-child,th:last-child{padding-right:0}td.name{overflow-wrap:anywhere}
 td.line{font:13px/22px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 .scroll{overflow-x:auto}
@@ -273,7 +273,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _kind(head: str) -> str:
     if head.endswith("#"):
         return "n"
-    return head if head in ("line", "fault") else "name"
+    return head if head in ("line", "fault", "type") else "name"
 
 
 def _path(text: str) -> str:

@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from torchfast.profiling.gaps import Gap, is_sync
-from torchfast.profiling.intervals import Interval
+from torchfast.profiling.gaps import Gap, is_compile, is_sync
+from torchfast.profiling.intervals import Interval, union
 from torchfast.profiling.kernels import copy_direction, is_pageable_copy
 from torchfast.profiling.places import Origins, Places, most_common
 from torchfast.profiling.playback import Wait
@@ -167,7 +167,10 @@ def _waits(trace: Trace) -> list[tuple[HostCall, Site]]:
 
 
 def waits_of(trace: Trace) -> list[HostCall]:
-    """Return the calls inside of the steps in which a thread that launches waits."""
+    """Return the calls inside of the steps in which a thread that launches waits.
+
+    Those of torch.compile's, which times kernels while it compiles, are part of the compilation.
+    """
     steps = trace.steps
     # torch.profiler itself waits when it begins and ends.
     begin = steps[0].start if steps else float("-inf")
@@ -183,7 +186,22 @@ def waits_of(trace: Trace) -> list[HostCall]:
         if is_pageable_copy(work.name) and copy_direction(work.name) == "DtoH"
     }
     calls = [c for c in inside if (is_sync(c) or c.correlation in pageable) and c.thread in working]
+    compiles = _compiles(trace)
+    calls = [c for c in calls if not _covers(compiles.get(c.thread, ()), c.start)]
     return calls if steps else [c for c in calls if c.name != "cudaDeviceSynchronize"]
+
+
+def _compiles(trace: Trace) -> dict[str, list[Interval]]:
+    """Return when torch.compile was at work, by thread."""
+    found: dict[str, list[Interval]] = defaultdict(list)
+    for span in filter(is_compile, trace.spans):
+        found[span.thread].append((span.start, span.end))
+    return {thread: union(spans) for thread, spans in found.items()}
+
+
+def _covers(spans: Sequence[Interval], moment: float) -> bool:
+    at = bisect.bisect_right(spans, (moment, float("inf"))) - 1
+    return at >= 0 and moment <= spans[at][1]
 
 
 def waits_to_play(trace: Trace) -> list[Wait]:
@@ -206,10 +224,15 @@ def waits_to_play(trace: Trace) -> list[Wait]:
 
 
 class _OnHost:
-    """When the host computes by itself: operators that take long and launch nothing."""
+    """When the host computes by itself: operators that take long and launch nothing.
+
+    A compilation is none of them, and not what a wait was for.
+    """
 
     def __init__(self, trace: Trace) -> None:
         launches: dict[str, list[float]] = defaultdict(list)
+        for thread, spans in _compiles(trace).items():
+            launches[thread] += [start for start, _ in spans]
         done = {work.correlation for work in trace.work}
         for call in trace.calls:
             if call.correlation in done:
