@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import random
 from functools import partial
 
@@ -69,6 +70,19 @@ def test_without_the_second_try_every_step_is_eager(monkeypatch):
     assert twins.counts == (0, 0, 12, 0)
 
 
+class Hidden:
+    """Counts where nobody can look: in a queue of the standard library."""
+
+    def __init__(self):
+        self._latest = queue.SimpleQueue()
+        self._latest.put(0)
+
+    def __next__(self):
+        number = self._latest.get()
+        self._latest.put(number + 1)
+        return number
+
+
 def scaling(factors):
     """Build an optimizer whose hook scales a weight, each time by another factor that comes."""
 
@@ -91,13 +105,13 @@ def shuffled(model, batch):
     return mean_loss(model, batch) * (1.0 + 0.01 * next(SHUFFLED))
 
 
-SHUFFLED = itertools.count()
+SHUFFLED = Hidden()
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_an_update_that_a_graph_gets_wrong_is_parted_from_it(clip):
-    """Only the check sees it: the hook counts in an iterator, which nobody can look into."""
-    twins = Twins(DropoutNet, scaling(itertools.count), clip=clip)
+    """Only the check sees it: the hook counts in a queue, which nobody can look into."""
+    twins = Twins(DropoutNet, scaling(Hidden), clip=clip)
     for batch in make_batches(20):
         twins.step(batch)
     assert twins.counts == (1, 13, 7, 2)
@@ -111,10 +125,22 @@ def test_an_update_that_a_graph_gets_wrong_is_parted_from_it(clip):
 def test_without_the_word_on_where_it_begins_every_step_is_eager(monkeypatch):
     judge = replay_check.Mismatch
     monkeypatch.setattr(replay_check, "Mismatch", lambda detail, **_: judge(detail, False))
-    twins = Twins(DropoutNet, scaling(itertools.count))
+    twins = Twins(DropoutNet, scaling(Hidden))
     for batch in make_batches(12):
         twins.step(batch)
     assert twins.counts[:3] == (0, 0, 12)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_an_update_that_draws_from_an_iterator_is_parted_before_it_is_captured(clip):
+    """Nothing has been drawn too much, so what is trained is right from the start."""
+    twins = Twins(DropoutNet, scaling(itertools.count), clip=clip)
+    for batch in make_batches(20):
+        twins.step(batch)
+        assert not twins.differences(gradients=False)
+    assert twins.counts == (1, 13, 7, 1)
+    (reason,) = reasons(twins.captured)
+    assert "could not be captured: the update draws from an iterator (itertools.count)" in reason
 
 
 def every_other(parameters):
@@ -152,7 +178,7 @@ def test_a_loss_that_a_graph_gets_wrong_is_not_tried_again():
 
 
 def test_strict_raises_where_a_graph_gets_the_update_wrong():
-    twins = Twins(DropoutNet, scaling(itertools.count), plan=STRICT)
+    twins = Twins(DropoutNet, scaling(Hidden), plan=STRICT)
     batches = make_batches(6)
     for batch in batches[:3]:
         twins.step(batch)

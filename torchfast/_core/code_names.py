@@ -26,7 +26,12 @@ _CALLS = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX"))
 # From 3.12 on the lowest bit of LOAD_ATTR's argument says that a method is called.
 _HAS_BIT = sys.version_info >= (3, 12)
 # Reached without being named.
-_ALWAYS = frozenset(("__call__", "forward", "__getattr__", "__getattribute__", "__getitem__"))
+_ALWAYS = frozenset(
+    (
+        *("__call__", "forward", "__getattr__", "__getattribute__", "__getitem__"),
+        *("__iter__", "__next__"),
+    )
+)
 _WITH_NAMES_IN_STRINGS = frozenset(("getattr", "attrgetter"))
 _WITH_ALL_NAMES = frozenset(("__dict__", "vars", "asdict"))
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchfast.graphs.iterators import iterator_in
 from torchfast.graphs.places import (
     CELL,
     CONTAINERS,
@@ -33,6 +34,7 @@ from torchfast.graphs.places import (
     Place,
     is_plain,
     items_of,
+    parts_of,
     places,
     values_in,
     what_is_read,
@@ -69,7 +71,7 @@ class Attributes:
 
     def __init__(self, function: object, device: torch.device) -> None:
         self._function, self._device = function, device
-        self._functions: Sequence[object] = (function,)
+        self._until_updates = self._functions = [function]
         self._modules: Sequence[nn.Module] = ()
         self._written: dict[Key, Any] = {}  # with the holder, so that the address stays its own
         # By the kind of call: numbers as they were before the latest of them, and behind it.
@@ -84,9 +86,15 @@ class Attributes:
         self._before: list[tuple[Place, str, Any, Any]] = []
         self._generators: list[tuple[Any, Any]] = []
 
-    def refresh(self, modules: Sequence[nn.Module], others: Sequence[object] = ()) -> None:
-        """Take values as they are now, of these modules, hooks and optimizers."""
-        self._modules, self._functions = modules, (self._function, *others)
+    def refresh(
+        self,
+        modules: Sequence[nn.Module],
+        hooks: Sequence[object] = (),
+        of_updates: Sequence[object] = (),
+    ) -> None:
+        """Take values as they are now, of these modules, hooks, and what updates are made of."""
+        self._modules, self._until_updates = modules, [self._function, *hooks]
+        self._functions = [*self._until_updates, *of_updates]
         self._read = what_is_read(self._functions, modules)
         self._take_as_they_are(self._look())
         held = list(self._values())
@@ -110,7 +118,7 @@ class Attributes:
             return None
         now = self._look()
         for key, place in self._differing(now):
-            return _in_words(key, place)
+            return _in_words(key[1], place)
         self._take_as_they_are(now)  # other objects that say the same
         return None
 
@@ -121,6 +129,19 @@ class Attributes:
             for generator, state in self._generators
             if not _same_state(_state_of(generator), state)
         ]
+
+    def iterator(self) -> tuple[str, str, str] | None:
+        """Return what draws from an iterator by all appearances, its type, and where it is."""
+        named = self._read.names | self._read.called
+        parts = {"step": self._until_updates, "update": self._functions}
+        for part, functions in parts.items():
+            for place, name, value in self._values(self._places_from(functions)):
+                is_sure = self._is_sure_to_be_read(place, name)
+                if not is_sure or (place.is_module and name not in named):
+                    continue
+                if (kind := iterator_in(value)) is not None:
+                    return part, kind, _in_words(name, place)
+        return None
 
     def counted(self, kind: Hashable) -> str | None:
         """Return which number the step has changed by counting; None if it has none.
@@ -133,7 +154,7 @@ class Attributes:
             if key not in now or key not in self._known or self._only_notes(kind, key, now):
                 continue
             if counts(self._known[key][1], now[key][1]):
-                return _in_words(key, place)
+                return _in_words(key[1], place)
         return None
 
     def put_back(self) -> None:
@@ -220,10 +241,13 @@ class Attributes:
         return [read(held) for read, held in self._sized]
 
     def _places(self) -> Iterator[Place]:
-        return places(self._functions, self._modules, self._read, self._written)
+        return self._places_from(self._functions)
 
-    def _values(self) -> Iterator[tuple[Place, str, Any]]:
-        for place in self._places():
+    def _places_from(self, functions: Sequence[object]) -> Iterator[Place]:
+        return places(functions, self._modules, self._read, self._written)
+
+    def _values(self, found: Iterator[Place] | None = None) -> Iterator[tuple[Place, str, Any]]:
+        for place in self._places() if found is None else found:
             for name, value in values_in(place, self._read):
                 if (id(place.holder), name) not in self._written:
                     yield place, name, value
@@ -288,8 +312,8 @@ class Attributes:
         self._sizes = self._sizes_now()
 
 
-def _in_words(key: Key, place: Place) -> str:
-    return f"{key[1]!r} of {place.label}" if key[1] else place.label
+def _in_words(name: str, place: Place) -> str:
+    return f"{name!r} of {place.label}" if name else place.label
 
 
 def _views(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
@@ -303,19 +327,11 @@ def _views(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
         yield from _views(item, (*within, id(value)))
 
 
-def _parts(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Return a value and what is in it."""
-    yield value
-    if isinstance(value, CONTAINERS) and len(value) <= LONGEST and id(value) not in within:
-        for item in items_of(value):
-            yield from _parts(item, (*within, id(value)))
-
-
 def _readers(value: Any, *, on_host: bool) -> list[_Reader]:
     """Return how to read what can change in an object that stays the same."""
     return [
         (bits if isinstance(part, np.ndarray) else contents, part)
-        for part in _parts(value)
+        for part in parts_of(value)
         if is_small_array(part) or (on_host and is_frozen(part))
     ]
 
@@ -341,7 +357,7 @@ def _put_numbers_back(container: Any, content: Any) -> None:
 def _generators_in(value: Any) -> list[Any]:
     return [
         part
-        for part in _parts(value)
+        for part in parts_of(value)
         if isinstance(part, random.Random | np.random.Generator | np.random.RandomState)
     ]
 

@@ -311,6 +311,7 @@ class GraphEngine:
             Exception: What stopped it.
             CaptureError: It went through, but a replay would not do what the step does.
         """
+        facts.check_capturable()
         state = self._state
         static = StaticInputs(inputs, call.tensors, self.device)
         static.fill(call.tensors)
@@ -333,8 +334,7 @@ class GraphEngine:
         self.facts = None
         entry.inputs = static
         entry.kept = facts.replaced()
-        gradients = before.compared()
-        entry.gradients, entry.added_to, _ = gradients
+        entry.gradients, entry.added_to, _ = gradients = before.compared()
         # A step that makes gradients anew does so whether or not there are some.
         makes_anew = self._adds is False or gradients.adds is False
         entry.from_none = [] if makes_anew else gradients.from_none

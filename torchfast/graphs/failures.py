@@ -95,6 +95,11 @@ class Failure:
         return self.reason == RECOMPILES
 
     @property
+    def is_of_update(self) -> bool:
+        """Whether it lies in the update alone."""
+        return self.reason.startswith("the update draws from")
+
+    @property
     def is_change(self) -> bool:
         """Whether Python has changed what no replay changes."""
         return self.reason.startswith("the step changes what no replay changes")

@@ -114,7 +114,8 @@ class GraphedUpdate:
         if failure is None or self._graph.counters()["graphs"]:  # other kinds of calls went well
             return
         why = None
-        if self._failed_in_update or (failure.is_change and self._changed_in_update):
+        is_of_update = self._failed_in_update or failure.is_of_update
+        if is_of_update or (failure.is_change and self._changed_in_update):
             why = f"it could not be captured: {failure}"
         elif failure.is_later:
             why = f"in a graph it computes something else: {failure}"

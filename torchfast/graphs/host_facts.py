@@ -97,6 +97,19 @@ class HostFacts:
         if self._read is not None:
             self._read.put_back()
 
+    def check_capturable(self) -> None:
+        """Raise if Python draws from an iterator, as a capture would once more than steps do.
+
+        Raises:
+            CaptureError: It does.
+        """
+        if self._read is not None and (found := self._read.iterator()) is not None:
+            part, kind, place = found
+            raise CaptureError(
+                f"the {part} draws from an iterator ({kind}), {place}, and each replay would "
+                "repeat what was drawn once; draw outside of it, and let it read what was drawn"
+            )
+
     def check_replayable(self, noted: HostDraws | None = None) -> None:
         """Raise if Python did what no replay does.
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.code_names import Read, names_read
+from torchfast._core.proxies import is_dead
 from torchfast._core.user_code import is_users
 
 Key: TypeAlias = tuple[int, str]
@@ -167,6 +168,16 @@ def items_of(value: Any) -> list[Any]:
     return [*value.values()] if isinstance(value, dict) else [*value]
 
 
+def parts_of(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield a value and what is in it, if it is a container and no data."""
+    if is_dead(value):
+        return
+    yield value
+    if isinstance(value, CONTAINERS) and len(value) <= LONGEST and id(value) not in within:
+        for item in items_of(value):
+            yield from parts_of(item, (*within, id(value)))
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value says all about itself."""
     return value is None or isinstance(value, _VALUES)
@@ -179,7 +190,7 @@ def is_own(function: object) -> bool:
     function = function.__func__ if inspect.ismethod(function) else function
     if isinstance(function, FunctionType):
         return is_users(function.__code__.co_filename)
-    return _is_own_class(type(function))
+    return is_own_class(type(function))
 
 
 def _of_globals(read: Read) -> list[Place]:
@@ -288,16 +299,17 @@ def _is_holder(value: Any) -> bool:
     if isinstance(value, FunctionType | functools.partial | LRScheduler) or inspect.ismethod(value):
         return True
     if isinstance(value, type):
-        return _is_own_class(value)
+        return is_own_class(value)
     if is_plain(value) or isinstance(value, _WATCHED_ELSEWHERE):
         return False
     kind = type(value)
     if not isinstance(getattr(value, "__dict__", None), dict) and not _slots_of(kind):
         return False
-    return kind in _NAMESPACES or _is_own_class(kind)
+    return kind in _NAMESPACES or is_own_class(kind)
 
 
-def _is_own_class(kind: type) -> bool:
+def is_own_class(kind: type) -> bool:
+    """Whether a class is neither a library's nor torchfast's."""
     owner = kind.__module__.partition(".")[0]
     return not (owner in _LIBRARIES or owner in sys.stdlib_module_names)
 

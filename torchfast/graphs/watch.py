@@ -83,9 +83,10 @@ class StateWatch:
         self._addresses = [*map(Tensor.data_ptr, self._placed)]
         self._settings = [_Settings(group) for group in state.own_groups()]
         self._hooks = [getattr(m, name) for m in modules for name in _MODULE_HOOKS]
-        self._hooks += [getattr(o, name) for o in state.optimizers for name in _OPTIMIZER_HOOKS]
-        hooks = [h for held in (*self._hooks, *self._hooks_of_parameters()) for h in held.values()]
-        self.attributes.refresh(modules, [*filter(is_own, hooks), *state.optimizers])
+        hooks = _own_in(*self._hooks, *self._hooks_of_parameters())
+        of_updates = [getattr(o, name) for o in state.optimizers for name in _OPTIMIZER_HOOKS]
+        self._hooks += of_updates
+        self.attributes.refresh(modules, hooks, [*_own_in(*of_updates), *state.optimizers])
         is_beside = self._device.type != "cpu"
         self._on_host = [*filter(is_frozen, state.tensors)] if is_beside else []
 
@@ -260,6 +261,11 @@ class Glance:
     def _objects_now(self) -> Iterator[Any]:
         taken = map(operator.call, self._take, self._out_of)
         return chain(self._attributes(), chain.from_iterable(chain(self._tables, taken)))
+
+
+def _own_in(*tables: dict[int, Any]) -> list[Any]:
+    """Return the hooks of the user's own."""
+    return [hook for table in tables for hook in table.values() if is_own(hook)]
 
 
 def _unzipped(

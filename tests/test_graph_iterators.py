@@ -1,0 +1,281 @@
+"""A step that draws from an iterator: no replay would go on, and an iterator cannot be compared.
+
+What is drawn changes long after the check, so nothing else would find it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+from models import DropoutNet, make_batches, mean_loss
+from tape import counts, reasons
+from torchfast import Plan, TrainStep
+from torchfast._core.compare import differences
+from torchfast.graphs import CUDAGraphStep
+from torchfast.graphs.attributes import Attributes
+
+pytestmark = pytest.mark.usefixtures("tape")
+
+ADAMW = partial(optim.AdamW, lr=0.01, fused=True)
+STEPS, TURNS_AT = 16, 12
+
+lambdas = iter(())
+
+
+def values():
+    """Yield the weights of a loss."""
+    for step in itertools.count():
+        yield 1.0 if step < TURNS_AT else 0.5
+
+
+class Loss:
+    def __init__(self, iterator):
+        self.lambdas = iterator
+        self.table = {"lambdas": iterator}
+        self.draw = partial(next, iterator)
+        self.method = iterator.__next__
+
+    def by_attribute(self, model, batch):
+        return mean_loss(model, batch) * next(self.lambdas)
+
+    def by_loop(self, model, batch):
+        for value in self.lambdas:
+            loss = mean_loss(model, batch) * value
+            break
+        return loss
+
+    def by_table(self, model, batch):
+        return mean_loss(model, batch) * next(self.table["lambdas"])
+
+    def by_partial(self, model, batch):
+        return mean_loss(model, batch) * self.draw()
+
+    def by_method(self, model, batch):
+        return mean_loss(model, batch) * self.method()
+
+    def by_another(self, model, batch):
+        return mean_loss(model, batch) * self.weight()
+
+    def weight(self):
+        return next(self.lambdas)
+
+    def beside(self, model, batch):
+        return mean_loss(model, batch)
+
+
+class Own:
+    """An iterator of the user's own, which is watched as any object is."""
+
+    def __init__(self):
+        self.step = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.step += 1
+        return 1.0 if self.step <= TURNS_AT else 0.5
+
+
+class Wrapping:
+    def __init__(self):
+        self.source = values()
+
+    def __next__(self):
+        return next(self.source)
+
+
+class DrawingNet(DropoutNet):
+    def __init__(self):
+        super().__init__()
+        self.lambdas = values()
+
+    def forward(self, x):
+        return super().forward(x) * next(self.lambdas)
+
+
+def by_global(model, batch):
+    return mean_loss(model, batch) * next(lambdas)
+
+
+def in_global():
+    globals()["lambdas"] = values()
+    return by_global
+
+
+def in_closure():
+    drawn = values()
+    return lambda model, batch: mean_loss(model, batch) * next(drawn)
+
+
+def in_default():
+    drawn = values()
+
+    def loss_fn(model, batch, lambdas=drawn):
+        return mean_loss(model, batch) * next(lambdas)
+
+    return loss_fn
+
+
+def in_loss(name, make=values):
+    return lambda: getattr(Loss(make()), name)
+
+
+def list_iterator():
+    return iter([1.0] * TURNS_AT + [0.5] * STEPS)
+
+
+def cycle():
+    return itertools.cycle([1.0] * TURNS_AT + [0.5])
+
+
+def halved_late():
+    return map((1.0).__truediv__, itertools.chain([1.0] * TURNS_AT, itertools.repeat(2.0)))
+
+
+DRAWING = {
+    "generator in an attribute": in_loss("by_attribute"),
+    "list's": in_loss("by_attribute", list_iterator),
+    "cycle": in_loss("by_attribute", cycle),
+    "map": in_loss("by_attribute", halved_late),
+    "in a loop": in_loss("by_loop", cycle),
+    "in a dictionary": in_loss("by_table"),
+    "in a partial": in_loss("by_partial"),
+    "as its method": in_loss("by_method"),
+    "by another method": in_loss("by_another"),
+    "global": in_global,
+    "closure": in_closure,
+    "default": in_default,
+}
+
+
+def train(make, *, net=DropoutNet, cuda_graph=True):
+    loss_fn = make()
+    torch.manual_seed(0)
+    step = TrainStep(net(), ADAMW, loss_fn, Plan(cuda_graph=cuda_graph))
+    torch.manual_seed(1)
+    losses = [step(batch) for batch in make_batches(STEPS)]
+    return step, [losses, step.model.state_dict(), step.optimizer.state_dict()]
+
+
+def trained_alike(make, **options):
+    """Train both ways; return the captured step, which must have trained as the other."""
+    _, expected = train(make, cuda_graph=False, **options)
+    step, found = train(make, **options)
+    assert not differences(expected, found)
+    return step
+
+
+@pytest.mark.parametrize("make", DRAWING.values(), ids=DRAWING)
+def test_a_step_that_draws_from_an_iterator_runs_eagerly_and_draws_once_a_step(make):
+    step = trained_alike(make)
+    assert counts(step) == (0, 0, STEPS, 0)
+    (reason,) = reasons(step)
+    assert "the step draws from an iterator" in reason
+
+
+@pytest.mark.parametrize("make", DRAWING.values(), ids=DRAWING)
+def test_without_the_guard_it_trains_wrong(make, monkeypatch):
+    monkeypatch.setattr(Attributes, "iterator", lambda self: None)
+    _, expected = train(make, cuda_graph=False)
+    step, found = train(make)
+    assert counts(step)[1] > 0
+    assert differences(expected, found)
+
+
+def test_the_reason_names_the_iterator():
+    (reason,) = reasons(train(in_loss("by_attribute", cycle))[0])
+    assert "the step draws from an iterator (itertools.cycle), 'lambdas' of Loss" in reason
+    (reason,) = reasons(train(in_closure)[0])
+    assert "'drawn' in the closure of in_closure" in reason
+
+
+def test_an_iterator_in_a_module_counts_if_its_code_names_it():
+    step = trained_alike(lambda: mean_loss, net=DrawingNet)
+    assert counts(step) == (0, 0, STEPS, 0)
+    assert "an iterator (generator), 'lambdas' of DrawingNet" in reasons(step)[0]
+
+
+@pytest.mark.parametrize("kind", [Own, Wrapping])
+def test_an_iterator_of_ones_own_class_is_told_by_what_it_holds(kind):
+    def make():
+        drawn = kind()
+        return lambda model, batch: mean_loss(model, batch) * next(drawn)
+
+    step = trained_alike(make)
+    assert counts(step) == (0, 0, STEPS, 0)
+    (reason,) = reasons(step)
+    assert ("'step' of Own" if kind is Own else "'source' of Wrapping") in reason
+
+
+def test_what_the_loop_alone_draws_from_is_in_nobodys_way(tmp_path):
+    """So are a log that the step writes to, though files are iterators, and iterators of a call."""
+    held = Loss(values())
+    held.log = (tmp_path / "log").open("w")
+
+    class Net(DropoutNet):
+        def __init__(self):
+            super().__init__()
+            self.unnamed = values()
+
+    def loss_fn(model, batch):
+        held.log.write("a step\n")
+        factors = iter([1.0, 2.0])
+        return held.beside(model, batch) * next(factors)
+
+    torch.manual_seed(0)
+    step = TrainStep(Net(), ADAMW, loss_fn, Plan(cuda_graph=True))
+    for batch in make_batches(STEPS):
+        next(held.lambdas)
+        step(batch)
+    held.log.close()
+    assert counts(step) == (1, STEPS - 3, 3, 1), reasons(step)
+
+
+def test_a_step_that_begins_to_draw_runs_eagerly_from_then_on():
+    results = []
+    for cuda_graph in (False, True):
+        held = types.SimpleNamespace(weight=None)
+
+        def loss_fn(model, batch, held=held):
+            loss = mean_loss(model, batch)
+            return loss if held.weight is None else loss * next(held.weight)
+
+        torch.manual_seed(0)
+        step = TrainStep(DropoutNet(), ADAMW, loss_fn, Plan(cuda_graph=cuda_graph))
+        for number, batch in enumerate(make_batches(STEPS)):
+            if number == 8:
+                held.weight = itertools.count(1.0, 0.5)
+            step(batch)
+        results.append(step.model.state_dict())
+    assert not differences(*results)
+    assert "an iterator (itertools.count), 'weight' of SimpleNamespace" in reasons(step)[0]
+
+
+def test_a_batch_that_the_step_itself_fetches_is_new_in_each_step():
+    """A step of one's own that takes no batch but draws it."""
+    results = []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        loader = torch.utils.data.DataLoader(make_batches(STEPS), batch_size=None, collate_fn=tuple)
+        batches = iter(loader)
+
+        def step(model=model, optimizer=optimizer, batches=batches):
+            optimizer.zero_grad()
+            loss = mean_loss(model, next(batches))
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        fn = CUDAGraphStep(step, state=[model, optimizer]) if is_captured else step
+        results.append([[fn() for _ in range(STEPS)], model.state_dict()])
+    assert not differences(*results)
+    assert "_SingleProcessDataLoaderIter" in reasons(fn)[0]
