@@ -13,7 +13,7 @@ import operator
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from enum import Enum
 from types import (
     FunctionType,
@@ -48,6 +48,7 @@ _WATCHED_ELSEWHERE = (
     *(nn.Module, Tensor, torch.Generator, torch.amp.GradScaler),
     *(ModuleType, np.ndarray),
 )
+_HOLDERS = (FunctionType, functools.partial, LRScheduler, Optimizer)
 _NO_DATA = (
     *(FunctionType, classmethod, staticmethod, property, functools.cached_property),
     *(MemberDescriptorType, GetSetDescriptorType),
@@ -58,7 +59,8 @@ _ONLY_NUMBERS = "torch.nn.parallel"
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
 # What a step may ask a scheduler for, by its methods too.
 _OF_SCHEDULERS = ("last_epoch", "_last_lr")
-# Of one of the user's own class the rest counts, such as a count of its steps.
+# Of one of the user's own class the rest counts, such as a count of its steps; of one that is not
+# the step's so do its groups, as in a loss that reads the learning rate.
 _OWN_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 _DEPTH = 6
 _MOST_OBJECTS = 1024
@@ -127,7 +129,9 @@ def places(
         yield place
         waiting += _inner(place, read, _DEPTH - 1, written)
     waiting += [(kind, _DEPTH - 1, None) for kind in dict.fromkeys(map(type, modules))]
-    yield from _reached(waiting, read, written)
+    optimizers = [function for function in functions if isinstance(function, Optimizer)]
+    watched = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    yield from _reached(waiting, read, written, watched)
 
 
 def written_by(key: Key, place: Place, stay: set[int]) -> tuple[Key, Any]:
@@ -209,10 +213,22 @@ def _inner(place: Place, read: Read, depth: int, written: Mapping[Key, Any]) -> 
     ]
 
 
-def _reached(waiting: list[_Waiting], read: Read, written: Mapping[Key, Any]) -> Iterator[Place]:
-    """Return the places that values lead to, so many levels deep."""
+def _reached(
+    waiting: list[_Waiting],
+    read: Read,
+    written: Mapping[Key, Any],
+    watched: Container[int] = frozenset(),
+) -> Iterator[Place]:
+    """Return the places that values lead to, so many levels deep.
+
+    Args:
+        waiting: Where to begin, which grows.
+        read: What counts.
+        written: What does not.
+        watched: Addresses of parameter groups that are watched elsewhere.
+    """
     seen: dict[int, Any] = {}  # held, so that no address is another's
-    for value, depth, via in waiting:  # which grows
+    for value, depth, via in waiting:
         if depth < 0 or id(value) in seen or not _is_holder(value):
             continue
         seen[id(value)] = value
@@ -223,7 +239,7 @@ def _reached(waiting: list[_Waiting], read: Read, written: Mapping[Key, Any]) ->
         elif inspect.ismethod(value):
             waiting += [(value.__self__, depth, via), (value.__func__, depth, via)]
         else:
-            for found in _places_of(value, read):
+            for found in _places_of(value, read, watched):
                 place = found._replace(via=via)
                 yield place
                 waiting += _inner(place, read, depth - 1, written)
@@ -231,7 +247,7 @@ def _reached(waiting: list[_Waiting], read: Read, written: Mapping[Key, Any]) ->
             waiting += [(kind, depth, via) for kind in kinds]
 
 
-def _places_of(value: Any, read: Read) -> Iterator[Place]:
+def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Place]:
     name = type(value).__name__
     if isinstance(value, FunctionType):
         name = value.__qualname__
@@ -248,13 +264,21 @@ def _places_of(value: Any, read: Read) -> Iterator[Place]:
         data = [n for n, v in vars(value).items() if not isinstance(v, _NO_DATA)]
         yield Place(value, value.__name__, names=_wanted(data, read))
     elif isinstance(value, Optimizer):
-        names = [n for n in vars(value) if n not in _OWN_OF_OPTIMIZERS]
+        own = vars(value) if is_own_class(type(value)) else ()
+        names = [n for n in own if n not in _OWN_OF_OPTIMIZERS]
+        names += _groups_of(value, watched)
         yield Place(value, name, names=_wanted(names, read))
     else:
         if hasattr(value, "__dict__"):
             yield Place(value, name)
         if slots := _wanted(_slots_of(type(value)), read):
             yield Place(value, name, names=slots, in_slots=True)
+
+
+def _groups_of(optimizer: Optimizer, watched: Container[int]) -> list[str]:
+    """Return the name of an optimizer's groups, if they are not watched elsewhere."""
+    groups = optimizer.param_groups
+    return [] if all(id(group) in watched for group in groups) else ["param_groups"]
 
 
 def _is_read(name: str, value: Any, read: Read) -> bool:
@@ -296,7 +320,7 @@ def _is_holder(value: Any) -> bool:
     """Whether values that a step reads may be in it, and not only what else is watched."""
     if isinstance(value, CONTAINERS):
         return len(value) <= LONGEST
-    if isinstance(value, FunctionType | functools.partial | LRScheduler) or inspect.ismethod(value):
+    if isinstance(value, _HOLDERS) or inspect.ismethod(value):
         return True
     if isinstance(value, type):
         return is_own_class(value)
