@@ -15,6 +15,7 @@ from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from torchfast._core.proxies import is_dead
 from torchfast._core.user_code import is_users
 
 _MOST_FUNCTIONS = 2000
@@ -151,7 +152,7 @@ def _variables_of(
     for table, read in found:  # which grows: a module may be reached through another
         for name in read & table.keys():
             value = table[name]
-            if not isinstance(value, ModuleType):
+            if is_dead(value) or not isinstance(value, ModuleType):
                 continue
             file = getattr(value, "__file__", None) or ""
             if is_users(file) and file and _INSTALLED not in file:
@@ -168,6 +169,8 @@ def _of_classes(classes: Iterable[type], names: Iterable[str]) -> list[FunctionT
 def _globals_of(function: FunctionType, names: frozenset[str]) -> set[Any]:
     found: set[Any] = set()
     for value in map(function.__globals__.get, names):
+        if is_dead(value):
+            continue
         if isinstance(value, ModuleType) and is_users(getattr(value, "__file__", "") or ""):
             found.update(f for n in names for f in _with_wrapped(vars(value).get(n)))
         found.update(_with_wrapped(value))
@@ -186,13 +189,15 @@ def _enclosed_by(function: FunctionType) -> list[FunctionType]:
 def _with_wrapped(value: Any) -> list[FunctionType]:
     """Return a function and what it wraps, which a decorator of a library's runs; [] of others."""
     found: list[FunctionType] = []
-    while isinstance(value, FunctionType) and value not in found:
+    while not is_dead(value) and isinstance(value, FunctionType) and value not in found:
         found.append(value)
         value = vars(value).get("__wrapped__")
     return found
 
 
 def _functions_of(value: Any) -> list[FunctionType]:
+    if is_dead(value):
+        return []
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, staticmethod | classmethod):

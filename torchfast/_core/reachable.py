@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.code_names import Read, names_read
+from torchfast._core.proxies import is_dead
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,6 +61,8 @@ def _held(
     value: Any, depth: int, kinds: tuple[type, ...], named: frozenset[str] | None = None
 ) -> Iterator[Any]:
     """Yield what is of these kinds; of what is in attributes of objects, only what is named."""
+    if is_dead(value):
+        return
     if isinstance(value, kinds):
         yield value
         return

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchfast._core.proxies import is_dead
 from torchfast.graphs.iterators import iterator_in
 from torchfast.graphs.places import (
     CELL,
@@ -318,7 +319,9 @@ def _in_words(name: str, place: Place) -> str:
 
 def _views(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
     """Return what to go through to see each object in a container, now and later."""
-    if not isinstance(value, CONTAINERS) or len(value) > LONGEST or id(value) in within:
+    if is_dead(value) or not isinstance(value, CONTAINERS):
+        return
+    if len(value) > LONGEST or id(value) in within:
         return
     yield value
     if isinstance(value, dict):
@@ -338,7 +341,7 @@ def _readers(value: Any, *, on_host: bool) -> list[_Reader]:
 
 def _content(value: Any) -> Any:
     """Return a copy of what holds numbers by key or place; None of other values."""
-    if isinstance(value, dict | list | deque) and len(value) <= LONGEST:
+    if not is_dead(value) and isinstance(value, dict | list | deque) and len(value) <= LONGEST:
         return dict(value) if isinstance(value, dict) else list(value)
     return None
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchfast._core.errors import CaptureError
+from torchfast._core.proxies import is_dead
 from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_draws import HostDraws
@@ -188,7 +189,8 @@ class HostFacts:
             value
             for module, attributes in self._attributes
             for name, value in attributes.items()
-            if isinstance(value, Tensor) and vars(module).get(name) is not value
+            if not is_dead(value) and isinstance(value, Tensor)
+            if vars(module).get(name) is not value
         ]
 
 

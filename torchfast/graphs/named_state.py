@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.batches import tensors
+from torchfast._core.proxies import is_dead
 from torchfast._core.reachable import used_by
 from torchfast.graphs.learning_rates import LearningRates
 
@@ -160,7 +161,7 @@ class NamedState:
                 del found[id(tensor)]
         for module in self.every_module:  # what it keeps without calling it a buffer
             for value in vars(module).values():
-                if isinstance(value, Tensor):
+                if not is_dead(value) and isinstance(value, Tensor):
                     found[id(value)] = value
         for holder in (*self.optimizer_states(), *self.own_groups()):
             for key, value in holder.items():

@@ -184,7 +184,7 @@ def parts_of(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
 
 def is_plain(value: Any) -> bool:
     """Whether a value says all about itself."""
-    return value is None or isinstance(value, _VALUES)
+    return value is None or (not is_dead(value) and isinstance(value, _VALUES))
 
 
 def is_own(function: object) -> bool:
@@ -308,6 +308,8 @@ def _code_of(
         if place.read is None and not isinstance(place.holder, type):
             classes.add(type(place.holder))
     for value, _, _ in waiting:
+        if is_dead(value):
+            continue
         while isinstance(value, functools.partial):
             value = value.func
         if isinstance(value, Optimizer):
@@ -318,6 +320,8 @@ def _code_of(
 
 def _is_holder(value: Any) -> bool:
     """Whether values that a step reads may be in it, and not only what else is watched."""
+    if is_dead(value):
+        return False
     if isinstance(value, CONTAINERS):
         return len(value) <= LONGEST
     if isinstance(value, _HOLDERS) or inspect.ismethod(value):

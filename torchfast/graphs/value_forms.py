@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchfast._core.proxies import is_dead
 from torchfast.graphs.places import CONTAINERS, LONGEST, NUMBERS
 from torchfast.graphs.signature import Identity
 
@@ -53,6 +54,8 @@ def form_of(value: Any, within: tuple[int, ...] = (), *, on_host: bool) -> Any:
         on_host: Whether tensors on the host count by their values.
     """
     kind = type(value)
+    if is_dead(value):
+        return Identity(value)
     if isinstance(value, float | complex):
         # A zero has a sign, and a NaN is the same NaN.
         return (kind, value) if value == value and value else (kind, repr(value))
