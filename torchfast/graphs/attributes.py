@@ -27,6 +27,7 @@ from torch import nn
 from torchfast._core.proxies import is_dead
 from torchfast.graphs.iterators import iterator_in
 from torchfast.graphs.places import (
+    BEYOND,
     CELL,
     CONTAINERS,
     LONGEST,
@@ -35,6 +36,7 @@ from torchfast.graphs.places import (
     Place,
     is_plain,
     items_of,
+    most_objects,
     parts_of,
     places,
     values_in,
@@ -77,7 +79,7 @@ class Attributes:
         self._written: dict[Key, Any] = {}  # with the holder, so that the address stays its own
         # By the kind of call: numbers as they were before the latest of them, and behind it.
         self._left: dict[Hashable, dict[Key, tuple[Any, Any]]] = {}
-        self._read = NOTHING
+        self._read, self._is_all = NOTHING, True
         self._known: _Known = {}
         self._take: list[Callable[[Any], Any]] = []
         self._out_of: list[Any] = []
@@ -96,7 +98,7 @@ class Attributes:
         """Take values as they are now, of these modules, hooks, and what updates are made of."""
         self._modules, self._until_updates = modules, [self._function, *hooks]
         self._functions = [*self._until_updates, *of_updates]
-        self._read = what_is_read(self._functions, modules)
+        self._read, self._is_all = what_is_read(self._functions, modules)
         self._take_as_they_are(self._look())
         held = list(self._values())
         before = [(place, name, value, _content(value)) for place, name, value in held]
@@ -112,6 +114,15 @@ class Attributes:
     def sizes(self) -> list[_Reader]:
         """Return what must be equal to what it was: by a function and its argument."""
         return list(self._sized)
+
+    def notes(self) -> list[str]:
+        """Return what somebody who relies on it should know, in words."""
+        if self._is_all:
+            return []
+        return [
+            f"the step reaches more than {most_objects():,} objects; a change of values in those "
+            "beyond is not noticed"
+        ]
 
     def changed(self) -> str | None:
         """Return what has another value than it had, in words; None if nothing has."""
@@ -279,6 +290,7 @@ class Attributes:
         self._sized = []
         pairs: list[_Reader] = []
         for place in self._places():
+            self._is_all &= place is not BEYOND
             held = values_in(place, self._read)
             values = [(name, value) for name, value in held if (id(place.holder), name) in known]
             for _, value in values:

@@ -167,7 +167,7 @@ class GraphEngine:
 
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
-        return self.store.decisions(self.why_eager, self._watch.num_hooks)
+        return self.store.decisions(self.why_eager, self._watch.notes)
 
     def settle(self) -> None:
         """Bring buffers that were replaced outside the step back to their places."""

@@ -255,15 +255,13 @@ class GraphStore:
                 entry.moments.read()
         return list(self._phase_times)
 
-    def decisions(self, why_eager: str | None, num_hooks: Callable[[], int]) -> list[Decision]:
-        """Return what was captured, and what was not and why."""
+    def decisions(self, why_eager: str | None, notes: Callable[[], list[str]]) -> list[Decision]:
+        """Return what was captured with what is to be said of it, and what was not and why."""
         found = [
             graph_decision("applied", f"{entry.shapes}: {entry.num_replays} replays{entry.note}")
             for entry in self.graphs
         ]
-        if self.graphs and (num := num_hooks()):
-            detail = f"{num} hooks: what they launch is replayed, their Python is not run"
-            found.append(graph_decision("applied", detail))
+        found += [graph_decision("applied", note) for note in (notes() if self.graphs else ())]
         reasons = [why_eager] if why_eager else []
         reasons += [f"{e.shapes}: {e.why_eager}" for e in self.entries.values() if e.why_eager]
         return found + [graph_decision("stepped aside", reason) for reason in reasons]

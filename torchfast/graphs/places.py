@@ -63,7 +63,7 @@ _OF_SCHEDULERS = ("last_epoch", "_last_lr")
 # the step's so do its groups, as in a loss that reads the learning rate.
 _OWN_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 _DEPTH = 6
-_MOST_OBJECTS = 1024
+_MOST_OBJECTS = 4096
 _ROUNDS = 3
 _DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
 _PARTIAL = operator.attrgetter("func", "args", "keywords")
@@ -98,19 +98,27 @@ class Place(NamedTuple):
             setattr(self.holder, name, value)
 
 
+# Stands for all that is not looked into any more, as there is too much of it.
+BEYOND: Final = Place(None, "what is beyond", names=(), in_slots=True)
 # A value to look into, so many levels deep, and the place that has it by which name.
 _Waiting = tuple[Any, int, tuple[Place, str] | None]
 
 
-def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> Read:
-    """Return what functions and modules may read of what they reach."""
-    read = NOTHING
+def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> tuple[Read, bool]:
+    """Return what functions and modules may read of what they reach, and whether that is all."""
+    read, is_all = NOTHING, True
     for _ in range(_ROUNDS):  # classes of global objects have methods, which read others
-        found = names_read(*_code_of(functions, modules, read))
+        code, classes, is_all = _code_of(functions, modules, read)
+        found = names_read(code, classes)
         if found == read:
             break
         read = found
-    return read
+    return read, is_all
+
+
+def most_objects() -> int:
+    """Return how many objects are looked into."""
+    return _MOST_OBJECTS
 
 
 def places(
@@ -119,7 +127,7 @@ def places(
     read: Read,
     written: Mapping[Key, Any],
 ) -> Iterator[Place]:
-    """Return all places, each once; not those within what the step writes."""
+    """Return all places, each once; not those within what the step writes; or `BEYOND` at last."""
     waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
     for module in modules:
         place = Place(module, type(module).__name__, is_module=True)
@@ -233,6 +241,7 @@ def _reached(
             continue
         seen[id(value)] = value
         if len(seen) > _MOST_OBJECTS:
+            yield BEYOND
             return
         if isinstance(value, CONTAINERS):
             waiting += [(item, depth - 1, via) for item in items_of(value)]
@@ -295,9 +304,10 @@ def _wanted(names: Sequence[str], read: Read) -> tuple[str, ...]:
 
 def _code_of(
     functions: Sequence[object], modules: Sequence[nn.Module], read: Read
-) -> tuple[list[Any], set[type]]:
-    """Return functions that the step may run, and classes whose methods it may."""
+) -> tuple[list[Any], set[type], bool]:
+    """Return functions that the step may run, classes whose methods it may; whether it is all."""
     found: list[Any] = []
+    is_all = True
     classes = {type(module) for module in modules}
     waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
     for module in modules:
@@ -305,6 +315,7 @@ def _code_of(
     for place in _of_globals(read):
         waiting += _inner(place, read, _DEPTH - 1, {})
     for place in _reached(waiting, _EVERYTHING, {}):
+        is_all &= place is not BEYOND
         if place.read is None and not isinstance(place.holder, type):
             classes.add(type(place.holder))
     for value, _, _ in waiting:
@@ -315,7 +326,7 @@ def _code_of(
         if isinstance(value, Optimizer):
             value = type(value).step
         found.append(value.__func__ if inspect.ismethod(value) else value)
-    return found, classes
+    return found, classes, is_all
 
 
 def _is_holder(value: Any) -> bool:
@@ -323,7 +334,8 @@ def _is_holder(value: Any) -> bool:
     if is_dead(value):
         return False
     if isinstance(value, CONTAINERS):
-        return len(value) <= LONGEST
+        # One of plain values says by itself what is in it.
+        return len(value) <= LONGEST and not all(map(is_plain, items_of(value)))
     if isinstance(value, _HOLDERS) or inspect.ismethod(value):
         return True
     if isinstance(value, type):

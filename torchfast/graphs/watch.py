@@ -160,9 +160,11 @@ class StateWatch:
         changed = self.attributes.changed()
         return None if changed is None else f"{changed} changed"
 
-    def num_hooks(self) -> int:
-        """Return how many hooks there are on modules, optimizers and parameters."""
-        return sum(map(len, [*self._hooks, *self._hooks_of_parameters()]))
+    def notes(self) -> list[str]:
+        """Return what somebody should know of whom a graph serves, in words."""
+        num = sum(map(len, [*self._hooks, *self._hooks_of_parameters()]))
+        of_hooks = f"{num} hooks: what they launch is replayed, their Python is not run"
+        return [of_hooks] * bool(num) + self.attributes.notes()
 
     def _hooks_of_parameters(self) -> Iterator[Any]:
         return filter(None, chain.from_iterable(map(_PARAMETER_HOOKS, self._state.parameters)))
