@@ -47,7 +47,7 @@ class Loss:
         self.tensor, self.tensors = torch.tensor(1.0), [torch.tensor(1.0)]
         self.function, self.criterion = torch.relu, nn.MSELoss()
         self.array, self.line = np.ones(2), deque([1.0, 2.0])
-        self.calls = self.steps = 0
+        self.steps = 0
 
     def by_tensor(self, model, batch):
         return mean_loss(model, batch) * self.tensor
@@ -73,10 +73,6 @@ class Loss:
     def by_steps(self, model, batch):
         self.steps += 1
         return mean_loss(model, batch) * (1.0 if self.steps <= TURNS_AT else 0.5)
-
-    def counting(self, model, batch):
-        self.calls += 1
-        return mean_loss(model, batch)
 
 
 class Sloppy(Loss):
@@ -297,11 +293,6 @@ def test_without_the_guard_a_step_that_counts_trains_wrong(make, monkeypatch):
     step, found = train(make)
     assert counts(step)[1] > 0
     assert differences(expected, found)
-
-
-def test_a_count_that_nothing_reads_is_in_nobodys_way():
-    step = trained_alike(lambda: (Loss().counting, None))
-    assert counts(step) == (1, STEPS - 3, 3, 1)
 
 
 class Drawing:

@@ -43,6 +43,7 @@ class Names(NamedTuple):
     Attributes:
         read: Attributes that it reads; not those that it only calls, or only counts up.
         called: Those that it calls.
+        counted: Those that it counts up.
         of_results: Those that it reads of what a call has returned, such as ``model(batch).loss``;
             in ``read`` are the others.
         used: All names, of methods and global variables too.
@@ -53,6 +54,7 @@ class Names(NamedTuple):
 
     read: frozenset[str]
     called: frozenset[str]
+    counted: frozenset[str]
     of_results: frozenset[str]
     used: frozenset[str]
     global_: frozenset[str]
@@ -66,6 +68,7 @@ class Read(NamedTuple):
     Attributes:
         names: Of attributes.
         called: Of those that it calls, mostly methods.
+        counted: Of those that it counts up and reads nowhere.
         of_results: Those of ``names`` that are read of nothing but what calls have returned: what
             a model returns has mostly nothing to do with an object of the user's that has such an
             attribute, too.
@@ -75,6 +78,7 @@ class Read(NamedTuple):
 
     names: frozenset[str]
     called: frozenset[str]
+    counted: frozenset[str]
     of_results: frozenset[str]
     all: bool
     globals: list[tuple[dict[str, Any], frozenset[str]]]
@@ -97,6 +101,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     waiting += [f for cls in every for name in _ALWAYS for f in _functions_of(vars(cls).get(name))]
     read: set[str] = set()
     called: set[str] = set()
+    counted: set[str] = set()
     of_results: set[str] = set()
     used = set(_ALWAYS)
     strings: set[str] = set()
@@ -118,6 +123,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         is_all |= names.all and is_own
         read |= names.read
         called |= names.called
+        counted |= names.counted
         of_results |= names.of_results
         strings |= names.strings
         if is_own:
@@ -138,6 +144,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     return Read(
         names=frozenset(read | of_results),
         called=frozenset(called),
+        counted=frozenset(counted - read - called - of_results),
         of_results=frozenset(of_results - read - called),
         all=is_all,
         globals=[(table, frozenset(names)) for table, names in variables.values()],
@@ -211,6 +218,7 @@ def _functions_of(value: Any) -> list[FunctionType]:
 def _names_of(code: CodeType) -> Names:
     read: set[str] = set()
     called: set[str] = set()
+    counted: set[str] = set()
     of_results: set[str] = set()
     global_: set[str] = set()
     used, strings, others = set(code.co_names), set[str](), []
@@ -221,7 +229,9 @@ def _names_of(code: CodeType) -> Names:
         name, number = instruction.opname, instruction.arg or 0
         is_call = name == "LOAD_METHOD" or (_HAS_BIT and bool(number & 1))
         # What is loaded to be counted up (``self.calls += 1``) is copied right before.
-        if name in _LOADS and (before is None or before.opname != "COPY"):
+        if name in _LOADS and before is not None and before.opname == "COPY":
+            counted.add(instruction.argval)
+        elif name in _LOADS:
             is_sure = not (hands_on or instruction.is_jump_target)
             is_of_result = is_sure and _gives_result(before, results)
             into = called if is_call else of_results if is_of_result else read
@@ -237,6 +247,7 @@ def _names_of(code: CodeType) -> Names:
     for inner in others:
         read |= inner.read
         called |= inner.called
+        counted |= inner.counted
         of_results |= inner.of_results
         used |= inner.used
         global_ |= inner.global_
@@ -245,6 +256,7 @@ def _names_of(code: CodeType) -> Names:
     return Names(
         read=frozenset(read),
         called=frozenset(called),
+        counted=frozenset(counted),
         of_results=frozenset(of_results),
         used=frozenset(used),
         global_=frozenset(global_),

@@ -34,6 +34,7 @@ from torchfast.graphs.places import (
     NOTHING,
     Key,
     Place,
+    counts_in,
     is_plain,
     items_of,
     most_objects,
@@ -87,6 +88,8 @@ class Attributes:
         self._sized: list[_Reader] = []
         self._sizes: list[Any] = []
         self._before: list[tuple[Place, str, Any, Any]] = []
+        self._counts: list[tuple[Place, dict[str, Any]]] = []
+        self._stopped: dict[str, None] = {}  # counts that no replay goes on with, in words
         self._generators: list[tuple[Any, Any]] = []
 
     def refresh(
@@ -100,6 +103,8 @@ class Attributes:
         self._functions = [*self._until_updates, *of_updates]
         self._read, self._is_all = what_is_read(self._functions, modules)
         self._take_as_they_are(self._look())
+        counts = [(place, dict(counts_in(place, self._read))) for place in self._places()]
+        self._counts = [(place, found) for place, found in counts if found]
         held = list(self._values())
         before = [(place, name, value, _content(value)) for place, name, value in held]
         self._before = [b for b in before if is_plain(b[2]) or b[3] is not None]
@@ -117,12 +122,16 @@ class Attributes:
 
     def notes(self) -> list[str]:
         """Return what somebody who relies on it should know, in words."""
-        if self._is_all:
-            return []
-        return [
-            f"the step reaches more than {most_objects():,} objects; a change of values in those "
-            "beyond is not noticed"
+        found = [
+            f"{count} is counted in Python, which no replay runs: it stands still"
+            for count in self._stopped
         ]
+        if not self._is_all:
+            found.append(
+                f"the step reaches more than {most_objects():,} objects; a change of values in "
+                "those beyond is not noticed"
+            )
+        return found
 
     def changed(self) -> str | None:
         """Return what has another value than it had, in words; None if nothing has."""
@@ -193,6 +202,7 @@ class Attributes:
         Args:
             kind: Of the call.
         """
+        self._note_counts()
         if self._is_same():
             if kind not in self._left:
                 self._note_left(kind, self._known)
@@ -212,6 +222,14 @@ class Attributes:
         self._take_as_they_are(self._look() | numbers)
         if numbers:
             self._sizes = []  # which is never as it was
+
+    def _note_counts(self) -> None:
+        """Note what the step has counted up: once, as afterwards others may have, too."""
+        for place, known in self._counts:
+            now = dict(counts_in(place, self._read))
+            counted = [name for name in known if now.get(name) != known[name]]
+            self._stopped.update({_in_words(name, place): None for name in counted})
+        self._counts = []
 
     def _only_notes(self, kind: Hashable, key: Key, now: _Known) -> bool:
         """Whether an earlier call of this kind made the same number of another one."""

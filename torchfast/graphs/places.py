@@ -39,7 +39,7 @@ Key: TypeAlias = tuple[int, str]
 NUMBERS: Final = (bool, int, float)
 CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
 LONGEST: Final = 256  # containers of more are data
-NOTHING: Final = Read(*3 * (frozenset[str](),), all=False, globals=[])
+NOTHING: Final = Read(*4 * (frozenset[str](),), all=False, globals=[])
 _EVERYTHING = NOTHING._replace(all=True)
 CELL: Final = operator.attrgetter("cell_contents")
 _VALUES = (bool, int, float, complex, str, bytes, range, slice, Enum, np.generic)
@@ -175,6 +175,18 @@ def values_in(place: Place, read: Read) -> list[tuple[str, Any]]:
     return found
 
 
+def counts_in(place: Place, read: Read) -> list[tuple[str, Any]]:
+    """Return numbers that code counts up and reads nowhere, by name: no change of one counts."""
+    if place.is_module or place.read is not None or read.all:
+        return []
+    if place.in_slots:
+        names = read.counted.intersection(_slots_of(type(place.holder)))
+        found = [(name, getattr(place.holder, name, None)) for name in names]
+    else:
+        found = [(name, place.table.get(name)) for name in read.counted]
+    return [(name, value) for name, value in found if type(value) in NUMBERS]
+
+
 def items_of(value: Any) -> list[Any]:
     """Return what is in a container."""
     return [*value.values()] if isinstance(value, dict) else [*value]
@@ -280,8 +292,8 @@ def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Plac
     else:
         if hasattr(value, "__dict__"):
             yield Place(value, name)
-        if slots := _wanted(_slots_of(type(value)), read):
-            yield Place(value, name, names=slots, in_slots=True)
+        if slots := _slots_of(type(value)):
+            yield Place(value, name, names=_wanted(slots, read), in_slots=True)
 
 
 def _groups_of(optimizer: Optimizer, watched: Container[int]) -> list[str]:
