@@ -5,6 +5,7 @@ What is drawn changes long after the check, so nothing else would find it.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import types
 from functools import partial
@@ -189,9 +190,18 @@ def test_without_the_guard_it_trains_wrong(make, monkeypatch):
     assert differences(expected, found)
 
 
-def test_the_reason_names_the_iterator():
+def line_with(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + [text in line for line in lines].index(True)
+
+
+def test_the_reason_names_the_iterator_and_the_line():
     (reason,) = reasons(train(in_loss("by_attribute", cycle))[0])
-    assert "the step draws from an iterator (itertools.cycle), 'lambdas' of Loss" in reason
+    line = line_with(Loss.by_attribute, "next(")
+    place = f"'lambdas' of Loss at tests/test_graph_iterators.py:{line} (by_attribute)"
+    assert f"the step draws from an iterator (itertools.cycle), {place}, and" in reason
+    (reason,) = reasons(train(in_global)[0])
+    assert f"at tests/test_graph_iterators.py:{line_with(by_global, 'next(')} (by_gl" in reason
     (reason,) = reasons(train(in_closure)[0])
     assert "'drawn' in the closure of in_closure" in reason
 

@@ -16,7 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torchfast._core.proxies import is_dead
-from torchfast._core.user_code import is_users
+from torchfast._core.user_code import is_users, place_in
 
 _MOST_FUNCTIONS = 2000
 _INSTALLED = "-packages"  # whose ``__dict__`` is about objects of their own
@@ -74,6 +74,7 @@ class Read(NamedTuple):
             attribute, too.
         all: Whether it may be any attribute, by whatever name.
         globals: Variables of modules of the user's own: each module's table, and names in it.
+        codes: Where all this was found.
     """
 
     names: frozenset[str]
@@ -82,6 +83,7 @@ class Read(NamedTuple):
     of_results: frozenset[str]
     all: bool
     globals: list[tuple[dict[str, Any], frozenset[str]]]
+    codes: frozenset[CodeType] = frozenset()
 
 
 def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
@@ -148,7 +150,23 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         of_results=frozenset(of_results - read - called),
         all=is_all,
         globals=[(table, frozenset(names)) for table, names in variables.values()],
+        codes=frozenset(seen),
     )
+
+
+def line_reading(name: str, codes: Iterable[CodeType]) -> str | None:
+    """Return the first line of the user's own that loads an attribute or a variable of a name."""
+    found: list[tuple[str, int, str]] = []
+    waiting = list(codes)
+    for code in waiting:  # which grows
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        if _INSTALLED in code.co_filename or name not in (*code.co_names, *code.co_freevars):
+            continue
+        for instruction in dis.get_instructions(code):
+            line = instruction.positions.lineno if instruction.positions else None
+            if line and instruction.argval == name and instruction.opname.startswith("LOAD"):
+                found.append((code.co_filename, line, code.co_name))
+    return place_in(*min(found)) if found else None
 
 
 def _variables_of(

@@ -75,9 +75,13 @@ def function_of(frame: FrameType) -> str:
 
 def place_of(frame: FrameType, line: int | None = None) -> str:
     """Return a line of a frame as a message names it; by default the one that it runs."""
-    path = Path(frame.f_code.co_filename)
     number = frame.f_lineno if line is None else line
-    return f"{Path(*path.parts[-2:])}:{number} ({function_of(frame)})"
+    return place_in(frame.f_code.co_filename, number, function_of(frame))
+
+
+def place_in(file: str, line: int, function: str) -> str:
+    """Return a line as a message names it."""
+    return f"{Path(*Path(file).parts[-2:])}:{line} ({function})"
 
 
 def raised_at(error: BaseException) -> str | None:

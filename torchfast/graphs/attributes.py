@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchfast._core.code_names import line_reading
 from torchfast._core.proxies import is_dead
 from torchfast.graphs.iterators import iterator_in
 from torchfast.graphs.places import (
@@ -161,7 +162,8 @@ class Attributes:
                 if not is_sure or (place.is_module and name not in named):
                     continue
                 if (kind := iterator_in(value)) is not None:
-                    return part, kind, _in_words(name, place)
+                    line = line_reading(name, self._read.codes)
+                    return part, kind, _in_words(name, place) + (f" at {line}" if line else "")
         return None
 
     def counted(self, kind: Hashable) -> str | None:
