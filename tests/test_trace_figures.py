@@ -218,6 +218,17 @@ def test_copies_that_are_steps_ahead_are_no_step(tmp_path):
     assert figures.busy_us / figures.num_steps <= figures.step_us * 1.01
 
 
+def test_a_checkpoint_in_one_step_is_not_what_steps_are_counted_by(tmp_path):
+    """Its copies on a stream of their own take longer than all that the steps compute."""
+    made = SyntheticTrace()
+    for step in range(4):
+        made.step(step, step * 1000.0, step * 1000.0 + 999)
+        made.kernel(step * 1000.0 + 10, step * 1000.0 + 510)
+    made.copy(1100.0, 3900.0, "DtoH (Device -> Pinned)", stream=20)
+
+    assert figures_of(made, tmp_path).step_us == pytest.approx(1000.0)
+
+
 @pytest.mark.parametrize(("end", "time"), [(510, 999.0), (2010, 2000.0)])
 def test_the_time_of_a_single_step(tmp_path, end, time):
     made = SyntheticTrace()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from synthetic_trace import SyntheticTrace, figures_of, read
 from torchfast.profiling.figures import BY_HOST, measure_trace
 from torchfast.profiling.findings import find_faults
+from torchfast.profiling.report import report_on
 from torchfast.profiling.verdict import judge
 from torchfast.profiling.waits import wait_sites
 
@@ -106,8 +109,34 @@ def test_a_host_that_the_profiler_makes_slower_is_taken_at_its_own_pace(tmp_path
     # Shares: the two windows are of two lengths.
     assert paced.share(paced.late_us) == pytest.approx(own.share(own.late_us), abs=0.05)
     assert paced.share(paced.waits_us) == pytest.approx(own.share(own.waits_us), abs=0.05)
+    # Times are those without the profiler, too.
+    both = paced.own_ms(paced.late_us + paced.waits_us)
+    idle_us = (own.late_us + own.waits_us) / STEPS
+    assert both * 1e3 == pytest.approx(idle_us, abs=0.05 * own.window_us / STEPS)
+    assert paced.own_time == pytest.approx(own.window_us / traced.window_us, rel=0.1)
     assert judge(traced, ()).name == "launch-bound"
     assert judge(paced, ()).name == judge(own, ()).name != "launch-bound"
+
+
+def test_what_is_told_are_times_without_the_profiler(tmp_path):
+    """A host that launches in 60 us, and in 120 under the profiler, beside kernels of 30."""
+    waits = (4, 9, 14, 19)
+    own = figures_of(loop(60.0, 30.0, waits), tmp_path)
+    trace = read(loop(120.0, 30.0, waits), tmp_path)
+    report = report_on(trace, untraced_us=host_step_us(own))
+    late_ms = own.per_step_ms(own.late_us)
+    (told,) = re.findall(r"\(([\d.]+) ms a step\)", report.verdict.text)
+    assert report.verdict.name == "launch-bound"
+    assert "under the profiler; at the host's own pace, for" in report.verdict.text
+    assert float(told) == pytest.approx(late_ms, rel=0.15)
+    (row,) = [line for line in str(report).splitlines() if "it is late all the same" in line]
+    assert float(row.split()[-3]) == pytest.approx(float(told), abs=0.006)
+    (site,) = [finding for finding in report.findings if finding.kind == "host-sync"]
+    (idle,) = re.findall(r"the device is idle ([\d.]+) ms", site.text)
+    assert float(idle) == pytest.approx(own.per_step_ms(own.waits_us), abs=0.02)
+    plain = report_on(trace)
+    assert plain.figures.own_time == 1.0
+    assert "profiler" not in plain.verdict.text
 
 
 def host_step_us(figures):

@@ -65,10 +65,12 @@ class Figures:
         idle_us: The rest of the window.
         idle_by_cause: The idle time by the causes of torchfast/profiling/gaps.py.
         waits_us: What of the idle time is there because the host had waited for the device, at the
-            host's own pace; see torchfast/profiling/playback.py.
+            host's own pace; see torchfast/profiling/playback.py. Its share of the window is that
+            which it has without the profiler, and `own_ms` tells its time.
         late_us: What of it is there because the host was late all the same, likewise.
         untraced_us: What a step took before the profiler began; None where nobody looked.
         pace: What the host's own work takes of the time that it took under the profiler.
+        own_time: What all together takes at that pace, likewise.
         gaps: Every gap.
         phases: The time of each phase on the device.
         host_phases: The time of each phase on the main thread of the host.
@@ -103,6 +105,7 @@ class Figures:
     late_us: float = 0.0
     untraced_us: float | None = None
     pace: float = 1.0
+    own_time: float = 1.0
     gaps: list[Gap] = field(default_factory=list)
     busy: list[Interval] = field(default_factory=list)
     launched: list[Launched] = field(default_factory=list)
@@ -143,6 +146,10 @@ class Figures:
     def per_step_ms(self, us: float) -> float:
         """Return a time as milliseconds a step."""
         return us / 1e3 / self.num_steps
+
+    def own_ms(self, us: float) -> float:
+        """Return what a wait or a late host costs as milliseconds a step, without the profiler."""
+        return self.per_step_ms(us) * self.own_time
 
 
 def measure_trace(trace: Trace, untraced_us: float | None = None) -> Figures:
@@ -193,7 +200,7 @@ def _device_figures(
             by_cores[kernels.tensor_cores(name)] += time
         fp32 += time if is_fp32_product(each) else 0.0
         casts += time if is_cast(each) else 0.0
-    waits_us, late_us, pace = _at_own_pace(trace, launched, idle, host)
+    waits_us, late_us, pace, own_time = _at_own_pace(trace, launched, idle, host)
     talk = [e for e in run if kernels.category(e.work.name) == "communication"]
     batches = [e for e in launched if e.phase == "h2d"]
     return Figures(
@@ -209,6 +216,7 @@ def _device_figures(
         late_us=late_us,
         untraced_us=host.untraced_us,
         pace=pace,
+        own_time=own_time,
         gaps=gaps,
         busy=busy,
         launched=launched,
@@ -239,8 +247,8 @@ def _at_own_pace(
     launched: Sequence[Launched],
     idle: dict[str, float],
     host: Figures,
-) -> tuple[float, float, float]:
-    """Return what waits and what else of the host cost the device, and the host's own pace."""
+) -> tuple[float, float, float, float]:
+    """Return what waits and what else of the host cost the device, and `pace` and `own_time`."""
     by_host = sum(idle.get(cause, 0.0) for cause in BY_HOST)
     main, steps = trace.main_thread(), trace.steps
     # A thread that fetches ahead waits for batches all the time, and nobody for it.
@@ -253,13 +261,14 @@ def _at_own_pace(
     playback = Playback(launched, waits_to_play(trace), data, ends)
     found = playback.played(slowdown)
     as_traced = found if found.pace == 1.0 else playback.played()
+    own_time = found.elapsed_us / as_traced.elapsed_us if as_traced.elapsed_us else 1.0
     if not as_traced.idle_us:
-        return 0.0, by_host, found.pace
+        return 0.0, by_host, found.pace, own_time
     # The model knows nothing of what the device takes from one kernel to the next, so that its
     # idle time under the profiler is not quite the one that was seen.
-    seen = by_host / as_traced.idle_us * (as_traced.elapsed_us / found.elapsed_us)
+    seen = by_host / as_traced.idle_us / own_time
     waits_us = max(0.0, found.idle_us - found.without_waits_us) * seen
-    return waits_us, found.idle_us * seen - waits_us, found.pace
+    return waits_us, found.idle_us * seen - waits_us, found.pace, own_time
 
 
 def _exposed(some: Sequence[Launched], launched: Sequence[Launched]) -> float:
@@ -273,16 +282,16 @@ def _step_us(trace: Trace, launched: Sequence[Launched], window: float) -> float
     """Return the time of one step; a window has a step's end too few to be divided by the steps."""
     steps = trace.steps
     starts = [step.start for step in steps]
-    first: dict[int, float] = {}
     on_stream: dict[int, float] = defaultdict(float)
+    firsts: dict[int, dict[int, float]] = defaultdict(dict)
     for each in launched:
-        on_stream[each.work.stream] += each.work.end - each.work.start
-    main = max(on_stream, key=lambda stream: on_stream[stream])
-    for each in launched:
-        if each.work.stream != main:
-            continue
+        stream, start = each.work.stream, each.work.start
+        on_stream[stream] += each.work.end - start
         number = bisect.bisect_right(starts, (each.call or each.work).start) - 1
-        first[number] = min(first.get(number, math.inf), each.work.start)
+        firsts[stream][number] = min(firsts[stream].get(number, math.inf), start)
+    # What works in one step only, such as the copies of a checkpoint, tells of no step.
+    main = max(on_stream, key=lambda stream: (len(firsts[stream]) >= 2, on_stream[stream]))
+    first = firsts[main]
     if len(first) >= 2:
         begin, end = min(first), max(first)
         return (first[end] - first[begin]) / (end - begin)

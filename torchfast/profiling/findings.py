@@ -154,9 +154,9 @@ class _Seen:
             Finding(
                 "slow-python",
                 self._gap_line("python"),
-                f.per_step_ms(us),
+                f.own_ms(us),
                 f.share(us),
-                f"the device is idle for {f.per_step_ms(us):.2f} ms a step while the host runs "
+                f"the device is idle for {f.own_ms(us):.2f} ms a step while the host runs "
                 "Python that launches nothing",
                 "move the line out of the loop, into a worker of the loader, or to the device",
             )
@@ -233,9 +233,10 @@ class _Seen:
         step = [e for e in update if _in_optimizer_step(e)] or update
         if not step or any(kernels.is_fused_update(e.work.name) for e in step):
             return []
-        us = sum(e.work.end - e.work.start for e in step)
+        kernel_us = sum(e.work.end - e.work.start for e in step)
         late = [g for g in f.gaps if g.cause in ("launch", "python")]
-        us += f.own_part * sum(g.length for g in late if g.end in self.update_starts)
+        late_us = f.own_part * sum(g.length for g in late if g.end in self.update_starts)
+        us, ms = kernel_us + late_us, f.per_step_ms(kernel_us) + f.own_ms(late_us)
         launches = len({e.work.correlation for e in step}) / f.num_steps
         if f.share(us) < _UPDATE_SHARE or launches < _UPDATE_LAUNCHES:
             return []
@@ -245,7 +246,7 @@ class _Seen:
                 self._line_of("Optimizer.step#"),
                 launches,
                 f.share(us),
-                f"the update takes {launches:.0f} launches a step and {f.per_step_ms(us):.2f} ms",
+                f"the update takes {launches:.0f} launches a step and {ms:.2f} ms",
                 "fused=True in the optimizer, or Plan(optimizer='fused'), which plan='fast' has",
             )
         ]
@@ -344,7 +345,7 @@ class _Seen:
 
 def _wait(site: WaitSite, a_step: float, share: float, figures: Figures) -> Finding:
     where = f"{site.operator or 'a call'} ({site.call})"
-    idle = figures.per_step_ms(site.idle_us)
+    idle = figures.own_ms(site.idle_us)
     text = (
         f"{where} makes the host wait {a_step:.1f} times a step; the device is idle {idle:.2f} ms"
     )

@@ -79,9 +79,9 @@ def _time(report: ProfileReport) -> Iterator[str]:
         num = sum(1 for gap in f.gaps if gap.cause == cause)
         yield f"    {_MEANING[cause]:<25} {_ms(report, us)}  {num / f.num_steps:>7.1f} gaps a step"
     if f.waits_us or f.pace < 1.0:
-        yield f"  {'idle, at the own pace':<27} {_ms(report, f.waits_us + f.late_us)}"
-        yield f"    {'for waits of the host':<25} {_ms(report, f.waits_us)}"
-        yield f"    {'it is late all the same':<25} {_ms(report, f.late_us)}"
+        yield f"  {'idle, at the own pace':<27} {_own_ms(report, f.waits_us + f.late_us)}"
+        yield f"    {'for waits of the host':<25} {_own_ms(report, f.waits_us)}"
+        yield f"    {'it is late all the same':<25} {_own_ms(report, f.late_us)}"
     yield (
         f"  {f.num_launches / f.num_steps:.0f} launches and {f.num_kernels / f.num_steps:.0f} "
         f"kernels a step, {_part(f.num_tiny, f.num_kernels)} of them below {TINY_US:.0f} us"
@@ -220,6 +220,11 @@ def _remarks(report: ProfileReport) -> Iterator[str]:
 def _ms(report: ProfileReport, us: float) -> str:
     f = report.figures
     return f"{f.per_step_ms(us):>9.3f} ms {f.share(us):>7.1%}"
+
+
+def _own_ms(report: ProfileReport, us: float) -> str:
+    f = report.figures
+    return f"{f.own_ms(us):>9.3f} ms {f.share(us):>7.1%}"
 
 
 def _part(some: float, every: float) -> str:

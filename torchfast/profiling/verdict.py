@@ -205,9 +205,10 @@ def _text(name: Class, f: Figures, classes: dict[Class, float]) -> str:
             "sync-bound": "idle because the host had waited for it, or made what it waited for",
             "launch-bound": "waiting for the host to launch",
         }[name]
+        at_pace = " under the profiler; at the host's own pace, " if f.pace < 1.0 else "; "
         return (
-            f"the device is idle {f.share(f.idle_us):.0%} of the time; for {f.share(us):.0%} it is "
-            f"{what} ({f.per_step_ms(us):.2f} ms a step)"
+            f"the device is idle {f.share(f.idle_us):.0%} of the time{at_pace}for "
+            f"{f.share(us):.0%} it is {what} ({f.own_ms(us):.2f} ms a step)"
         )
     if name == "communication-bound":
         us = f.exposed_communication_us
