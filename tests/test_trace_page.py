@@ -86,3 +86,44 @@ def test_a_path_is_not_broken_within_its_last_name(tmp_path):
     page = (tmp_path / "report.html").read_text()
 
     assert "<td class=line>/<wbr>home/<wbr>anna/<wbr>train&amp;co/<wbr>loop.py:3</td>" in page
+
+
+def page_of(made, tmp_path, **options):
+    trace = read_trace(made.write(tmp_path / "trace.json"))
+    report_on(trace, **options).write_html(tmp_path / "report.html")
+    return (tmp_path / "report.html").read_text()
+
+
+def test_columns_that_are_empty_are_left_out_and_what_is_not_known_is_not_zero(tmp_path):
+    made = SyntheticTrace()
+    for step in range(STEPS):
+        begin = step * 1000.0
+        made.step(step, begin, begin + 1000)
+        made.kernel(begin + 100, begin + 500, GEMM, at=begin + 50)
+        made.kernel(begin + 600, begin + 900, GEMM, at=begin + 550)
+    without = page_of(made, tmp_path)
+    made.annotation("torchfast.backward", 540, 590)
+    made.line("train.py:9", 0, 1000)
+    some = page_of(made, tmp_path)
+
+    for column in ("<th class=n>host ms</th>", "<th>line</th>"):
+        assert column not in without
+        assert column in some
+    assert "<td class=n></td></tr>" in some  # the forward has no annotation
+    assert "<td class=n>0.000</td></tr>" not in some
+    for page in (without, some):
+        for table in page.split("<table")[1:]:
+            rows = table.split("</table>")[0].split("<tr>")[1:]
+            assert len({row.count("<th") + row.count("<td") for row in rows}) == 1
+
+
+def test_a_page_tells_what_a_step_took_before_the_profiler(tmp_path):
+    made = SyntheticTrace()
+    for step in range(STEPS):
+        begin = step * 1000.0
+        made.step(step, begin, begin + 1000)
+        made.kernel(begin + 500, begin + 900, GEMM, at=begin + 450)
+
+    assert " ms a step</p>" in page_of(made, tmp_path)
+    told = page_of(made, tmp_path, untraced_us=700.0)
+    assert "1.000 ms a step under the profiler, 0.700 ms before it began</p>" in told

@@ -66,12 +66,15 @@ def _parts(report: ProfileReport) -> Iterator[str]:
     names = report.trace.device_names
     on = names[f.device] if 0 <= f.device < len(names) else "the host alone"
     where = f" <code>{escape(verdict.line)}</code>" if verdict.line else ""
+    own = ""
+    if f.untraced_us is not None and f.pace < 1.0:
+        own = f" under the profiler, {f.untraced_us / 1e3:.3f} ms before it began"
     fine = " fine" if verdict.name == "fine" else ""
     yield (
         f'<div class="verdict{fine}"><h1>{escape(verdict.name)}{where}</h1>'
         f"<p>{escape(verdict.text)}</p><p><b>Try:</b> {escape(verdict.lever)}</p></div>"
         f'<p class="soft">{escape(report.trace.name)}, {escape(on)}, {f.num_steps} steps, '
-        f"{f.step_us / 1e3:.3f} ms a step</p>"
+        f"{f.step_us / 1e3:.3f} ms a step{own}</p>"
     )
     if report.findings:
         yield "<h2>Found</h2>" + _table(
@@ -111,7 +114,8 @@ def _time(report: ProfileReport) -> Iterator[str]:
                 f"{f.per_step_ms(p.elapsed_us):.3f}",
                 f"{f.share(p.elapsed_us):.1%}",
                 f"{p.num_launches / f.num_steps:.1f}",
-                f"{f.per_step_ms(f.host_phases.get(p.phase, 0.0)):.3f}",
+                # What is inferred from kernels has no annotation on the host.
+                f"{f.per_step_ms(f.host_phases[p.phase]):.3f}" if p.phase in f.host_phases else "",
             )
             for p in f.phases
         ],
@@ -250,7 +254,13 @@ def _key(colour: str, text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; a column whose head ends in ``#`` holds numbers."""
+    """Return a table; a column whose head ends in ``#`` holds numbers.
+
+    One of which no row has anything, as of lines without lines, is left out.
+    """
+    rows = list(rows)
+    shown = [i for i in range(len(head)) if i == 0 or any(row[i] for row in rows)]
+    head, rows = [head[i] for i in shown], [[row[i] for i in shown] for row in rows]
     kinds = [_kind(name) for name in head]
     first = "".join(
         f"<th{' class=n' if kind == 'n' else ''}>{escape(name.rstrip('#'))}</th>"
@@ -266,7 +276,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         for row in rows
     )
     # Figures that stand far from their names are hard to follow.
-    style = " class=figures" if kinds.count("n") == len(kinds) - 1 else ""
+    style = "" if len(kinds) - kinds.count("n") > 2 else " class=figures"
     return f'<div class="scroll"><table{style}><tr>{first}</tr>{body}</table></div>'
 
 
