@@ -253,19 +253,23 @@ class Measurement:
         process.send(block)
         return self._answer(process, ANSWER_LIMIT_S)
 
-    def _block(self, step_ms: float) -> Block:
-        """Return the block of a method whose steps take so long."""
+    def _block(self, step_ms: float, at_once: int) -> Block:
+        """Return the block of a method whose steps take so long, so many being launched at once."""
         if self.workload.loader is not None:
             return LOADING_BLOCK
         lead = max(1, round(self.settings.lead_s * 1e3 / step_ms))
         steps = max(2, round(self.settings.block_s * 1e3 / step_ms))
         bursts = min(steps, BURSTS)
-        return Block(lead, bursts, round(steps / bursts))
+        return Block(lead, bursts, at_once * max(1, round(steps / bursts / at_once)))
 
     def measure(self, group: Sequence[Process]) -> None:
         """Give each its turns, then a look at its trace; write the figures of all."""
-        probes = {process: self._turn(process, Block(2, 1, 2)) for process in group}
-        turns = {p: self._block(probe["ms"]) for p, probe in probes.items() if probe is not None}
+        probes = {p: self._turn(p, Block(2, 1, 2 * p.method.steps_at_once)) for p in group}
+        turns = {
+            process: self._block(probe["ms"], process.method.steps_at_once)
+            for process, probe in probes.items()
+            if probe is not None
+        }
         blocks: dict[Process, list[dict[str, Any]]] = {process: [] for process in turns}
         with self._timed("rounds"):
             for _ in range(self.settings.rounds):
@@ -286,7 +290,8 @@ class Measurement:
 
     def _trace(self, process: Process, steps: int) -> dict[str, Any]:
         """Return what a trace counts; nothing if it fails, for the times stand without it."""
-        process.send(Trace(steps))
+        at_once = process.method.steps_at_once
+        process.send(Trace(math.ceil(steps / at_once) * at_once))
         try:
             return process.answer(ANSWER_LIMIT_S)
         except MethodFailed:

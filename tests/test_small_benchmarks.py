@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import (
     compare_check,
+    figures,
     first_replay,
     graph_events,
     largest,
@@ -20,7 +21,10 @@ from benchmarks import (
     slow_to_fast,
     step_host,
     watching,
+    yardstick,
 )
+from benchmarks.methods import METHODS
+from benchmarks.workloads import workload
 from torchfast import SyncGuard
 from torchfast._core.syncs import WATCH
 from torchfast.profiling import StepTimer
@@ -227,6 +231,36 @@ def test_steps_given_together_are_enqueued_by_one_call():
     assert len(made) == 100 // step_host.TOGETHER
     step_host.Calls("step", lambda: made.append(None), "cpu").turn(100)
     assert len(made) == 100 // step_host.TOGETHER + 100
+
+
+def test_a_trace_and_a_burst_hold_whole_launches_of_steps_that_are_given_together(monkeypatch):
+    """A trace of five steps, of which one launches eight, would count eight as five."""
+    asked = {}
+
+    class Fake:
+        alive = True
+
+        def __init__(self, method):
+            self.method = method
+
+        def send(self, request):
+            asked.setdefault(self.method.name, []).append(request)
+
+        def answer(self, *_):
+            return {"ms": 0.3, "host_ms": 0.1, "best_ms": 0.3}
+
+    names = ["tuned", "torchfast fast, unrolled"]
+    measurement = yardstick.Measurement(workload("mlp", "smoke"), yardstick.Settings(rounds=1), {})
+    measurement._warm_ups = dict.fromkeys(names)
+    monkeypatch.setattr(figures, "summary", lambda *_: {})
+    measurement.measure([Fake(METHODS[name]) for name in names])
+    measurement.close()
+    for name, at_once in zip(names, (1, 8), strict=True):
+        probe, block, trace = asked[name]
+        assert probe.burst_steps == 2 * at_once
+        assert block.burst_steps % at_once == 0
+        assert block.bursts * block.burst_steps > 100
+        assert trace.steps == (8 if at_once == 8 else 5)
 
 
 def test_step_host(run):

@@ -29,6 +29,8 @@ class Method:
         cache_of: The method from which it is given the compiler's cache.
         search_s: How long it may measure at its start, beside what compiling may take. It starts
             alone then: who shares the GPU measures somebody else.
+        steps_at_once: How many steps it launches together. So many steps in a row, or a multiple,
+            hold a whole number of launches wherever they begin.
         left_out: Why a workload is not measured with it, if so; None: all are.
     """
 
@@ -40,6 +42,7 @@ class Method:
     compiles: bool = False
     cache_of: str | None = None
     search_s: float = 0.0
+    steps_at_once: int = 1
     left_out: Callable[[Workload], str | None] | None = None
 
     def obstacle(self, workload: Workload, *, on_cuda: bool) -> str | None:
@@ -112,6 +115,7 @@ def _plan(plan: str, given: str, variant: str = "", **changes: Any) -> Method:
         needs=COMPILER if compiles else None,
         compiles=compiles,
         search_s=changes.get("search_s", 0.0),
+        steps_at_once=changes.get("unroll", 1),
         left_out=_without_short_steps if changes.get("unroll") else left_out,
     )
 
