@@ -66,7 +66,7 @@ class Figures:
         idle_by_cause: The idle time by the causes of torchfast/profiling/gaps.py.
         waits_us: What of the idle time is there because the host had waited for the device, at the
             host's own pace; see torchfast/profiling/playback.py. Its share of the window is that
-            which it has without the profiler, and `own_ms` tells its time.
+            which it has without the profiler, and ``own_ms`` tells its time.
         late_us: What of it is there because the host was late all the same, likewise.
         untraced_us: What a step took before the profiler began; None where nobody looked.
         pace: What the host's own work takes of the time that it took under the profiler.

@@ -79,7 +79,7 @@ def _time(report: ProfileReport) -> Iterator[str]:
         num = sum(1 for gap in f.gaps if gap.cause == cause)
         yield f"    {_MEANING[cause]:<25} {_ms(report, us)}  {num / f.num_steps:>7.1f} gaps a step"
     if f.waits_us or f.pace < 1.0:
-        yield f"  {'idle, at the own pace':<27} {_own_ms(report, f.waits_us + f.late_us)}"
+        yield f"  idle at the host's own pace {_own_ms(report, f.waits_us + f.late_us)}"
         yield f"    {'for waits of the host':<25} {_own_ms(report, f.waits_us)}"
         yield f"    {'it is late all the same':<25} {_own_ms(report, f.late_us)}"
     yield (
