@@ -127,3 +127,23 @@ def test_a_page_tells_what_a_step_took_before_the_profiler(tmp_path):
     assert " ms a step</p>" in page_of(made, tmp_path)
     told = page_of(made, tmp_path, untraced_us=700.0)
     assert "1.000 ms a step under the profiler, 0.700 ms before it began</p>" in told
+
+
+def test_products_are_told_by_the_step_as_kernels_are(tmp_path):
+    made = SyntheticTrace()
+    shapes = {"dims": [[64, 64], [64, 64]], "types": ["float", "float"]}
+    for step in range(STEPS):
+        begin = step * 1000.0
+        made.step(step, begin, begin + 1000)
+        made.op("aten::mm", begin + 10, begin + 30, **shapes)
+        made.kernel(begin + 100, begin + 350, GEMM, at=begin + 15)
+        made.kernel(begin + 400, begin + 525, GEMM, at=begin + 40)
+    page = page_of(made, tmp_path).split("Products and attention")[1]
+    text = str(report(made, tmp_path)).split("products and attention")[1].splitlines()
+
+    assert page.index("ms a step") < page.index("<td class=n>0.250</td>")
+    assert "<td class=n>0.125</td>" in page
+    assert [line.split(" 0.")[1][:3] for line in text[1:3]] == ["125", "250"]
+    assert text[0].index("ms a step") + len("ms a step") + len("products and attention") == (
+        text[1].index("0.125") + len("0.125")
+    )

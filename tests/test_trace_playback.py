@@ -132,6 +132,7 @@ def test_what_is_told_are_times_without_the_profiler(tmp_path):
     (row,) = [line for line in str(report).splitlines() if "it is late all the same" in line]
     assert float(row.split()[-3]) == pytest.approx(float(told), abs=0.006)
     (site,) = [finding for finding in report.findings if finding.kind == "host-sync"]
+    assert "makes the host wait 4 times a step" in site.text
     (idle,) = re.findall(r"the device is idle ([\d.]+) ms", site.text)
     assert float(idle) == pytest.approx(own.per_step_ms(own.waits_us), abs=0.02)
     plain = report_on(trace)

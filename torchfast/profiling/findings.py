@@ -346,9 +346,8 @@ class _Seen:
 def _wait(site: WaitSite, a_step: float, share: float, figures: Figures) -> Finding:
     where = f"{site.operator or 'a call'} ({site.call})"
     idle = figures.own_ms(site.idle_us)
-    text = (
-        f"{where} makes the host wait {a_step:.1f} times a step; the device is idle {idle:.2f} ms"
-    )
+    times = f"{a_step:.1f}".removesuffix(".0")
+    text = f"{where} makes the host wait {times} times a step; the device is idle {idle:.2f} ms"
     if site.sized_by_numbers:
         lever = (
             "keep the size fixed: torch.where, a multiplication by the mask, a loss's ignore_index"

@@ -213,12 +213,20 @@ def _work(report: ProfileReport) -> Iterator[str]:
         )
     if report.roofline:
         yield "<h2>Products and attention</h2>" + _table(
-            ("operator", "type", "ms#", "TFLOP/s#", "FLOP a byte#", "limit", "of the limit#"),
+            (
+                "operator",
+                "type",
+                "ms a step#",
+                "TFLOP/s#",
+                "FLOP a byte#",
+                "limit",
+                "of the limit#",
+            ),
             [
                 (
                     row.name,
                     row.dtype,
-                    f"{row.total_us / 1e3:.3f}",
+                    f"{f.per_step_ms(row.total_us):.3f}",
                     f"{row.flops / 1e12:.1f}" if row.is_known else "not known",
                     f"{row.intensity:.0f}" if row.is_known else "not known",
                     row.bound,

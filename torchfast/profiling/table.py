@@ -191,18 +191,20 @@ def _memory(report: ProfileReport) -> Iterator[str]:
 
 
 def _roofline(report: ProfileReport) -> Iterator[str]:
+    f = report.figures
     known = [row for row in report.roofline if row.is_known]
     unknown = [row for row in report.roofline if not row.is_known]
     if not report.roofline:
         return
     yield ""
-    yield "products and attention                                   ms  TFLOP/s   GB/s  of ceiling"
+    yield f"{'products and attention':<50} {'ms a step':>9}  TFLOP/s   GB/s  of ceiling"
     for row in unknown:
-        yield f"  {row.name:<50} {row.total_us / 1e3:>7.3f}  not known: the trace has no shapes"
+        ms = f.per_step_ms(row.total_us)
+        yield f"  {row.name:<50} {ms:>7.3f}  not known: the trace has no shapes"
     for row in known[:_ROWS]:
         part = "" if math.isnan(row.of_ceiling) else f"{row.of_ceiling:.0%} {row.bound}"
         yield (
-            f"  {row.name[:40]:<40} {row.dtype:<9} {row.total_us / 1e3:>7.3f} "
+            f"  {row.name[:40]:<40} {row.dtype:<9} {f.per_step_ms(row.total_us):>7.3f} "
             f"{row.flops / 1e12:>8.1f} {row.bytes_a_second / 1e9:>6.0f}  {part}"
         )
     if report.ceilings is not None:
