@@ -73,7 +73,8 @@ def test_where_sampling_is_dear_it_is_rare(timer, queue, monkeypatch):
         return now[0]
 
     monkeypatch.setattr(step_timer.time, "perf_counter", perf_counter)
-    spent_ms = 4 * 5e-3  # of two moments for the step, and two for its phase
+    # Of two moments for the step, two for its phase, of asking in vain, and of reading it.
+    spent_ms = 6 * 5e-3
     for number in range(2000):
         timer.begin_step()
         with phase(REPLAY):
@@ -86,6 +87,39 @@ def test_where_sampling_is_dear_it_is_rare(timer, queue, monkeypatch):
     cost_ms = len(timer._replays) * spent_ms
     assert 0 < cost_ms <= step_timer.BUDGET * steps * 0.1
     assert timer._every == pytest.approx(spent_ms / (step_timer.BUDGET * 0.1), abs=1)
+
+
+@pytest.mark.parametrize("dear", ["has_passed", "between_ms"])
+def test_where_reading_is_dear_sampling_is_rare(timer, queue, monkeypatch, dear):
+    now = [0.0]
+    monkeypatch.setattr(step_timer.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(queue, "between_ms", lambda before, after: after.at - before.at)
+    cheap = getattr(queue, dear)
+
+    def read(*marks):
+        now[0] += 40e-6
+        return cheap(*marks)
+
+    monkeypatch.setattr(queue, dear, read)
+    for _ in range(4 * EVERY):
+        run_step(timer, queue, forward=1.0)
+        queue.let_pass()
+    # Two times are read; asked is in vain once, of the step, and then of it and of all moments.
+    spent_ms = {"has_passed": 6, "between_ms": 2}[dear] * 40e-3
+    assert timer._every == pytest.approx(spent_ms / step_timer.BUDGET, abs=1)
+
+
+def test_a_device_that_is_behind_is_asked_for_one_moment_a_step(timer, queue, monkeypatch):
+    asked = []
+    has_passed = queue.has_passed
+    monkeypatch.setattr(queue, "has_passed", lambda m: asked.append(m) or has_passed(m))
+    skip_first(timer, queue)
+    for _ in range(NUM_FIRST - 1):
+        run_step(timer, queue, forward=1.0)
+    asked.clear()
+    for _ in range(5):
+        run_step(timer, queue, forward=1.0)
+    assert asked == [timer._pending[0].stop] * 5
 
 
 def test_one_interruption_does_not_make_sampling_rare(timer, queue, monkeypatch):

@@ -201,9 +201,9 @@ class StepTimer:
         if not is_first and self._until_next > 1:
             return
         self._take_up()
+        started = time.perf_counter()
         if len(self._pending) >= MOST_PENDING or self._marks.is_capturing:
             return
-        started = time.perf_counter()
         self._sample = sample = _Sample(self._marks.now(), is_first=is_first)
         start_recording(self)
         if self._collectives.are_any:
@@ -219,10 +219,10 @@ class StepTimer:
         if sample is not None:
             self._until_next = self._every
             self._stop_recording(sample)
+            started = time.perf_counter()
             if sample.is_void or self._marks.is_capturing:
                 self._marks.give_back(sample.marks())
             else:
-                started = time.perf_counter()
                 sample.stop = self._marks.now()
                 sample.spent_s += time.perf_counter() - started
                 self._pending.append(sample)
@@ -263,6 +263,7 @@ class StepTimer:
         sample = self._sample
         if sample is None or sample.is_void:
             return None
+        started = time.perf_counter()
         if name is CAPTURE or self._marks.is_capturing:
             sample.leave_out()
             return None
@@ -270,7 +271,6 @@ class StepTimer:
             sample.kind = "replay"
         else:
             name = _told_apart(name)
-        started = time.perf_counter()
         part = _Part(name, sample, sample.innermost, self._marks.now())
         sample.parts.append(part)
         sample.innermost = part
@@ -326,17 +326,25 @@ class StepTimer:
     def _take_up(self) -> None:
         """Read the samples that the device has passed."""
         while self._pending:
+            started = time.perf_counter()
             sample = self._pending[0]
-            assert sample.stop is not None
-            if sample.collectives is not None and not sample.collectives.is_complete:
-                return
-            # A phase may have been on a stream that nobody waits for, so each is asked.
-            if not all(map(self._marks.has_passed, reversed(sample.marks()))):
+            if not self._has_passed(sample):
+                sample.spent_s += time.perf_counter() - started
                 return
             self._pending.popleft()
-            self._read(sample)
+            self._read(sample, started)
 
-    def _read(self, sample: _Sample) -> None:
+    def _has_passed(self, sample: _Sample) -> bool:
+        assert sample.stop is not None
+        if sample.collectives is not None and not sample.collectives.is_complete:
+            return False
+        # Alone at first: of a device that is behind each step asks this, and one moment is enough.
+        if not self._marks.has_passed(sample.stop):
+            return False
+        # A phase may have been on a stream that nobody waits for, so each is asked.
+        return all(map(self._marks.has_passed, sample.marks()))
+
+    def _read(self, sample: _Sample, started: float) -> None:
         assert sample.stop is not None
         between = self._marks.between_ms
         total_ms = between(sample.start, sample.stop)
@@ -365,6 +373,7 @@ class StepTimer:
             self._since_replay += 1
         self._marks.give_back(sample.marks())
         spent_s = sample.spent_s + (sample.collectives.spent_s if sample.collectives else 0.0)
+        spent_s += time.perf_counter() - started  # asking and reading take as long as noting
         if total_ms > 0:
             # The median: a host that is interrupted once has not become slow.
             self._costs.append(spent_s * 1e3 / total_ms)
