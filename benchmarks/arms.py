@@ -6,7 +6,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,25 @@ def parser_of(description: str | None, *, rounds: int) -> argparse.ArgumentParse
     return parser
 
 
-def write_rows(args: argparse.Namespace, rows: list[dict[str, Any]], **others: Any) -> None:
-    """Write what was measured so far, with how, if a file is wanted."""
+def write_rows(
+    args: argparse.Namespace,
+    rows: list[dict[str, Any]],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> None:
+    """Write what was measured so far, with how, if a file is wanted.
+
+    Args:
+        args: By what the script was called.
+        rows: What was measured.
+        settings: What belongs to how beside what every script has.
+        others: What else the file is to hold.
+    """
     if args.out is not None:
-        settings = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
-        results.write(args.out, {"settings": settings, **others, "rows": rows})
+        common = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
+        how = {"settings": {**common, **(settings or {})}}
+        results.write(args.out, {**how, **others, "rows": rows})
 
 
 def use_deterministic_algorithms() -> None:

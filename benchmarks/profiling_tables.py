@@ -11,11 +11,12 @@ from benchmarks.baseline_tables import figure
 def watching(result: dict[str, Any]) -> list[str]:
     """Return the table of what being watched costs."""
     lines = [
-        "| step | fit | ms | against | usual (95 of 100) | longer by (quartiles) |",
-        "|---|---|---:|---|---:|---:|",
+        "| step | fit | ms | against | usual (95 of 100) | within | longer by (quartiles) |",
+        "|---|---|---:|---|---:|---:|---:|",
     ]
     for row in result["rows"]:
         cells = ["", ""]
+        within = f"{row['within']:.2%}" if "within" in row else ""
         if "cost" in row:
             cells = [
                 f"{cost:+.2%} ({low:+.2%} to {high:+.2%})"
@@ -26,7 +27,7 @@ def watching(result: dict[str, Any]) -> list[str]:
             ]
         lines.append(
             f"| {row['mode']} | {row['arm']} | {figure(row['ms'])} "
-            f"| {row.get('against', '')} | {' | '.join(cells)} |"
+            f"| {row.get('against', '')} | {cells[0]} | {within} | {cells[1]} |"
         )
     return lines
 

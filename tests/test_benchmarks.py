@@ -149,7 +149,7 @@ def test_a_changed_figure_changes_the_page(made_up):
         ),
         (
             "watching",
-            "| eager | as it is | 5.02 | no times | +0.30% (+0.20% to +0.50%) "
+            "| eager | as it is | 5.02 | no times | +0.30% (+0.20% to +0.50%) | 0.22% "
             "| +0.25% (+0.10% to +0.40%) |",
         ),
         ("main job", "| bf16 | 1.5500 |"),

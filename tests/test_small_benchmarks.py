@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 import torch
@@ -20,14 +19,10 @@ from benchmarks import (
     recompute,
     slow_to_fast,
     step_host,
-    watching,
     yardstick,
 )
 from benchmarks.methods import METHODS
 from benchmarks.workloads import workload
-from torchfast import SyncGuard
-from torchfast._core.syncs import WATCH
-from torchfast.profiling import StepTimer
 
 
 @pytest.fixture
@@ -132,63 +127,6 @@ def test_a_size_whose_process_dies_or_hangs_does_not_fit():
         assert dying(2, 0.0).why == "not done in 0 s"
     finally:
         dying.stop()
-
-
-def test_watching(run, monkeypatch):
-    begun, entered, arms = [], [], []
-    begin, enter, be = StepTimer.begin_step, SyncGuard.__enter__, watching.Watchers.be
-    monkeypatch.setattr(StepTimer, "begin_step", lambda t: begun.append(arms[-1:]) or begin(t))
-    monkeypatch.setattr(SyncGuard, "__enter__", lambda g: entered.append(arms[-1]) or enter(g))
-    monkeypatch.setattr(watching.Watchers, "be", lambda w, arm: arms.append(arm) or be(w, arm))
-    rows, printed = run(watching, "--block-s", "0.001")
-    assert [row["arm"] for row in rows] == list(watching.ARMS)
-    assert "cost" not in rows[0]
-    assert all(row["against"] in watching.ARMS and row["ms"] > 0 for row in rows[1:])
-    assert all(
-        low <= row["usual"] <= high for row in rows[1:] for low, high in [row["usual_interval"]]
-    )
-    turn = watching.LEAD_STEPS + rows[0]["steps_of_a_turn"]
-    first = watching.WARM_UP_STEPS + watching.EVERY
-    assert {row["steps"] for row in rows} == {first + 2 * len(watching.ARMS) * turn}
-    assert rows[0]["samples"]["forward"] > 2 * 3
-    # Each arm has its turns, in which it is watched by what it is named after.
-    assert sorted(arms) == sorted(2 * watching.ARMS)
-    assert begun.count([]) == first
-    assert {arm: begun.count([arm]) for arm in watching.ARMS} == {
-        "no times": 0,
-        **dict.fromkeys(watching.AGAINST, 2 * turn),
-    }
-    assert set(entered) == {"guard"}
-    # Around the gradients and around the update; and once a turn, as around the loop of `fit`.
-    assert len(entered) == 2 * (2 * turn + 1)
-    assert not WATCH._entered
-    assert "as it is" in printed
-    assert SyncGuard.__enter__ is not enter  # as the test has set it
-    assert StepTimer.end_step.__name__ == "end_step"
-
-
-def test_the_usual_cost_is_found_beneath_interruptions():
-    """One step in sixteen is dearer, and each turn is interrupted for longer than that once."""
-    draws = random.Random(1)
-
-    def turns(dearer):
-        made = [[1.0] * 15 + [1.0 + dearer] for _ in range(60)]
-        for turn in made:
-            turn[draws.randrange(16)] += draws.uniform(1.0, 5.0)
-        return made
-
-    found, (low, high) = watching.usual_cost(turns(0.16), turns(0.0))
-    assert found == pytest.approx(0.01, abs=1e-9)
-    assert low <= found <= high < 0.02
-    again, (low, high) = watching.usual_cost(turns(0.0), turns(0.0))
-    assert again == low == high == 0.0
-
-
-def test_a_floor_is_not_moved_by_neighbours():
-    quiet, disturbed = [1.0, 1.01] * 8, [1.02, 1.5, 1.03, 1.9] * 4
-    found = watching.figures(disturbed, quiet)
-    assert found["floor"] == pytest.approx(0.02)
-    assert found["cost"] > 0.2
 
 
 @pytest.mark.parametrize("benchmark", [graph_events, first_replay])
