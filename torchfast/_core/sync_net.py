@@ -6,7 +6,8 @@ without a number of classes, ``to_sparse``), go past it, and end in a handful of
 reads a number, and those whose result has a size that depends on numbers. A kernel of Python stands
 in front of each of these, in the dispatcher, at a key that every call of every backend passes and
 that torch does not use for them. No mode is entered, so that torch.compile is not disturbed and no
-other operator pays; what waits pays some microseconds.
+other operator pays; what waits pays some microseconds. Only the kernel for reads of a single number
+stands in place of CUDA's, where CUDA is watched: an update reads many numbers on the host.
 
 torch.compile makes operators of its own of the waits for streams, events and devices that it takes
 into a graph. torch 2.11 has none: its graphs leave out waits for streams, and nothing is told.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +35,7 @@ from torchfast._core.sync_calls import NO, SURE, Arguments, Judge, Options, Sync
 logger = logging.getLogger(__name__)
 
 _KEY: Final = "BackendSelect"
+_DEVICE_KEY: Final = "CUDA"
 # What each operator is told as. By the names of the calls that the host waits in.
 _WAITING: Final = {
     "_local_scalar_dense": "item",
@@ -47,6 +50,8 @@ _WAITING: Final = {
     "repeat_interleave.Tensor": "repeat_interleave",
     "_linalg_check_errors": "linalg",
 }
+# That of a single number.
+_READ: Final = "_local_scalar_dense"
 # Those of torch.compile's graphs.
 _WAITING_IN_GRAPHS: Final = {
     "synchronize_device": "synchronize",
@@ -101,27 +106,54 @@ class SyncNet:
         self._owner = weakref.ref(owner)
         self._keep_out = keep_out
         self._libraries: list[Any] = []
-        self._has_host = False
+        self._has_host = self._has_device = False
 
     def spread(self, device_type: str) -> None:
         """Put the kernels in place; for ``"cpu"`` also those that tell what is not to be heard."""
         if not self._libraries:
             self._libraries = [torch.library.Library(n, "IMPL") for n in ("aten", "streams")]
             for name, kind in _WAITING.items():
+                if name == _READ:
+                    continue
                 judge = _repeats if kind == "repeat_interleave" else _first
                 self._put(name, partial(_waiting, kind, judge))
             for name, kind in _WAITING_IN_GRAPHS.items():
                 self._register(name, _waiting(kind, _always, self._owner, _OfGraphs(name)), 1)
         if device_type == "cpu" and not self._has_host:
             self._has_host = True
+            self._put(_READ, partial(_waiting, _WAITING[_READ], _first))
             for name in _ONLY_ON_HOST:
                 self._put(name, _unheard)
+        if device_type == "cuda" and not self._has_device:
+            self._has_device = True
+            self._put_before_device()
 
     def take_in(self) -> None:
         """Take the kernels away."""
         while self._libraries:
             self._libraries.pop()._destroy()
-        self._has_host = False
+        self._has_host = self._has_device = False
+
+    def _put_before_device(self) -> None:
+        """Put a kernel in place of the device's own for reads, which hands on to that.
+
+        An optimizer reads a number of the CPU's for each parameter, twice, as torch's AdamW counts
+        its steps there. In front of all kernels those would pass through Python, some hundreds in
+        a step; in place of one device's they do not.
+        """
+        operator = torch.ops.aten._local_scalar_dense.default
+        try:
+            native = torch.library.get_kernel(operator, _DEVICE_KEY)
+            kernel = _waiting(_WAITING[_READ], _first, self._owner, _Native(_READ, native))
+            self._keep_out(kernel.__code__)
+            with warnings.catch_warnings():  # that there is a kernel already is known
+                warnings.simplefilter("ignore")
+                self._libraries[0].impl(
+                    _READ, kernel, _DEVICE_KEY, with_keyset=True, allow_override=True
+                )
+        except (AttributeError, RuntimeError) as error:
+            # No such device, or another torch: then torch's own check speaks of such reads.
+            logger.debug("no kernel stands in place of %s's for reads: %s", _DEVICE_KEY, error)
 
     def _put(self, name: str, make: Callable[[Any, Any], Callable[..., Any]]) -> None:
         operator: Any = torch.ops.aten
@@ -148,6 +180,18 @@ class _OfGraphs:
     def redispatch(self, keyset: Any, *args: Any, **options: Any) -> Any:
         operator = getattr(torch.ops.streams, self.__name__).default
         return operator.redispatch(keyset, *args, **options)
+
+
+@final
+class _Native:
+    """A device's own kernel of an operator."""
+
+    def __init__(self, name: str, kernel: Any) -> None:
+        self.__name__ = name
+        self._kernel = kernel
+
+    def redispatch(self, keyset: Any, *args: Any, **options: Any) -> Any:
+        return self._kernel.call_boxed(keyset, *args, **options)
 
 
 def _waiting(kind: str, judge: Judge, owner: Any, operator: Any) -> Callable[..., Any]:

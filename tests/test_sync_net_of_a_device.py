@@ -1,0 +1,94 @@
+"""Reads of single numbers are heard in place of the device's kernel; those on the host are not."""
+
+import warnings
+
+import pytest
+import torch
+
+from torchfast._core import sync_net
+from torchfast._core.sync_net import SyncNet
+
+
+class Owner:
+    def __init__(self):
+        self.told = []
+
+    def run_below(self, call, original, args, options, frame):
+        self.told.append((call.kind, frame.f_code.co_name))
+        return original(*args, **options)
+
+    def run_unheard(self, original, args, options):
+        return original(*args, **options)
+
+
+@pytest.fixture
+def owner():
+    return Owner()
+
+
+@pytest.fixture
+def net(owner):
+    net = SyncNet(owner, lambda code: None)
+    yield net
+    net.take_in()
+
+
+def read():
+    return torch.full((1,), 3.0).item()
+
+
+def test_reads_on_the_host_pass_no_python_where_cuda_is_watched(net, owner):
+    net.spread("cuda")
+    assert read() == 3.0
+    assert owner.told == []
+    net.spread("cpu")
+    assert read() == 3.0
+    assert owner.told == [("item", "read")]
+
+
+@pytest.fixture
+def as_device(monkeypatch):
+    """The CPU stands for the device that is watched."""
+    monkeypatch.setattr(sync_net, "_DEVICE_KEY", "CPU")
+
+
+def test_reads_of_the_device_are_told_whoever_makes_them(as_device, net, owner):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net.spread("cuda")
+    assert read() == 3.0
+    assert owner.told == [("item", "read")]
+    owner.told.clear()
+    # From C++, below the keys of autograd.
+    ends = torch.tensor(0.0), torch.tensor(1.0)
+    assert torch.linspace(*ends, 3).tolist() == [0.0, 0.5, 1.0]
+    assert {kind for kind, _ in owner.told} == {"item"}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_what_is_read_is_what_the_device_s_own_kernel_reads(as_device, net, owner, mode):
+    values = [torch.tensor(x) for x in (2, 2.5, True, 1 + 2j)]
+    values += [torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(4.0, requires_grad=True)]
+    plain = [value.item() for value in values]
+    net.spread("cuda")
+    with mode():
+        assert [value.item() for value in values] == plain
+    assert len(owner.told) == len(values)
+    with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
+        torch.zeros(2).item()
+
+
+def test_the_device_s_own_kernel_comes_back(as_device, net, owner):
+    net.spread("cuda")
+    net.take_in()
+    assert read() == 3.0
+    assert owner.told == []
+    net.spread("cuda")
+    assert read() == 3.0
+    assert owner.told == [("item", "read")]
+
+
+def test_a_device_that_is_not_there_is_no_error(monkeypatch, net):
+    monkeypatch.setattr(sync_net, "_DEVICE_KEY", "XLA")
+    net.spread("cuda")
+    assert read() == 3.0
