@@ -252,3 +252,21 @@ def test_what_is_compiled_before_the_guard_is_not_compiled_again(fresh_dynamo, c
         compiled(batch())
     compiled(batch())
     assert stats["stats"]["unique_graphs"] == before
+
+
+def test_numbers_on_the_host_cost_an_update_next_to_nothing(check):
+    """Not even a look at who asks: an AdamW that is not fused reads two for each parameter."""
+    looked = []
+    calls = [
+        SyncCall(torch.Tensor, "item", "item", lambda *_: looked.append(1) or NO, reads_itself=True)
+    ]
+    with listening(Seen("cuda"), SyncWatch(calls)):
+        assert torch.ones(1).item() == 1.0
+        assert torch.nn.Parameter(torch.ones(1)).item() == 1.0
+        assert not looked
+        assert torch.ones(1).as_subclass(Other).item() == 1.0
+        assert looked
+
+
+class Other(torch.Tensor):
+    """Somebody's own: asking it for anything may run their code."""

@@ -67,6 +67,7 @@ class SyncCall(NamedTuple):
         judge: Says from the arguments whether it waits.
         is_in_graphs: Compiled code is full of it, in its form that does not wait, and would be
             compiled again where it is replaced. On CUDA torch's own check finds it.
+        reads_itself: It is a method that waits for its own tensor, if that is on the device.
     """
 
     owner: Any
@@ -74,6 +75,7 @@ class SyncCall(NamedTuple):
     kind: str
     judge: Judge
     is_in_graphs: bool = False
+    reads_itself: bool = False
 
 
 def remedy_for(kind: str) -> str:
@@ -83,7 +85,9 @@ def remedy_for(kind: str) -> str:
 
 def sync_calls() -> list[SyncCall]:
     """Return the calls that this torch has and that can be listened to."""
-    calls = [SyncCall(Tensor, name, kind, _first) for name, kind in _READS.items()]
+    calls = [
+        SyncCall(Tensor, name, kind, _first, reads_itself=True) for name, kind in _READS.items()
+    ]
     calls += [
         SyncCall(owner, name, kind, _first)
         for name, kind in _SIZES.items()

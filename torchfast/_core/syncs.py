@@ -52,6 +52,8 @@ from torchfast._core.sync_places import place_of as _place
 
 logger = logging.getLogger(__name__)
 
+_CUDA, _NONE = frozenset(("cuda",)), frozenset[str]()
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 # Said once a process, by whoever switches the check on first.
 _PROTOTYPE = "Synchronization debug mode is a prototype"
@@ -323,7 +325,7 @@ class SyncWatch:
             self._old_mode = None
 
     def _replace(self, call: SyncCall) -> None:
-        owner, name, judge = call.owner, call.name, call.judge
+        owner, name, judge, reads_itself = call.owner, call.name, call.judge, call.reads_itself
         is_own = name in vars(owner)
         original = getattr(owner, name)
         watch = self
@@ -331,7 +333,11 @@ class SyncWatch:
         @functools.wraps(original, updated=())
         def listening(*args: Any, **options: Any) -> Any:
             certainty = NO
-            if types := watch._types:
+            types = watch._types
+            # An update reads hundreds of numbers on the host, and they are not what is looked for.
+            if types == _CUDA and reads_itself and args and type(args[0]) in _PLAIN:
+                types = types if args[0].is_cuda else _NONE
+            if types:
                 try:
                     certainty = judge(args, options, types)
                 except Exception as error:  # arguments of a strange kind, or wrong ones
