@@ -14,6 +14,7 @@ from tape import Tape, Twins, counts, reasons, without_check
 from torchfast import CaptureError, CUDAGraphOptions, Plan, StepBatches, Trainer
 from torchfast.graphs import engine, host_facts
 from torchfast.graphs.host_draws import HostDraws
+from torchfast.graphs.together import Together
 
 ADAMW = partial(optim.AdamW, lr=0.01, fused=True)
 SGD = partial(optim.SGD, lr=0.1)
@@ -233,3 +234,103 @@ def test_several_steps_run_one_by_one():
     told = str(trainer.report())
     assert "each draws on the host what it runs" in told
     assert counts(trainer)[1] > 0
+
+
+# --- what is noted, by itself ---------------------------------------------------------------------
+
+
+def is_explained(step, **options):
+    draws, before = HostDraws(**options), torch.get_rng_state()
+    with draws.noting():
+        step()
+    return draws.explain(before)
+
+
+def test_a_number_that_outlives_the_step_is_not_explained():
+    """A later step may read it, and find what an earlier one drew."""
+    held = []
+    assert is_explained(lambda: torch.rand([]) < 0.5)
+    assert not is_explained(lambda: held.append(torch.rand([])))
+    assert not is_explained(lambda: held.append(torch.rand([]) < 0.5))
+
+
+def test_a_number_drawn_into_memory_of_somebody_is_not_explained():
+    memory = torch.zeros([])
+    assert not is_explained(lambda: torch.rand([], out=memory))
+    assert not is_explained(lambda: bool(torch.rand([], out=memory) < 0.5))
+
+
+def test_numbers_behind_which_the_generator_is_set_back_are_not_explained():
+    """Before each replay they would be drawn, and the generator moved."""
+
+    def step():
+        with torch.random.fork_rng(devices=[]):
+            bool(torch.rand([]) < 0.5)
+
+    assert not is_explained(step)
+
+
+class Forked(LayerDrop):
+    """Draws at first, and then sets the generator back."""
+
+    num_calls = 0
+
+    def is_skipped(self):
+        is_forked = torch.rand is not RAND
+        before = torch.get_rng_state()
+        skips = torch.rand([]) < self.probability
+        if is_forked:
+            torch.default_generator.set_state(before)
+        return bool(skips)
+
+
+RAND = torch.rand
+
+
+def test_a_step_that_sets_the_generator_back_where_draws_are_noted_stays_refused():
+    twins = Twins(Forked, ADAMW)
+    for batch in make_batches(9):
+        twins.step(batch)
+        twins.check(gradients=False)
+    assert twins.counts[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("compare", "is_certain"),
+    [
+        (lambda n: n < 0.0, True),
+        (lambda n: n >= 0, True),
+        (lambda n: n > 1.0, True),
+        (lambda n: n <= 1.5, True),
+        (lambda n: n < 0.3, False),
+        (lambda n: n > 0.0, False),
+        (lambda n: n <= 0.0, False),
+    ],
+)
+def test_ranks_replay_only_what_does_not_depend_on_a_draw(compare, is_certain):
+    """Each draws numbers of its own, and NCCL wants all ranks to replay, or none."""
+    assert is_explained(lambda: bool(compare(torch.rand([]))))
+    assert is_explained(lambda: bool(compare(torch.rand([]))), is_alone=False) is is_certain
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3])
+def test_a_step_with_ranks(probability, monkeypatch):
+    monkeypatch.setattr(Together, "is_alone", property(lambda s: False, lambda s, v: None), False)
+    twins = Twins(net(probability), ADAMW)
+    for batch in make_batches(9):
+        twins.step(batch)
+        twins.check(gradients=False)
+    assert (twins.counts[1] > 0) is (probability == 0.0)
+    assert any(REFUSED in reason for reason in reasons(twins.captured)) is (probability > 0.0)
+
+
+@pytest.mark.parametrize("is_first_out_first", [True, False])
+def test_threads_that_note_at_once_leave_rand_as_it_was(is_first_out_first):
+    first, second = HostDraws(), HostDraws()
+    contexts = [first.noting(), second.noting()]
+    for context in contexts:
+        context.__enter__()
+    for context in contexts if is_first_out_first else reversed(contexts):
+        context.__exit__(None, None, None)
+    assert torch.rand is RAND
+    assert type(torch.rand([])) is torch.Tensor

@@ -235,8 +235,9 @@ class GraphEngine:
         self, entry: Entry, failure: Failure
     ) -> AbstractContextManager[None] | None:
         """Return in what this step is to run before another attempt; None if none is to come."""
-        is_alone = entry.num_steps == 1  # or another attempt would cost the Python of several
-        if (failure.reason == _NOT_NOW and is_alone) or entry.is_to_note_draws(failure):
+        is_one = entry.num_steps == 1  # or another attempt would cost the Python of several
+        notes = entry.is_to_note_draws(failure, is_alone=self._together.is_alone)
+        if notes or (failure.reason == _NOT_NOW and is_one):
             return nullcontext()
         is_passing = failure.reason in (LATER, OTHERS) or failure.is_left_over
         if not is_passing and entry.is_to_be_told(failure):
@@ -248,7 +249,7 @@ class GraphEngine:
         if is_passing:
             gc.collect()
             return nullcontext()
-        if failure.is_copy and self._options.host_constants and is_alone and not entry.constants:
+        if failure.is_copy and self._options.host_constants and is_one and not entry.constants:
             entry.constants = HostConstants(self.device)
             return entry.constants.recording()
         return None

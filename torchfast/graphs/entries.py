@@ -102,11 +102,11 @@ class Entry:
         """Whether telling of the next capture may help: who asked, or compiled code that asks."""
         return self.secret is not None and (self.secret.was_kept or failure.is_recompile)
 
-    def is_to_note_draws(self, failure: Failure) -> bool:
+    def is_to_note_draws(self, failure: Failure, *, is_alone: bool) -> bool:
         """Whether the next capture may succeed by noting draws on the host; then it does."""
         if self.draws is not None or not failure.is_draw or self.num_steps > 1:
             return False
-        self.draws, self.refusal = HostDraws(), failure
+        self.draws, self.refusal = HostDraws(is_alone=is_alone), failure
         return True
 
     def told(self, failure: Failure) -> Failure:

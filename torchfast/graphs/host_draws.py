@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
@@ -24,10 +25,9 @@ from typing_extensions import override
 
 from torchfast._core.batches import tensors
 
+_TRUTH = "torchfast_truth"
 _COMPARISONS = frozenset(
-    getattr(holder, name)
-    for holder in (Tensor, torch)
-    for name in ("lt", "le", "gt", "ge", "eq", "ne")
+    getattr(holder, name) for holder in (Tensor, torch) for name in ("lt", "le", "gt", "ge")
 )
 
 
@@ -44,20 +44,29 @@ class _Outcome(NamedTuple):
 class HostDraws:
     """The numbers that a step drew in its capture, in their order, and what came of them.
 
+    Args:
+        is_alone: Whether no other rank takes part in the step. Ranks draw numbers of their own, and
+            NCCL wants an operation captured on all of them or on none. So each must replay whatever
+            it draws: no comparison may depend on it, as with ``p = 0``.
+
     Attributes:
         are_only_compared: Whether nothing else was done with them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_alone: bool = True) -> None:
+        self._is_alone = is_alone
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._outcomes: list[_Outcome] = []
+        self._noted: list[weakref.ref[_Noted]] = []
         self.are_only_compared = True
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what the body draws in this thread, and nothing of what was noted before."""
-        self._forms, self._outcomes, self.are_only_compared = [], [], True
-        truth, thread = torch.rand, threading.get_ident()
+        self._forms, self._outcomes, self._noted = [], [], []
+        self.are_only_compared = True
+        now, thread = torch.rand, threading.get_ident()
+        truth: Callable[..., Tensor] = getattr(now, _TRUTH, now)
 
         @functools.wraps(truth)
         def rand(*args: Any, **kwargs: Any) -> Tensor:
@@ -65,9 +74,12 @@ class HostDraws:
             is_ours = threading.get_ident() == thread and kwargs.get("generator") is None
             if not is_ours or drawn.device.type != "cpu" or drawn.numel() != 1:
                 return drawn
+            if kwargs.get("out") is not None:  # which somebody else has, and may read
+                return drawn
             self._forms.append((drawn.shape, drawn.dtype))
-            return _noted(drawn, self, len(self._forms) - 1)
+            return self._note(drawn, len(self._forms) - 1)
 
+        vars(rand)[_TRUTH] = truth
         torch.rand = rand
         try:
             yield
@@ -79,6 +91,8 @@ class HostDraws:
     def explain(self, before: Tensor) -> bool:
         """Whether no more than what was noted was drawn; if so, all of it is still to be drawn.
 
+        Nor may a number outlive the step, or a later one could read what a replay has not drawn.
+
         Args:
             before: Where the generator was when the step began. It will be there again.
         """
@@ -86,6 +100,8 @@ class HostDraws:
         torch.set_rng_state(before)
         is_all = self.come_out_the_same() and torch.equal(torch.get_rng_state(), now)
         is_all = is_all and self.are_only_compared
+        is_all = is_all and all(noted() is None for noted in self._noted)
+        is_all = is_all and (self._is_alone or all(map(_is_certain, self._outcomes)))
         torch.set_rng_state(before if is_all else now)
         return is_all
 
@@ -103,12 +119,20 @@ class HostDraws:
         """Note what was done with a number, or with how a comparison of it came out."""
         is_number = len(others) == 1 and type(others[0]) in (int, float)
         if noted.compared is None and function in _COMPARISONS and is_number:
-            return _noted(value, self, noted.draw, (function, others[0]))
+            return self._note(value, noted.draw, (function, others[0]))
         if noted.compared is not None and function is Tensor.__bool__:
             self._outcomes.append(_Outcome(noted.draw, *noted.compared, value))
         else:
             self.are_only_compared = False
         return value
+
+    def _note(
+        self, value: Tensor, draw: int, compared: tuple[Callable[..., Tensor], float] | None = None
+    ) -> _Noted:
+        noted = value.as_subclass(_Noted)
+        noted.noted_by, noted.draw, noted.compared = self, draw, compared
+        self._noted.append(weakref.ref(noted))
+        return noted
 
 
 class _Noted(Tensor):
@@ -132,12 +156,8 @@ class _Noted(Tensor):
         return value
 
 
-def _noted(
-    value: Tensor,
-    log: HostDraws,
-    draw: int,
-    compared: tuple[Callable[..., Tensor], float] | None = None,
-) -> _Noted:
-    noted = value.as_subclass(_Noted)
-    noted.noted_by, noted.draw, noted.compared = log, draw, compared
-    return noted
+def _is_certain(outcome: _Outcome) -> bool:
+    """Whether a comparison comes out so whatever is drawn."""
+    ends = torch.tensor([0.0, 1.0], device="cpu")
+    found: list[bool] = outcome.compare(ends, outcome.number).tolist()
+    return found == 2 * [outcome.is_true]

@@ -139,9 +139,9 @@ class HostFacts:
         now = get_rng_state(CPU)
         drawn = [n for key, n in _ON_HOST.items() if not same_generator(now, self._rng, key)]
         if has_own_generator(self._device):
-            if not same_generator(now, self._rng, "torch") and not (
-                noted is not None and noted.explain(self._rng["torch"])
-            ):
+            # Notes are asked also where it stands still: somebody may have set it back.
+            is_same = same_generator(now, self._rng, "torch")
+            if not (is_same if noted is None else noted.explain(self._rng["torch"])):
                 drawn.append(CPU_GENERATOR)
             for generator, before in self._generators:
                 if generator.device.type == "cpu" and not torch.equal(

@@ -29,12 +29,14 @@ class Together:
     Attributes:
         is_open: Whether the others wait for a word of this one.
         is_joint: Whether all ranks capture the step that this one captures; true for one rank.
+        is_alone: Whether this is the only rank.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
         self.is_open = False
         self.is_joint = True
+        self.is_alone = ranks.size == 1
 
     def meet(self, *, captures: bool) -> None:
         """Find out whether all ranks are about to capture; each calls it once a step."""
