@@ -5,6 +5,7 @@ What is drawn changes long after the check, so nothing else would find it.
 
 from __future__ import annotations
 
+import codecs
 import inspect
 import itertools
 import types
@@ -59,6 +60,24 @@ class Loss:
 
     def by_method(self, model, batch):
         return mean_loss(model, batch) * self.method()
+
+    def by_string(self, model, batch):
+        weight = next(getattr(self, "lambdas")) if self.lambdas else 1.0  # noqa: B009
+        return mean_loss(model, batch) * weight
+
+    def with_default(self, model, batch):
+        return mean_loss(model, batch) * next(self.lambdas, None)
+
+    def by_choice(self, model, batch):
+        return mean_loss(model, batch) * next(self.lambdas if batch else ())
+
+    def by_send(self, model, batch):
+        return mean_loss(model, batch) * self.lambdas.send(None)
+
+    def if_there(self, model, batch):
+        if self.lambdas is not None and self.lambdas:
+            return mean_loss(model, batch) * next(self.lambdas)
+        return mean_loss(model, batch)
 
     def by_another(self, model, batch):
         return mean_loss(model, batch) * self.weight()
@@ -150,6 +169,11 @@ DRAWING = {
     "in a partial": in_loss("by_partial"),
     "as its method": in_loss("by_method"),
     "by another method": in_loss("by_another"),
+    "by a string": in_loss("by_string"),
+    "with a default": in_loss("with_default"),
+    "one of two": in_loss("by_choice"),
+    "send": in_loss("by_send"),
+    "if there is one": in_loss("if_there"),
     "global": in_global,
     "closure": in_closure,
     "default": in_default,
@@ -246,6 +270,40 @@ def test_what_the_loop_alone_draws_from_is_in_nobodys_way(tmp_path):
         step(batch)
     held.log.close()
     assert counts(step) == (1, STEPS - 3, 3, 1), reasons(step)
+
+
+class Named:
+    """Has iterators by names that the step uses, but for other things than to draw."""
+
+    def __init__(self, log):
+        self.data = values()
+        self.rest = values()
+        self.log = log
+
+    def __call__(self, model, batch):
+        for parameter in model.parameters():
+            parameter.data.mul_(1.0)
+        if self.rest is not None and self.data is not None and self.rest:
+            self.log.write("a step")
+        return mean_loss(model, batch)
+
+
+def test_an_iterator_whose_name_the_step_uses_for_another_object_is_in_nobodys_way(tmp_path):
+    with codecs.open(str(tmp_path / "log"), "w", "utf8") as log:  # an iterator of its lines
+        step = trained_alike(lambda: Named(log))
+    assert counts(step) == (1, STEPS - 3, 3, 1), reasons(step)
+
+
+def test_the_line_is_one_that_draws():
+    held = types.SimpleNamespace(data=values())
+
+    def loss_fn(model, batch):
+        for parameter in model.parameters():
+            parameter.data.mul_(1.0)
+        return mean_loss(model, batch) * next(held.data)
+
+    (reason,) = reasons(train(lambda: loss_fn)[0])
+    assert f":{line_with(loss_fn, 'next(')} (loss_fn)" in reason
 
 
 def test_a_step_that_begins_to_draw_runs_eagerly_from_then_on():

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
@@ -24,6 +25,7 @@ _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
 # What these return may be any object that their caller holds.
 _HANDING_ON = frozenset(("getattr", "cast", "next"))
 _CALLS = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX"))
+_TESTS = ("POP_JUMP", "TO_BOOL", "UNARY_NOT")
 # From 3.12 on the lowest bit of LOAD_ATTR's argument says that a method is called.
 _HAS_BIT = sys.version_info >= (3, 12)
 # Reached without being named.
@@ -84,6 +86,28 @@ class Read(NamedTuple):
     all: bool
     globals: list[tuple[dict[str, Any], frozenset[str]]]
     codes: frozenset[CodeType] = frozenset()
+
+
+class Load(NamedTuple):
+    """Where code loads an attribute or a variable.
+
+    Attributes:
+        code: Of the function.
+        line: Of its file.
+        asked: The attribute that is asked of it next, as ``mul_`` in ``p.data.mul_(x)``, or None.
+        is_tested: Whether it is only asked whether it is true, or None.
+    """
+
+    code: CodeType
+    line: int
+    asked: str | None
+    is_tested: bool
+
+    @property
+    def place(self) -> str | None:
+        """The line as a message names it; None in an installed package."""
+        file = self.code.co_filename
+        return None if _INSTALLED in file else place_in(file, self.line, self.code.co_name)
 
 
 def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
@@ -154,19 +178,26 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     )
 
 
-def line_reading(name: str, codes: Iterable[CodeType]) -> str | None:
-    """Return the first line of the user's own that loads an attribute or a variable of a name."""
-    found: list[tuple[str, int, str]] = []
+def loads_of(name: str, codes: Iterable[CodeType]) -> Iterator[Load]:
+    """Yield where code loads an attribute or a variable of a name."""
     waiting = list(codes)
     for code in waiting:  # which grows
         waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        if _INSTALLED in code.co_filename or name not in (*code.co_names, *code.co_freevars):
+        if name not in (*code.co_names, *code.co_freevars):
             continue
-        for instruction in dis.get_instructions(code):
-            line = instruction.positions.lineno if instruction.positions else None
-            if line and instruction.argval == name and instruction.opname.startswith("LOAD"):
-                found.append((code.co_filename, line, code.co_name))
-    return place_in(*min(found)) if found else None
+        found = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
+        for load, then in itertools.pairwise(found):
+            is_load = load.opname.startswith("LOAD") and load.opname != "LOAD_CONST"
+            if is_load and load.argval == name:
+                line = load.positions.lineno if load.positions else None
+                asked = then.argval if then.opname in _LOADS else None
+                is_tested = then.opname.startswith(_TESTS)
+                yield Load(code, line or code.co_firstlineno, asked, is_tested)
+
+
+def is_in_strings(name: str, codes: Iterable[CodeType]) -> bool:
+    """Whether code may name it in a string, for ``getattr``."""
+    return any(name in _names_of(code).strings for code in codes)
 
 
 def _variables_of(

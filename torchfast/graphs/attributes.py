@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchfast._core.code_names import line_reading
 from torchfast._core.proxies import is_dead
-from torchfast.graphs.iterators import iterator_in
+from torchfast.graphs.iterators import iterator_in, lines_drawing
 from torchfast.graphs.places import (
     BEYOND,
     CELL,
@@ -161,8 +160,10 @@ class Attributes:
                 is_sure = self._is_sure_to_be_read(place, name)
                 if not is_sure or (place.is_module and name not in named):
                     continue
-                if (kind := iterator_in(value)) is not None:
-                    line = line_reading(name, self._read.codes)
+                if (kind := iterator_in(value)) is None:
+                    continue
+                is_drawn, line = lines_drawing(name, value, self._read)
+                if is_drawn:
                     return part, kind, _in_words(name, place) + (f" at {line}" if line else "")
         return None
 

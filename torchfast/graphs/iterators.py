@@ -1,17 +1,18 @@
 """Iterators that a step draws from: a replay draws nothing, and would repeat what was drawn once.
 
 How far an iterator has got cannot be asked of most, so a step whose code names one that it reaches
-counts as drawing from it.
+counts as drawing from it. Not so where it only asks for attributes that the iterator does not have:
+the name is then another object's, as of a tensor in ``parameter.data.mul_(x)``.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from io import IOBase
 from types import BuiltinMethodType, FunctionType, MethodWrapperType
 from typing import Any
 
+from torchfast._core.code_names import Read, is_in_strings, loads_of
 from torchfast._core.proxies import is_dead
 from torchfast.graphs.places import is_own_class, parts_of
 
@@ -24,10 +25,35 @@ def iterator_in(value: Any) -> str | None:
         if is_dead(part):
             continue
         kind = part.__class__
-        if issubclass(kind, Iterator) and not (issubclass(kind, IOBase) or _is_watched(kind)):
+        if issubclass(kind, Iterator) and not (_is_file(kind) or _is_watched(kind)):
             is_builtin = kind.__module__ == "builtins"
             return kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"
     return None
+
+
+def lines_drawing(name: str, value: Any, read: Read) -> tuple[bool, str | None]:
+    """Return whether code may draw from an iterator in a value by its name; and the first line.
+
+    Args:
+        name: Of the value.
+        value: It, or a container of it.
+        read: Where the name is found.
+    """
+    loads = list(loads_of(name, read.codes))
+    drawing = [
+        load
+        for load in loads
+        if not load.is_tested and (load.asked is None or hasattr(value, load.asked))
+    ]
+    is_drawn = bool(drawing) or not loads or read.all or is_in_strings(name, read.codes)
+    places = [load for load in drawing if load.place is not None]
+    first = min(places, key=lambda load: (load.code.co_filename, load.line), default=None)
+    return is_drawn, None if first is None else first.place
+
+
+def _is_file(kind: type) -> bool:
+    """Whether it is a file's class: a step may write to one, and hardly reads the next line."""
+    return hasattr(kind, "readline")
 
 
 def _is_watched(kind: type) -> bool:
