@@ -294,6 +294,24 @@ def test_an_iterator_whose_name_the_step_uses_for_another_object_is_in_nobodys_w
     assert counts(step) == (1, STEPS - 3, 3, 1), reasons(step)
 
 
+def train_all(step):
+    for _ in range(STEPS):
+        step(next(lambdas))
+
+
+def test_a_global_function_that_has_the_name_of_a_method_is_none_of_the_steps():
+    def loss_fn(model, batch):
+        model.train()
+        return mean_loss(model, batch)
+
+    source = inspect.getsource(train_all).replace("train_all", "train")
+    names = {"lambdas": values(), "mean_loss": mean_loss}
+    exec(compile(source, __file__, "exec"), names)
+    named = types.FunctionType(loss_fn.__code__, names)
+    step = trained_alike(lambda: named)
+    assert counts(step) == (1, STEPS - 3, 3, 1), reasons(step)
+
+
 def test_the_line_is_one_that_draws():
     held = types.SimpleNamespace(data=values())
 

@@ -155,7 +155,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         if is_own:
             for table, found in _variables_of(function, names):
                 variables.setdefault(id(table), (table, set()))[1].update(found)
-        waiting += _globals_of(function, names.used)
+        waiting += _globals_of(function, names)
         waiting += _enclosed_by(function)
         waiting += _of_classes(every, names.used - used)
         used |= names.used
@@ -222,13 +222,18 @@ def _of_classes(classes: Iterable[type], names: Iterable[str]) -> list[FunctionT
     return [f for n in names for cls in classes for f in _functions_of(vars(cls).get(n))]
 
 
-def _globals_of(function: FunctionType, names: frozenset[str]) -> set[Any]:
+def _globals_of(function: FunctionType, names: Names) -> set[Any]:
+    """Return global functions, and those of modules, that a function names.
+
+    Not a global function that has the name of a method: ``model.train()`` runs no ``train`` of the
+    user's, which is the loop mostly.
+    """
     found: set[Any] = set()
-    for value in map(function.__globals__.get, names):
+    for value in map(function.__globals__.get, names.global_):
         if is_dead(value):
             continue
         if isinstance(value, ModuleType) and is_users(getattr(value, "__file__", "") or ""):
-            found.update(f for n in names for f in _with_wrapped(vars(value).get(n)))
+            found.update(f for n in names.used for f in _with_wrapped(vars(value).get(n)))
         found.update(_with_wrapped(value))
     return found
 
