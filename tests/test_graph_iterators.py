@@ -312,6 +312,76 @@ def test_a_global_function_that_has_the_name_of_a_method_is_none_of_the_steps():
     assert counts(step) == (1, STEPS - 3, 3, 1), reasons(step)
 
 
+class Runner:
+    """A loop whose methods have the names of those that the step calls of other objects."""
+
+    def __init__(self, *, is_captured):
+        torch.manual_seed(0)
+        self.model = DropoutNet()
+        self.optimizer = ADAMW(self.model.parameters())
+        self.batches = iter(make_batches(STEPS))
+        self.weights = values()
+        self.captured = self.train_step
+        if is_captured:
+            self.captured = CUDAGraphStep(self.train_step, state=[self.model, self.optimizer])
+
+    def train_step(self, batch):
+        self.model.train()
+        self.optimizer.zero_grad()
+        loss = mean_loss(self.model, batch) * self.weight()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def weight(self):
+        return 1.0
+
+    def train(self):
+        return [self.step() for _ in range(STEPS)]
+
+    def step(self):
+        return self.captured(next(self.batches))
+
+
+class DrawingRunner(Runner):
+    def weight(self):
+        if self.captured is None:  # names it, and does not call it
+            return 1.0
+        return next(self.weights)
+
+
+class NamedAsMethod(Runner):
+    """Calls its captured step as the step calls the optimizer's."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.step = self.captured
+
+    def train_step(self, batch):
+        self.optimizer.zero_grad()
+        loss = mean_loss(self.model, batch) * next(self.weights)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def train(self):
+        return [self.step(next(self.batches)) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("kind", [Runner, DrawingRunner, NamedAsMethod])
+def test_a_method_that_calls_the_captured_step_is_none_of_it(kind):
+    plain, captured = kind(is_captured=False), kind(is_captured=True)
+    torch.manual_seed(1)
+    expected = plain.train()
+    torch.manual_seed(1)
+    assert not differences(expected, captured.train())
+    assert not differences(plain.model.state_dict(), captured.model.state_dict())
+    is_drawing = kind is not Runner
+    assert counts(captured.captured)[1] == (0 if is_drawing else STEPS - 3)
+    told = [f"'weights' of {kind.__name__}" in reason for reason in reasons(captured.captured)]
+    assert told == [True] * is_drawing
+
+
 def test_the_line_is_one_that_draws():
     held = types.SimpleNamespace(data=values())
 

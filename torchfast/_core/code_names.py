@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -96,12 +95,16 @@ class Load(NamedTuple):
         line: Of its file.
         asked: The attribute that is asked of it next, as ``mul_`` in ``p.data.mul_(x)``, or None.
         is_tested: Whether it is only asked whether it is true, or None.
+        is_called: Whether it is called.
+        is_own: Whether it is an attribute of the first argument, which is ``self`` of a method.
     """
 
     code: CodeType
     line: int
     asked: str | None
     is_tested: bool
+    is_called: bool
+    is_own: bool
 
     @property
     def place(self) -> str | None:
@@ -186,13 +189,22 @@ def loads_of(name: str, codes: Iterable[CodeType]) -> Iterator[Load]:
         if name not in (*code.co_names, *code.co_freevars):
             continue
         found = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
-        for load, then in itertools.pairwise(found):
+        for before, load, then in zip(found, found[1:], found[2:], strict=False):
             is_load = load.opname.startswith("LOAD") and load.opname != "LOAD_CONST"
             if is_load and load.argval == name:
                 line = load.positions.lineno if load.positions else None
                 asked = then.argval if then.opname in _LOADS else None
-                is_tested = then.opname.startswith(_TESTS)
-                yield Load(code, line or code.co_firstlineno, asked, is_tested)
+                is_call = load.opname == "LOAD_METHOD" or then.opname == "PUSH_NULL"
+                is_call |= _HAS_BIT and load.opname == "LOAD_ATTR" and bool((load.arg or 0) & 1)
+                yield Load(
+                    code,
+                    line or code.co_firstlineno,
+                    asked,
+                    is_tested=then.opname.startswith(_TESTS),
+                    is_called=is_call,
+                    is_own=before.opname.startswith("LOAD_FAST")
+                    and before.argval in code.co_varnames[: min(1, code.co_argcount)],
+                )
 
 
 def is_in_strings(name: str, codes: Iterable[CodeType]) -> bool:

@@ -162,7 +162,7 @@ class Attributes:
                     continue
                 if (kind := iterator_in(value)) is None:
                     continue
-                is_drawn, line = lines_drawing(name, value, self._read)
+                is_drawn, line = lines_drawing(name, value, place.holder, self._read)
                 if is_drawn:
                     return part, kind, _in_words(name, place) + (f" at {line}" if line else "")
         return None

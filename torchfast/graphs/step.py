@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import nn
@@ -84,6 +84,8 @@ class CUDAGraphStep(Closing):
     Numerics: Bitwise equal to ``fn`` with its optimizers in the form that `report` tells.
     Synchronizes: At construction and at captures only.
     """
+
+    _runs_steps: Final = True  # so a method that calls one is none of a step's
 
     @explain_keywords
     def __init__(
