@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from torchfast._core.code_names import names_read
+from torchfast._core.code_names import loads_of, names_read
 
 
 class Reads:
@@ -130,3 +130,18 @@ def test_what_is_read_of_the_result_of_a_call_alone_is_told_apart(step, of_resul
     assert found.of_results == of_results
     assert of_results or "by_name" in found.names
     assert of_results <= found.names
+
+
+def test_whose_attribute_is_loaded_and_whether_it_is_called():
+    """Whatever instructions this version of Python has for it."""
+
+    class Both(Reads):
+        def called(self, other):
+            return super().called(other), self.called(other), other.called
+
+    loads = [*loads_of("called", [Both.called.__code__])]
+    assert [(load.is_called, load.is_own) for load in loads] == [
+        (True, False),
+        (True, True),
+        (False, False),
+    ]

@@ -25,7 +25,7 @@ _LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
 _HANDING_ON = frozenset(("getattr", "cast", "next"))
 _CALLS = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX"))
 _TESTS = ("POP_JUMP", "TO_BOOL", "UNARY_NOT")
-# From 3.12 on the lowest bit of LOAD_ATTR's argument says that a method is called.
+# From 3.12 on the lowest bit of the argument says that a method is called.
 _HAS_BIT = sys.version_info >= (3, 12)
 # Reached without being named.
 _ALWAYS = frozenset(
@@ -195,7 +195,7 @@ def loads_of(name: str, codes: Iterable[CodeType]) -> Iterator[Load]:
                 line = load.positions.lineno if load.positions else None
                 asked = then.argval if then.opname in _LOADS else None
                 is_call = load.opname == "LOAD_METHOD" or then.opname == "PUSH_NULL"
-                is_call |= _HAS_BIT and load.opname == "LOAD_ATTR" and bool((load.arg or 0) & 1)
+                is_call |= _HAS_BIT and load.opname in _LOADS and bool((load.arg or 0) & 1)
                 yield Load(
                     code,
                     line or code.co_firstlineno,
@@ -203,7 +203,8 @@ def loads_of(name: str, codes: Iterable[CodeType]) -> Iterator[Load]:
                     is_tested=then.opname.startswith(_TESTS),
                     is_called=is_call,
                     is_own=before.opname.startswith("LOAD_FAST")
-                    and before.argval in code.co_varnames[: min(1, code.co_argcount)],
+                    and load.opname != "LOAD_SUPER_ATTR"
+                    and _loaded_last(before) in code.co_varnames[: min(1, code.co_argcount)],
                 )
 
 
@@ -358,8 +359,12 @@ def _gives_result(instruction: dis.Instruction | None, results: set[str]) -> boo
     """Whether what an instruction leaves is what a call has returned, and nobody else's."""
     if instruction is None or "LOAD_FAST" not in instruction.opname:
         return _is_call(instruction)
-    names = instruction.argval
-    return (names if isinstance(names, str) else names[-1]) in results
+    return _loaded_last(instruction) in results
+
+
+def _loaded_last(instruction: dis.Instruction) -> str:
+    names = instruction.argval  # two, where two instructions have become one
+    return names if isinstance(names, str) else names[-1]
 
 
 def _is_call(instruction: dis.Instruction | None) -> bool:
