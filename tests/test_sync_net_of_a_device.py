@@ -1,6 +1,7 @@
 """Reads of single numbers are heard in place of the device's kernel; those on the host are not."""
 
 import warnings
+from argparse import Namespace
 
 import pytest
 import torch
@@ -92,3 +93,31 @@ def test_a_device_that_is_not_there_is_no_error(monkeypatch, net):
     monkeypatch.setattr(sync_net, "_DEVICE_KEY", "XLA")
     net.spread("cuda")
     assert read() == 3.0
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+def test_what_is_waited_for_has_passed_when_the_device_s_own_kernel_is_called(
+    monkeypatch, is_capturing
+):
+    """It is called with the GIL held, so that no thread of Python goes on while it waits."""
+    done = []
+
+    class Base:
+        def synchronize(self):
+            done.append("waited")
+
+    class Event(Base):
+        def record(self, stream):
+            done.append(stream)
+
+        def synchronize(self):
+            raise AssertionError("this may be replaced, and told as the user's wait")
+
+    tensor = Namespace(is_cuda=True, device="cuda:1")
+    kernel = Namespace(call_boxed=lambda *args: done.append(args))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    sync_net._Native("read", kernel).redispatch("keys", tensor)
+    waited = [] if is_capturing else ["that of cuda:1", "waited"]  # a capture may wait for nothing
+    assert done == [*waited, ("keys", tensor)]

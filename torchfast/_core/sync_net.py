@@ -184,14 +184,25 @@ class _OfGraphs:
 
 @final
 class _Native:
-    """A device's own kernel of an operator."""
+    """A device's own kernel for reads, which torch calls with the GIL held when it is asked so.
+
+    Held through the wait it would stop every other thread of Python, a loader's as well. So what
+    is waited for has passed before.
+    """
 
     def __init__(self, name: str, kernel: Any) -> None:
         self.__name__ = name
         self._kernel = kernel
 
-    def redispatch(self, keyset: Any, *args: Any, **options: Any) -> Any:
-        return self._kernel.call_boxed(keyset, *args, **options)
+    def redispatch(self, keyset: Any, tensor: torch.Tensor) -> Any:
+        if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+            # By an event, of which torch's check says nothing: it is to speak once. And past the
+            # calls that are replaced. torch lets the GIL go while it waits for one.
+            events: Any = torch.cuda.Event
+            event = events()
+            event.record(torch.cuda.current_stream(tensor.device))
+            super(events, event).synchronize()  # type: ignore[misc]
+        return self._kernel.call_boxed(keyset, tensor)
 
 
 def _waiting(kind: str, judge: Judge, owner: Any, operator: Any) -> Callable[..., Any]:
