@@ -1,5 +1,6 @@
 """Reads of single numbers are heard in place of the device's kernel; those on the host are not."""
 
+import threading
 import warnings
 from argparse import Namespace
 
@@ -53,10 +54,40 @@ def as_device(monkeypatch):
     monkeypatch.setattr(sync_net, "_DEVICE_KEY", "CPU")
 
 
-def test_reads_of_the_device_are_told_whoever_makes_them(as_device, net, owner):
+def test_to_put_a_kernel_in_place_of_another_gives_no_warning(as_device, net, owner):
+    torch.set_warn_always(True)  # else torch says it once a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            before = list(warnings.filters)
+            net.spread("cuda")
+            assert warnings.filters == before
+    finally:
+        torch.set_warn_always(False)
+    read()
+    assert owner.told
+
+
+def test_warnings_that_another_thread_filters_meanwhile_stay_filtered(as_device, net, monkeypatch):
+    impl = torch.library.Library.impl
+
+    def impl_beside_a_thread(library, name, kernel, key, **options):
+        if key == "CPU":
+            thread = threading.Thread(target=warnings.filterwarnings, args=("ignore", "of theirs"))
+            thread.start()
+            thread.join()
+        return impl(library, name, kernel, key, **options)
+
+    monkeypatch.setattr(torch.library.Library, "impl", impl_beside_a_thread)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        before = list(warnings.filters)
         net.spread("cuda")
+        (more,) = warnings.filters[: -len(before)]
+        assert more[1].pattern == "of theirs"
+
+
+def test_reads_of_the_device_are_told_whoever_makes_them(as_device, net, owner):
+    net.spread("cuda")
     assert read() == 3.0
     assert owner.told == [("item", "read")]
     owner.told.clear()

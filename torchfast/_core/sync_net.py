@@ -19,11 +19,12 @@ arguments. What they read is not heard.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any, Final, Protocol, final
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _KEY: Final = "BackendSelect"
 _DEVICE_KEY: Final = "CUDA"
+# Said once a process, of the first kernel that stands in place of another.
+_OVERRIDING: Final = "Warning only once for all operators"
 # What each operator is told as. By the names of the calls that the host waits in.
 _WAITING: Final = {
     "_local_scalar_dense": "item",
@@ -146,8 +149,7 @@ class SyncNet:
             native = torch.library.get_kernel(operator, _DEVICE_KEY)
             kernel = _waiting(_WAITING[_READ], _first, self._owner, _Native(_READ, native))
             self._keep_out(kernel.__code__)
-            with warnings.catch_warnings():  # that there is a kernel already is known
-                warnings.simplefilter("ignore")
+            with _not_shown(_OVERRIDING):  # that there is a kernel already is known
                 self._libraries[0].impl(
                     _READ, kernel, _DEVICE_KEY, with_keyset=True, allow_override=True
                 )
@@ -230,6 +232,26 @@ def _unheard(owner: Any, operator: Any) -> Callable[..., Any]:
         return watch.run_unheard(original, args, options)
 
     return kernel
+
+
+@contextmanager
+def _not_shown(text: str) -> Iterator[None]:
+    """Show no warning that begins so.
+
+    `warnings.catch_warnings` would take back what other threads set meanwhile, and, where one is
+    in its own, leave everything ignored for ever.
+    """
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    entry = ("ignore", re.compile(text), UserWarning, None, 0)
+    filters.insert(0, entry)
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        filters = warnings.filters  # type: ignore[assignment]
+        if entry in filters:
+            filters.remove(entry)
+        warnings._filters_mutated()  # type: ignore[attr-defined]
 
 
 def _caller() -> FrameType | None:
