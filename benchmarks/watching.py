@@ -16,8 +16,8 @@ samples of the timer, so that each has one. The figures for what an arm costs:
 
 - **usual**: of eager steps the median of the differences within a block of one step of each arm,
   each kind of step (sampled, read, neither) by itself, added up by how often it comes, with the
-  interval that holds 95 of 100 when runs of blocks are drawn anew. In a graph the quotient of the
-  medians of whole turns. A neighbour who stops this process for a moment moves no median. This is
+  interval that holds 95 of 100 when runs of blocks are drawn anew. In a graph the
+  same of whole turns. A neighbour who stops this process for a moment moves no median. This is
   the figure that counts;
 - **within**: of eager steps the share that is spent inside the timer's own methods, or in the
   calls that a guard looks at. No neighbour disturbs it; it is a lower bound, and has what the timer

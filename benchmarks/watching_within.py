@@ -185,10 +185,10 @@ def _passing_ms(
 def _passing_below_ms(device: Any) -> tuple[float, float]:
     """Return the same of an operator of the net, whose kernel in Python torch calls from C++.
 
-    It is measured where it is, by a number that is read on the CPU: so do optimizers that keep
-    their number of steps there.
+    It is measured where it is, by a number that is read of the device: of one on the host a guard
+    for CUDA hears nothing.
     """
-    number, guard = torch.ones(()), SyncGuard("record", device=device)
+    number, guard = torch.ones((), device=device), SyncGuard("record", device=device)
     run = lambda: torch._C.TensorBase.item(number)  # noqa: E731
     plain_ms = _call_ms(run)
     with guard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -154,16 +155,34 @@ def test_pinned_threads_share_a_core_and_go_back():
 # --- within ---------------------------------------------------------------------------------------
 
 
-def test_the_clock_is_no_part_of_what_is_clocked():
+def test_what_is_clocked_is_added_up():
     spent = Spent()
     clocked = spent.clocked(lambda ms: spend(ms) or "done")
     assert clocked(5.0) == "done"
     assert 4.9 < spent.ms < 50.0
-    spent.ms = 0.0
+
+
+def test_reading_the_clock_is_no_part_of_what_is_clocked(monkeypatch):
+    reads = itertools.count()
+    clock = Namespace(perf_counter=lambda: next(reads) * 1e-6)  # a microsecond to each reading
+    monkeypatch.setattr(watching_within, "time", clock)
+    spent = Spent()
     nothing = spent.clocked(lambda: None)
     for _ in range(1000):
         nothing()
-    assert spent.ms < 2.0
+    assert spent.ms == pytest.approx(0.0, abs=1e-6)
+
+
+def test_what_passes_beneath_is_measured_by_a_number_of_the_device(monkeypatch):
+    """One on the host passes nothing of a guard's for CUDA, which would cost nothing then."""
+    devices, ones = [], torch.ones
+    monkeypatch.setattr(
+        torch, "ones", lambda *size, device=None: devices.append(device) or ones(*size)
+    )
+    monkeypatch.setattr(watching_within, "SyncGuard", lambda *_, **__: SyncGuard(device="cpu"))
+    watched_ms, held_ms = watching_within._passing_below_ms("cuda")
+    assert devices == ["cuda"]
+    assert watched_ms > held_ms > 0
 
 
 def test_what_a_guard_is_asked_is_counted_and_has_its_price():

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from benchmarks.watching_within import guard_within, passed_calls
 from torchfast import SyncGuard
 
 # A name that was bound before any guard goes past it, to the kernel beneath.
@@ -55,3 +56,13 @@ def test_a_read_waits_for_the_stream_that_it_is_on_only():
         with torch.cuda.stream(other):
             assert x[:1].item() == 1.0
         assert not behind.query()
+
+
+def test_what_a_read_beneath_costs_is_measured_of_the_device():
+    x = torch.ones(3, device="cuda")
+    with SyncGuard() as guard, passed_calls() as passed:
+        early_item(x[0])
+    guard.close()
+    assert passed.calls["below: _local_scalar_dense"] == 1
+    found = guard_within(passed, "cuda")
+    assert 2e-3 < found.watched_ms < 1.0  # a call of Python's from C++, at least
