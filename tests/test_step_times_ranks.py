@@ -81,11 +81,11 @@ def counted():
     """Yield what fills with how many collectives, waits and phases of that name each step has."""
     counts, read = [], StepTimer._read
 
-    def counting(self, sample):
+    def counting(self, sample, *more):
         seen = sample.collectives
         parts = [part.name for part in sample.parts].count("communication")
         counts.append((len(seen.collectives), len(seen.waits), parts))
-        read(self, sample)
+        read(self, sample, *more)
 
     StepTimer._read = counting
     try:
@@ -252,11 +252,11 @@ def waited_for(rank):
     found = {}
     read, queue = StepTimer._read, Marks.queue
 
-    def looking(self, sample):
+    def looking(self, sample, *more):
         seen = sample.collectives
         waited = [id(each) for wait in seen.waits for each in wait.collectives]
         counts.append((len(seen.collectives), len(waited), len(set(waited)), len(seen.waits)))
-        read(self, sample)
+        read(self, sample, *more)
 
     StepTimer._read = looking
     numbers = itertools.count()
