@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import optim
 
+from both_ways import trained
 from models import DropoutNet, make_batches, mean_loss
 from tape import counts, reasons
 from torchfast import Plan, TrainStep
@@ -55,11 +56,7 @@ class OfClass(Loss):
 
 
 def train(loss, *, cuda_graph=True):
-    torch.manual_seed(0)
-    step = TrainStep(DropoutNet(), ADAMW, loss.counting, Plan(cuda_graph=cuda_graph))
-    torch.manual_seed(1)
-    losses = [step(batch) for batch in make_batches(STEPS)]
-    return step, [losses, step.model.state_dict(), step.optimizer.state_dict()]
+    return trained(loss.counting, STEPS, ADAMW, cuda_graph=cuda_graph)
 
 
 def standing_still(step):

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-from models import DropoutNet, make_batches, mean_loss
+from both_ways import alike, own_step, trained
+from models import make_batches, mean_loss
 from tape import counts, reasons
-from torchfast import Plan, TrainStep
 from torchfast._core.compare import differences
 from torchfast.graphs import CUDAGraphStep
 from torchfast.graphs.attributes import Attributes
@@ -205,23 +205,16 @@ CHANGES = {
 def train(make, *, cuda_graph=True):
     """Train; return the step, and all that it has left."""
     loss_fn, change = make()
-    torch.manual_seed(0)
-    step = TrainStep(DropoutNet(), ADAMW, loss_fn, Plan(cuda_graph=cuda_graph))
-    torch.manual_seed(1)
-    losses = []
-    for number, batch in enumerate(make_batches(STEPS)):
+
+    def in_time(number):
         if number == CHANGED_AT and change is not None:
             change()
-        losses.append(step(batch))
-    return step, [losses, step.model.state_dict(), step.optimizer.state_dict()]
+
+    return trained(loss_fn, STEPS, ADAMW, cuda_graph=cuda_graph, before=in_time)
 
 
 def trained_alike(make):
-    """Train both ways; return the captured step, which must have trained as the other."""
-    _, expected = train(make, cuda_graph=False)
-    step, found = train(make)
-    assert not differences(expected, found)
-    return step
+    return alike(partial(train, make))
 
 
 @pytest.mark.parametrize("make", CHANGES.values(), ids=CHANGES)
@@ -358,13 +351,7 @@ def test_what_counts_in_an_optimizer_or_its_hook_is_noticed(make):
         model = nn.Linear(8, 4)
         optimizer = make(model.parameters())
 
-        def step(batch, model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = mean_loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
+        step = own_step(model, optimizer)
         fn = CUDAGraphStep(step, state=[model, optimizer]) if is_captured else step
         losses = [fn(batch) for batch in make_batches(STEPS)]
         results.append([losses, model.state_dict()])

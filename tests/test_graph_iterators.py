@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from both_ways import alike, trained
 from models import DropoutNet, make_batches, mean_loss
 from tape import counts, reasons
 from torchfast import Plan, TrainStep
@@ -180,21 +181,12 @@ DRAWING = {
 }
 
 
-def train(make, *, net=DropoutNet, cuda_graph=True):
-    loss_fn = make()
-    torch.manual_seed(0)
-    step = TrainStep(net(), ADAMW, loss_fn, Plan(cuda_graph=cuda_graph))
-    torch.manual_seed(1)
-    losses = [step(batch) for batch in make_batches(STEPS)]
-    return step, [losses, step.model.state_dict(), step.optimizer.state_dict()]
+def train(make, **options):
+    return trained(make(), STEPS, ADAMW, **options)
 
 
 def trained_alike(make, **options):
-    """Train both ways; return the captured step, which must have trained as the other."""
-    _, expected = train(make, cuda_graph=False, **options)
-    step, found = train(make, **options)
-    assert not differences(expected, found)
-    return step
+    return alike(partial(train, make, **options))
 
 
 @pytest.mark.parametrize("make", DRAWING.values(), ids=DRAWING)

@@ -9,13 +9,11 @@ import types
 from functools import partial
 
 import pytest
-import torch
 from torch import nn, optim
 
-from models import DropoutNet, make_batches, mean_loss
+from both_ways import alike, trained
+from models import DropoutNet, mean_loss
 from tape import CPU, counts, reasons
-from torchfast import Plan, TrainStep
-from torchfast._core.compare import differences
 from torchfast.graphs import places
 from torchfast.graphs.attributes import Attributes
 
@@ -52,24 +50,18 @@ def deep(weight=1.0):
     return lambda model, batch: mean_loss(model, batch) * held.train.weight, held.train
 
 
-def train(make, *, net=DropoutNet, cuda_graph=True):
+def train(make, **options):
     loss_fn, changed = make()
-    torch.manual_seed(0)
-    step = TrainStep(net(), ADAMW, loss_fn, Plan(cuda_graph=cuda_graph))
-    torch.manual_seed(1)
-    losses = []
-    for number, batch in enumerate(make_batches(STEPS)):
+
+    def change(number):
         if number == CHANGED_AT:
             changed.weight = 0.5
-        losses.append(step(batch))
-    return step, [losses, step.model.state_dict(), step.optimizer.state_dict()]
+
+    return trained(loss_fn, STEPS, ADAMW, before=change, **options)
 
 
 def trained_alike(make, **options):
-    _, expected = train(make, cuda_graph=False, **options)
-    step, found = train(make, **options)
-    assert not differences(expected, found)
-    return step
+    return alike(partial(train, make, **options))
 
 
 def notes(step):

@@ -9,13 +9,11 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 from torch import optim
 
-from models import DropoutNet, make_batches, mean_loss
+from both_ways import alike, trained
+from models import make_batches, mean_loss
 from tape import CPU, counts, reasons
-from torchfast import Plan, TrainStep
-from torchfast._core.compare import differences
 from torchfast.graphs.attributes import Attributes
 
 pytestmark = pytest.mark.usefixtures("tape")
@@ -74,21 +72,15 @@ def in_dictionary():
 def train(make, is_short, *, cuda_graph=True):
     if isinstance(is_short, int):
         is_short = [number % is_short == is_short - 1 for number in range(STEPS)]
-    torch.manual_seed(0)
-    step = TrainStep(DropoutNet(), ADAMW, make(), Plan(cuda_graph=cuda_graph))
-    torch.manual_seed(1)
-    losses = [
-        step(tuple(part[:4] for part in batch) if short else batch)
+    batches = [
+        tuple(part[:4] for part in batch) if short else batch
         for short, batch in zip(is_short, make_batches(STEPS), strict=True)
     ]
-    return step, [losses, step.model.state_dict(), step.optimizer.state_dict()]
+    return trained(make(), batches, ADAMW, cuda_graph=cuda_graph)
 
 
 def trained_alike(make, is_short=EVERY):
-    _, expected = train(make, is_short, cuda_graph=False)
-    step, found = train(make, is_short)
-    assert not differences(expected, found)
-    return step
+    return alike(partial(train, make, is_short))
 
 
 NOTING = [in_object, in_closure, in_dictionary]

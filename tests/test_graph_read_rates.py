@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import optim
 
-from models import DropoutNet, make_batches, mean_loss
+from both_ways import alike, own_step, trained
+from models import make_batches, mean_loss
 from tape import counts, reasons
-from torchfast import Plan, TrainStep
 from torchfast._core.compare import differences
 from torchfast.graphs import CUDAGraphStep, places
 
@@ -87,21 +87,16 @@ BY_SCHEDULER = {
 
 def train(make, optimizer, scheduler, *, cuda_graph=True):
     loss = Loss()
-    torch.manual_seed(0)
-    step = TrainStep(
-        DropoutNet(), optimizer, make(loss), Plan(cuda_graph=cuda_graph), lr_scheduler=scheduler
-    )
-    loss.optimizer, loss.scheduler = step.optimizer, step.lr_scheduler
-    torch.manual_seed(1)
-    losses = [step(batch) for batch in make_batches(STEPS)]
-    return step, [losses, step.model.state_dict(), step.optimizer.state_dict()]
+
+    def started(step):
+        loss.optimizer, loss.scheduler = step.optimizer, step.lr_scheduler
+
+    options = {"cuda_graph": cuda_graph, "scheduler": scheduler, "started": started}
+    return trained(make(loss), STEPS, optimizer, **options)
 
 
 def trained_alike(make, optimizer=BEHIND, scheduler=EACH_STEP):
-    _, expected = train(make, optimizer, scheduler, cuda_graph=False)
-    step, found = train(make, optimizer, scheduler)
-    assert not differences(expected, found)
-    return step
+    return alike(partial(train, make, optimizer, scheduler))
 
 
 @pytest.mark.parametrize("make", (READING | BY_SCHEDULER).values(), ids=READING | BY_SCHEDULER)
@@ -166,14 +161,7 @@ def test_groups_that_are_the_steps_own_are_watched_as_such():
         inner = optim.SGD(model.parameters(), lr=0.1)
         optimizer = Around(inner)
         scheduler = EACH_STEP(inner)
-
-        def step(batch, model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = mean_loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
+        step = own_step(model, optimizer)
         fn = CUDAGraphStep(step, state=[model, optimizer, inner]) if is_captured else step
         for batch in make_batches(STEPS):
             fn(batch)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from both_ways import own_step
 from models import make_batches, mean_loss
 from tape import CPU, counts, reasons
 from torchfast import Plan, TrainStep
@@ -56,14 +57,7 @@ def test_the_rate_of_an_optimizer_that_nobody_named_is_not_frozen():
         model = nn.Linear(8, 4)
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-        def step(batch, model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = mean_loss(model, batch)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
+        step = own_step(model, optimizer)
         fn = CUDAGraphStep(step) if is_captured else step
         for batch in make_batches(STEPS):
             fn(batch)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import optim
 
-from models import DropoutNet, make_batches, mean_loss
+from both_ways import alike, trained
+from models import DropoutNet, mean_loss
 from tape import counts, reasons
-from torchfast import Plan, TrainStep
 from torchfast._core import proxies
-from torchfast._core.compare import differences
 
 pytestmark = pytest.mark.usefixtures("tape")
 
@@ -93,29 +92,24 @@ PLACES = [in_attribute, in_container, in_closure, in_global, in_module, in_defau
 
 
 def train(make, gone_at, *, cuda_graph=True):
-    owner = Owner()
+    owners = [Owner()]
     torch.manual_seed(0)
-    model, loss_fn = make(owner)
-    if gone_at is None:
-        del owner
-        gc.collect()
-    step = TrainStep(model, ADAMW, loss_fn, Plan(cuda_graph=cuda_graph))
-    torch.manual_seed(1)
-    losses = []
-    for number, batch in enumerate(make_batches(STEPS)):
+    model, loss_fn = make(owners[0])
+
+    def let_go(number):
         if number == gone_at:
-            del owner
+            owners.clear()
             gc.collect()
-        losses.append(step(batch))
-    return step, [losses, step.model.state_dict(), step.optimizer.state_dict()]
+
+    let_go(None)
+    options = {"net": lambda: model, "cuda_graph": cuda_graph, "before": let_go}
+    return trained(loss_fn, STEPS, ADAMW, **options)
 
 
 @pytest.mark.parametrize("gone_at", [None, 2, GONE_AT])
 @pytest.mark.parametrize("make", PLACES)
 def test_what_refers_to_an_object_that_is_gone_is_left_alone(make, gone_at):
-    _, expected = train(make, gone_at, cuda_graph=False)
-    step, found = train(make, gone_at)
-    assert not differences(expected, found)
+    step = alike(partial(train, make, gone_at))
     assert counts(step) == (1, STEPS - 3, 3, 1), reasons(step)
 
 
