@@ -368,11 +368,11 @@ class Twins:
         found = self.differences(gradients=gradients)
         assert not found, f"at step {self.num_steps}: " + "\n".join(map(str, found[:5]))
 
-    def run(self, batches, accumulate=1):
+    def run(self, batches, accumulate=1, *, gradients=True):
         """Take steps, each compared with the plain loop."""
         for start in range(0, len(batches), accumulate):
             self.step(*batches[start : start + accumulate])
-            self.check()
+            self.check(gradients=gradients)
 
     @property
     def counts(self):

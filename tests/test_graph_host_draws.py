@@ -56,9 +56,7 @@ def test_draws_without_effect_are_made_before_each_replay(update):
     optimizer = partial(optim.AdamW, lr=0.01) if update == "behind it" else ADAMW
     bare = update == "in the user's function"
     twins = Twins(net(0.0), optimizer, bare=bare)
-    for batch in make_batches(12):
-        twins.step(batch)
-        twins.check(gradients=False)  # the generators among the rest
+    twins.run(make_batches(12), gradients=False)  # the generators among the rest
     assert twins.counts == (1, 8, 4, 1)
 
 
@@ -72,9 +70,7 @@ def test_steps_whose_draws_come_out_otherwise_run_eagerly(
     plan = Plan(cuda_graph=CUDAGraphOptions(check=check))
     twins = Twins(net(probability), optimizer, plan=plan, accumulate=accumulate, clip=1.0)
     batches = make_batches(40 * accumulate)
-    for start in range(0, len(batches), accumulate):
-        twins.step(*batches[start : start + accumulate])
-        twins.check(gradients=False)
+    twins.run(batches, accumulate, gradients=False)
     graphs, replays, eager_steps, captures = twins.counts
     assert (graphs, captures) == (1, 1)
     assert replays >= 2
@@ -179,9 +175,7 @@ OTHERS = [
 @pytest.mark.parametrize("way", OTHERS)
 def test_draws_that_are_more_than_compared_stay_refused(way):
     twins = Twins(net(0.0, is_skipped=way), ADAMW)
-    for batch in make_batches(9):
-        twins.step(batch)
-        twins.check(gradients=False)
+    twins.run(make_batches(9), gradients=False)
     assert twins.counts[1] == 0
     assert any(REFUSED in reason for reason in reasons(twins.captured))
 
@@ -218,9 +212,7 @@ def test_compiled_code_that_would_be_compiled_again_for_the_noting_is_not_the_re
         return torch.rand([]) < 0.0
 
     twins = Twins(net(0.0, is_skipped=guarded), ADAMW)
-    for batch in make_batches(9):
-        twins.step(batch)
-        twins.check(gradients=False)
+    twins.run(make_batches(9), gradients=False)
     assert twins.counts[1] == 0
     assert any(REFUSED in reason for reason in reasons(twins.captured))
 
@@ -289,9 +281,7 @@ RAND = torch.rand
 
 def test_a_step_that_sets_the_generator_back_where_draws_are_noted_stays_refused():
     twins = Twins(Forked, ADAMW)
-    for batch in make_batches(9):
-        twins.step(batch)
-        twins.check(gradients=False)
+    twins.run(make_batches(9), gradients=False)
     assert twins.counts[1] == 0
 
 
@@ -317,9 +307,7 @@ def test_ranks_replay_only_what_does_not_depend_on_a_draw(compare, is_certain):
 def test_a_step_with_ranks(probability, monkeypatch):
     monkeypatch.setattr(Together, "is_alone", property(lambda s: False, lambda s, v: None), False)
     twins = Twins(net(probability), ADAMW)
-    for batch in make_batches(9):
-        twins.step(batch)
-        twins.check(gradients=False)
+    twins.run(make_batches(9), gradients=False)
     assert (twins.counts[1] > 0) is (probability == 0.0)
     assert any(REFUSED in reason for reason in reasons(twins.captured)) is (probability > 0.0)
 

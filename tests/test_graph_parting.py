@@ -49,9 +49,7 @@ def post_hook(parameters):
 @pytest.mark.parametrize("make", [pre_hook, post_hook])
 def test_a_hook_of_the_optimizer_that_waits_leaves_forward_and_backward_captured(make, clip):
     twins = Twins(DropoutNet, make, clip=clip)
-    for batch in make_batches(20):
-        twins.step(batch)
-        assert not twins.differences(gradients=False)
+    twins.run(make_batches(20), gradients=False)
     # Three steps and the one that failed, three more to warm up, and the graph until the update.
     assert twins.counts == (1, 13, 7, 1)
     (reason,) = reasons(twins.captured)
@@ -135,9 +133,7 @@ def test_without_the_word_on_where_it_begins_every_step_is_eager(monkeypatch):
 def test_an_update_that_draws_from_an_iterator_is_parted_before_it_is_captured(clip):
     """Nothing has been drawn too much, so what is trained is right from the start."""
     twins = Twins(DropoutNet, scaling(itertools.count), clip=clip)
-    for batch in make_batches(20):
-        twins.step(batch)
-        assert not twins.differences(gradients=False)
+    twins.run(make_batches(20), gradients=False)
     assert twins.counts == (1, 13, 7, 1)
     (reason,) = reasons(twins.captured)
     assert "could not be captured: the update draws from an iterator (itertools.count)" in reason
@@ -160,9 +156,7 @@ def every_other(parameters):
 
 def test_a_hook_of_the_optimizer_that_counts_leaves_forward_and_backward_captured():
     twins = Twins(DropoutNet, every_other)
-    for batch in make_batches(20):
-        twins.step(batch)
-        assert not twins.differences(gradients=False)
+    twins.run(make_batches(20), gradients=False)
     assert twins.counts == (1, 13, 7, 1)
     (reason,) = reasons(twins.captured)
     assert "it could not be captured: the step changes what no replay changes" in reason
@@ -198,9 +192,7 @@ def draws(model, batch):
 @pytest.mark.parametrize("loss_fn", [reads, draws])
 def test_what_fails_before_the_update_is_not_tried_again(loss_fn):
     twins = Twins(DropoutNet, ADAMW, loss_fn)
-    for batch in make_batches(12):
-        twins.step(batch)
-        assert not twins.differences(gradients=False)
+    twins.run(make_batches(12), gradients=False)
     assert twins.counts == (0, 0, 12, 0)
     assert "after the graph" not in reasons(twins.captured)[0]
 

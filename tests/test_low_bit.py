@@ -295,9 +295,7 @@ def test_a_graph_holds_the_update(kind, monkeypatch):
             clip=1.0,
             scheduler=partial(ExponentialLR, gamma=0.7),
         )
-        for batch in batches(8):
-            twins.step(batch)
-            twins.check(gradients=False)
+        twins.run(batches(8), gradients=False)
     assert twins.counts[1] > 0
     assert "the update of LowBitAdamW can be in the graph as it is" in str(twins.captured.report())
 
@@ -323,9 +321,7 @@ def test_a_graph_draws_anew_for_each_rounding(monkeypatch):
             partial(LowBitAdamW, lr=1e-3, stochastic_rounding=True),
             loss_fn,
         )
-        for batch in batches(6, dtype=torch.bfloat16):
-            twins.step(batch)
-            twins.check(gradients=False)
+        twins.run(batches(6, dtype=torch.bfloat16), gradients=False)
     assert twins.counts[1] > 0
 
 
