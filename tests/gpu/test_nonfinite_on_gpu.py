@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
+from gpu.own_process import told_by
 from gpu.test_syncs import STEPS, forbid_syncs, no_syncs
 from models import make_batches
 from poison import (
@@ -155,18 +153,7 @@ def test_what_reads_says_so_before_its_first_step_and_after(name):
 
 def trace(name):
     """Run this file on a case; return the synchronisations that the runtime's trace saw."""
-    tests = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
-    done = subprocess.run(
-        [sys.executable, __file__, name],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by(__file__, name)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "RMSprop", "SGD momentum"])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.graph_jobs import copied, state
 from gpu.late import SLOW, Late
+from gpu.own_process import told_by
 from gpu.requirements import requires
 from torchfast import CUDAGraphOptions, Plan, Trainer, phase
 from torchfast._core.compare import differences
@@ -303,18 +301,7 @@ def ratios_of_cost(plan):
 @pytest.mark.parametrize("plan", ["eager", "exact"])
 def test_timing_costs_next_to_nothing(plan):
     """In a process of its own: where a profiler ran before, torch leaves CUPTI in each launch."""
-    tests = str(Path(__file__).parent.parent)
-    paths = os.pathsep.join([tests, str(Path(tests).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, __file__, plan],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    ratios = json.loads(done.stdout.splitlines()[-1])
+    ratios = told_by(__file__, plan)
     assert statistics.median(ratios) < MOST, ratios
 
 

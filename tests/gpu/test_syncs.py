@@ -8,11 +8,8 @@ Each is shown to fire.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
+from gpu.own_process import told_by
 from gpu.syncs import forbid_syncs, no_syncs
 from torchfast import MicroBatches, Plan, Trainer
 
@@ -130,18 +128,7 @@ def test_the_detector_fires():
 
 def trace(name: str) -> list[str]:
     """Run this file on a case; return the synchronisations that the runtime's trace saw."""
-    tests = str(Path(__file__).parent.parent)
-    paths = os.pathsep.join([tests, str(Path(tests).parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, __file__, name],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by(__file__, name)
 
 
 @pytest.mark.parametrize("name", ["exact", "fast", "fp16", "fp16 RMSprop"])
