@@ -10,16 +10,12 @@ neither lost nor left to chance.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final, NamedTuple
-
-import torch
 
 # Blocks that are drawn anew together: what lasts longer than a block lies in them as a whole.
 RUN: Final = 16
@@ -120,40 +116,3 @@ def cost_against(
         cost, (low, high) = paired_cost(found[ours], found[other])
         if not low <= limit <= high or time.perf_counter() - begun > seconds:
             return cost, [low, high]
-
-
-@contextmanager
-def pinned() -> Iterator[int]:
-    """Run all threads of this process on one core, and return which.
-
-    So nothing waits for another core to wake up where autograd's thread takes over and gives back.
-    torch computes with one thread meanwhile: several would stand in each other's way.
-    """
-    everywhere = os.sched_getaffinity(0)
-    core = max(everywhere)
-    before = {thread: _affinity(thread) for thread in _threads()}
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for thread in before:
-        _move(thread, {core})
-    try:
-        yield core
-    finally:
-        for thread in _threads():
-            _move(thread, before.get(thread) or everywhere)
-        torch.set_num_threads(num_threads)
-
-
-def _threads() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/task")]
-
-
-def _affinity(thread: int) -> set[int] | None:
-    with suppress(ProcessLookupError):  # it may have ended
-        return os.sched_getaffinity(thread)
-    return None
-
-
-def _move(thread: int, cores: set[int]) -> None:
-    with suppress(ProcessLookupError):
-        os.sched_setaffinity(thread, cores)

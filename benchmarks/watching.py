@@ -40,7 +40,8 @@ from typing import Any, Final
 import torch
 
 from benchmarks.arms import median_and_quartiles, parser_of, write_rows
-from benchmarks.paired_steps import Timed, paired_cost, pinned, runs_ms, usual_ms
+from benchmarks.cores import pinned
+from benchmarks.paired_steps import Timed, paired_cost, runs_ms, usual_ms
 from benchmarks.watching_steps import ARMS, WITHIN_STEPS, Alternation, StepWatchers
 from benchmarks.watching_within import guard_within
 from benchmarks.workloads import workload

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import trace
+from benchmarks.cores import stay_on_cores
 from benchmarks.job import Job
 from benchmarks.methods import Method
 from benchmarks.workloads import workload
@@ -123,16 +124,6 @@ def drain(device: torch.device) -> None:
     """Wait until the device has done all that it was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def stay_on_cores(count: int) -> None:
-    """Keep all threads of this process on the same few cores as every other method's.
-
-    Cores of a shared machine are not alike: each has a neighbour of its own.
-    """
-    cores = sorted(os.sched_getaffinity(0))[-count:]
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
 
 
 class Clock:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks import paired_steps, watching, watching_steps, watching_within
-from benchmarks.paired_steps import Timed, cost_against, paired_cost, pinned, usual_ms
+from benchmarks.cores import pinned
+from benchmarks.paired_steps import Timed, cost_against, paired_cost, usual_ms
 from benchmarks.watching_within import Spent, guard_within, passed_calls
 from torchfast import SyncGuard
 from torchfast._core.syncs import WATCH
