@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from typing import Any, Final, Protocol, final
 import torch
 
 from torchfast._core.sync_calls import NO, SURE, Arguments, Judge, Options, SyncCall, is_on
+from torchfast._core.warning_filters import Entry, put_first, take_out
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ _DEVICE_KEY: Final = "CUDA"
 _OVERRIDING: Final = "Warning only once for all operators"
 # What each operator is told as. By the names of the calls that the host waits in.
 _WAITING: Final = {
-    "_local_scalar_dense": "item",
     "nonzero": "nonzero",
     "masked_select": "boolean mask",
     "_unique": "unique",
@@ -53,8 +52,9 @@ _WAITING: Final = {
     "repeat_interleave.Tensor": "repeat_interleave",
     "_linalg_check_errors": "linalg",
 }
-# That of a single number.
+# The one that reads a single number.
 _READ: Final = "_local_scalar_dense"
+_READ_KIND: Final = "item"
 # Those of torch.compile's graphs.
 _WAITING_IN_GRAPHS: Final = {
     "synchronize_device": "synchronize",
@@ -116,15 +116,13 @@ class SyncNet:
         if not self._libraries:
             self._libraries = [torch.library.Library(n, "IMPL") for n in ("aten", "streams")]
             for name, kind in _WAITING.items():
-                if name == _READ:
-                    continue
                 judge = _repeats if kind == "repeat_interleave" else _first
                 self._put(name, partial(_waiting, kind, judge))
             for name, kind in _WAITING_IN_GRAPHS.items():
                 self._register(name, _waiting(kind, _always, self._owner, _OfGraphs(name)), 1)
         if device_type == "cpu" and not self._has_host:
             self._has_host = True
-            self._put(_READ, partial(_waiting, _WAITING[_READ], _first))
+            self._put(_READ, partial(_waiting, _READ_KIND, _first))
             for name in _ONLY_ON_HOST:
                 self._put(name, _unheard)
         if device_type == "cuda" and not self._has_device:
@@ -147,7 +145,7 @@ class SyncNet:
         operator = torch.ops.aten._local_scalar_dense.default
         try:
             native = torch.library.get_kernel(operator, _DEVICE_KEY)
-            kernel = _waiting(_WAITING[_READ], _first, self._owner, _Native(_READ, native))
+            kernel = _waiting(_READ_KIND, _first, self._owner, _Native(_READ, native))
             self._keep_out(kernel.__code__)
             with _not_shown(_OVERRIDING):  # that there is a kernel already is known
                 self._libraries[0].impl(
@@ -236,22 +234,13 @@ def _unheard(owner: Any, operator: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _not_shown(text: str) -> Iterator[None]:
-    """Show no warning that begins so.
-
-    `warnings.catch_warnings` would take back what other threads set meanwhile, and, where one is
-    in its own, leave everything ignored for ever.
-    """
-    filters: list[Any] = warnings.filters  # type: ignore[assignment]
-    entry = ("ignore", re.compile(text), UserWarning, None, 0)
-    filters.insert(0, entry)
-    warnings._filters_mutated()  # type: ignore[attr-defined]
+    """Show no warning that begins so."""
+    entry: Entry = ("ignore", re.compile(text), UserWarning, None, 0)
+    put_first(entry)
     try:
         yield
     finally:
-        filters = warnings.filters  # type: ignore[assignment]
-        if entry in filters:
-            filters.remove(entry)
-        warnings._filters_mutated()  # type: ignore[attr-defined]
+        take_out(entry)
 
 
 def _caller() -> FrameType | None:

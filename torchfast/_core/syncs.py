@@ -36,7 +36,6 @@ import logging
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -49,6 +48,7 @@ from torchfast._core.sync_calls import NO, SURE, UNHEARD, SyncCall, kind_of_copy
 from torchfast._core.sync_net import SyncNet
 from torchfast._core.sync_places import SyncPlace
 from torchfast._core.sync_places import place_of as _place
+from torchfast._core.warning_filters import Entry, is_first, put_first, take_out
 
 logger = logging.getLogger(__name__)
 
@@ -373,7 +373,7 @@ class _SyncFilter:
     def __init__(self, watch: SyncWatch) -> None:
         self._watch = watch
         _leave_to_python(_SyncFilter.match.__code__)  # torch warns also from within compiled code
-        self._entry = ("ignore", self, UserWarning, None, 0)
+        self._entry: Entry = ("ignore", self, UserWarning, None, 0)
 
     def match(self, text: str) -> bool:
         """Return whether this is the warning; tells the watch."""
@@ -389,17 +389,12 @@ class _SyncFilter:
         Not at each step: torch's and everybody's warnings that are said once a place are said
         again after each change of the filters.
         """
-        filters: list[Any] = warnings.filters  # type: ignore[assignment]
-        if not filters or filters[0] is not self._entry:
+        if not is_first(self._entry):
             self.remove()
-            filters.insert(0, self._entry)
-            warnings._filters_mutated()  # type: ignore[attr-defined]
+            put_first(self._entry)
 
     def remove(self) -> None:
-        filters: list[Any] = warnings.filters  # type: ignore[assignment]
-        if self._entry in filters:
-            filters.remove(self._entry)
-            warnings._filters_mutated()  # type: ignore[attr-defined]
+        take_out(self._entry)
 
 
 def _start_cuda() -> None:
