@@ -98,9 +98,16 @@ def write_rows(
         others: What else the file is to hold.
     """
     if args.out is not None:
-        common = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
-        how = {"settings": {**common, **(settings or {})}}
+        how = {"settings": settings_of(args, settings)}
         results.write(args.out, {**how, **others, "rows": rows})
+
+
+def settings_of(
+    args: argparse.Namespace, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return how a script measures, for its file."""
+    common = {"size": args.size, "rounds": args.rounds, "block_s": args.block_s}
+    return {**common, **(settings or {})}
 
 
 def use_deterministic_algorithms() -> None:

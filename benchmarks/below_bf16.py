@@ -6,14 +6,14 @@
 "float8": the step by hand (torchao's layers in the blocks, tensorwise, blocks compiled, all in one
 CUDA graph, batches on the device), ours in bf16, and ours in float8 with measured recipes;
 "vocabulary": by hand again, and ours with the loss in chunks. "state": fused AdamW beside AdamW
-with moments in 8 and 4 bits. Within a group all take turns, and a figure is the median of its
-turns. "curves": each plan trains on its own for --steps on Python's standard library, the same
-batches in the same order, and losses are compared with bf16's. On a CPU float8 is emulated, nothing
-is compiled or captured, and only the numbers mean anything.
+with moments in 8 and 4 bits. The first of a group stays, and each other one takes turns with it,
+since three such models do not fit; a figure is the median of its turns. "curves": each plan trains
+on its own for --steps on Python's standard library, the same batches in the same order, and losses
+are compared with bf16's. On a CPU float8 is emulated, nothing is compiled or captured, and only the
+numbers mean anything.
 
-The file is written after each group and each curve, and several runs may add to one: a row has the
-run that it is from. A group, or a curve (``--groups curves --methods "8 bit"``), is meant to take
-less than 250 s on an H200.
+Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`). A group,
+or a curve (``--groups curves --methods "8 bit"``), is meant to take less than 250 s on an H200.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import statistics
 import sysconfig
 import time
@@ -32,12 +33,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._pytree import tree_leaves
 
-from benchmarks import results
 from benchmarks.arms import median_and_quartiles
+from benchmarks.result_rows import ResultRows
 from benchmarks.workloads import llama
 from benchmarks.workloads.definition import Batch, Workload
 from torchfast import CompileOptions, Float8Options, Plan, Trainer
+from torchfast._core.storages import plain_parts
 from torchfast.losses import linear_cross_entropy
 
 MAX_GRAD_NORM = 1.0
@@ -129,12 +132,18 @@ class Ours:
     def notes(self) -> dict[str, Any]:
         """Return what the report says, and what the optimizer's state takes."""
         assert self.trainer is not None
-        state = self.trainer.optimizer.state.values()
-        tensors = [t for entries in state for t in entries.values() if isinstance(t, Tensor)]
         return {
-            "state_bytes": sum(t.numel() * t.element_size() for t in tensors),
+            "state_bytes": state_bytes(self.trainer.optimizer),
             "report": self.trainer.report().to_dict(),
         }
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return what the state of an optimizer takes, of few bits or many."""
+    tensors = tree_leaves(list(optimizer.state.values()))
+    parts = (part for t in tensors if isinstance(t, Tensor) for part in plain_parts(t))
+    memory = (part.untyped_storage() for part in parts)
+    return sum({held.data_ptr(): held.nbytes() for held in memory}.values())
 
 
 class ByHand:
@@ -295,27 +304,38 @@ def curve(name: str, plan: Plan, work: Workload, args: argparse.Namespace) -> di
     return row
 
 
-def measured(group: str, chosen: dict[str, Any], work: Workload, args: Any) -> list[dict[str, Any]]:
-    """Return a row for each method of a group."""
+def measured(
+    group: str, every: dict[str, Any], work: Workload, args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for the first method of a group, and for each that is asked for beside it."""
     batches = [tuple(t.to(args.device) for t in batch) for batch in work.batches()]
-
-    def endless() -> Iterator[Batch]:
-        while True:
-            yield from batches
-
-    source = endless()
-    methods = [Method(name, work, build, source) for name, build in chosen.items()]
-    for number in range(args.rounds):
-        # Whoever is first is another one each time.
-        for position in range(len(methods)):
-            methods[(position + number) % len(methods)].turn(source, args.turn_steps)
-    rows = [method.row(group, work.items_per_step, methods[0]) for method in methods]
-    for method in methods:
-        method.runner.close()
-    methods.clear()
-    torch.compiler.reset()
-    free()
-    return rows
+    source = itertools.cycle(batches)
+    (first, build), *others = every.items()
+    reference = Method(first, work, build, source)
+    try:
+        if is_wanted(first, args):
+            for _ in range(args.rounds):
+                reference.turn(source, args.turn_steps)
+            yield reference.row(group, work.items_per_step, reference)
+        for name, build in others:
+            if not is_wanted(name, args):
+                continue
+            reference.times_ms.clear()
+            method = Method(name, work, build, source)
+            try:
+                for number in range(args.rounds):
+                    # Whoever is first is another one each time.
+                    for one in (reference, method)[:: -1 if number % 2 else 1]:
+                        one.turn(source, args.turn_steps)
+                yield method.row(group, work.items_per_step, reference)
+            finally:
+                method.runner.close()
+                del method
+                free()
+    finally:
+        reference.runner.close()
+        torch.compiler.reset()
+        free()
 
 
 def allocated() -> int:
@@ -354,21 +374,23 @@ def main() -> None:
     args = parser.parse_args()
     work = llama.workload("llama", "smoke" if args.smoke else "full")
     print(work.title)
-    rows = earlier(args)
+    settings = {"smoke": args.smoke, "rounds": args.rounds, "steps": args.steps}
+    rows = ResultRows(args.out, ("group", "method"), settings)
     for group, every in groups(args, work).items():
-        chosen = {name: build for name, build in every.items() if is_wanted(name, args)}
-        found = measured(group, chosen, work, args) if group in args.groups and chosen else []
-        keep(args, rows, found)
-        for row in found:
+        if group not in args.groups or not any(is_wanted(name, args) for name in every):
+            continue
+        for row in measured(group, every, work, args):
+            rows.add(row)
             print(
                 f"{group:<12}{row['method']:<34}{row['ms']:>9.2f} ms "
-                f"{row['items_per_s']:>10,.0f} tokens/s {row['held_bytes'] / 2**30:>7.1f} GiB",
+                f"{row['items_per_s']:>10,.0f} tokens/s {row['held_bytes'] / 2**30:>7.1f} GiB "
+                f"{row['ratio']:>7.3f}",
                 flush=True,
             )
     for name, plan in plans(args).items() if "curves" in args.groups else ():
         if is_wanted(name, args):
             row = curve(name, plan, work, args)
-            keep(args, rows, [row])
+            rows.add(row)
             free()
             losses = row["losses"]
             end = statistics.fmean(losses[-max(1, len(losses) // 10) :])
@@ -378,25 +400,6 @@ def main() -> None:
 def is_wanted(name: str, args: argparse.Namespace) -> bool:
     """Whether a method was asked for."""
     return args.methods is None or name in args.methods
-
-
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what all rows of a file have in common."""
-    return {"smoke": args.smoke, "rounds": args.rounds, "steps": args.steps}
-
-
-def earlier(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the rows that earlier runs left in the file, each with its run."""
-    found = results.resumed(args.out, {"settings": settings(args)}) if args.out else None
-    return {} if found is None else dict(found["rows"])
-
-
-def keep(args: argparse.Namespace, rows: dict[str, Any], found: list[dict[str, Any]]) -> None:
-    """Put rows beside those that there are, and write all of them."""
-    run = results.this_run()
-    rows |= {f"{row['group']}: {row['method']}": {"run": run, **row} for row in found}
-    if args.out is not None and found:
-        results.write(args.out, {"settings": settings(args), "rows": rows})
 
 
 if __name__ == "__main__":

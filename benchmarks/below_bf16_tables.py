@@ -15,7 +15,7 @@ def steps(result: dict[str, Any]) -> list[str]:
         "| held, GiB | optimizer state, GiB |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for row in result["rows"].values():
+    for row in result["rows"]:
         if row["group"] == "curves":
             continue
         low, high = row["ratio_quartiles"]
@@ -30,7 +30,7 @@ def steps(result: dict[str, Any]) -> list[str]:
 
 def curves(result: dict[str, Any]) -> list[str]:
     """Return a line for each plan that trained on real text."""
-    rows = {row["method"]: row for row in result["rows"].values() if row["group"] == "curves"}
+    rows = {row["method"]: row for row in result["rows"] if row["group"] == "curves"}
     ends = {name: _end(row["losses"]) for name, row in rows.items()}
     lines = [
         "| plan | steps | loss, mean of the last tenth | from bf16 |",

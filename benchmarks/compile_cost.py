@@ -17,7 +17,8 @@ its cache. What it imports, the weights and the data are there before the clock 
 - **workloads**: for each workload of the yardstick the seconds, graphs, breaks and recompiles.
 
 Figures are printed, and written, as they come. What a file of the same commit holds of other
-sections, and of other workloads, stays there, so that it can be measured in parts.
+sections, and of other workloads, stays there, so that it can be measured in parts; with
+``--any-commit``, that of another one as well. Each row says which run it is from.
 """
 
 from __future__ import annotations
@@ -318,11 +319,16 @@ def measured(bench: Bench, name: str, limit_s: float, earlier: Row, note: Any) -
     start = time.monotonic()
     bench.deadline = start + limit_s
     again = set(bench.workloads) if name == "workloads" else set()
-    kept = [row for row in earlier.get("rows", []) if again and row["workload"] not in again]
-    section: Row = {"status": "ran", "rows": kept}
+    kept = [
+        {"run": earlier["run"], **row}
+        for row in earlier.get("rows", [])
+        if again and row["workload"] not in again
+    ]
+    run = results.this_run()
+    section: Row = {"status": "ran", "rows": kept, "run": run}
     try:
         for row in bench.rows(name):
-            section["rows"].append(row)
+            section["rows"].append({**row, "run": run})
             section["summary"] = summary(name, section["rows"])
             print(line(row), flush=True)
             note(section)
@@ -351,6 +357,7 @@ def arguments(command_line: Iterable[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of a loss curve")
     parser.add_argument("--seeds", type=int, default=2, help="of each curve, two or more")
     parser.add_argument("--limit-s", type=float, default=540.0, help="of all sections together")
+    parser.add_argument("--any-commit", action="store_true", help="go on with another's --out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(None if command_line is None else list(command_line))
     if args.workloads is None:
@@ -371,8 +378,8 @@ def main(command_line: Iterable[str] | None = None) -> Row:
     start = time.monotonic()
     settings = settings_of(args)
     about = {"settings": vars(settings)}
-    earlier = results.resumed(args.out, about) if args.out else None
-    figures: Row = {**about, "sections": dict((earlier or {}).get("sections", {}))}
+    sections = results.earlier_sections(args.out, about, any_commit=args.any_commit)
+    figures: Row = {**about, "sections": sections}
 
     def note(name: str, section: Row) -> None:
         figures["sections"][name] = section

@@ -12,8 +12,8 @@ a size that does not fit, and the next size gets another process.
 
 ``--limit-gb`` leaves a process only so much of the GPU. On a CPU it is what tensors may take.
 
-Each row is written as it comes. One whose search ran out of time says so: its figure is a lower
-bound.
+Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`). One whose
+search ran out of time says so: its figure is a lower bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.arms import parser_of, write_rows
+from benchmarks.arms import parser_of, settings_of
+from benchmarks.result_rows import ResultRows
 from benchmarks.simulated_memory import SimulatedMemory
 from benchmarks.workloads.definition import Batch, Size
 from benchmarks.workloads.llama import SIZES, Llama, LlamaSize
@@ -298,7 +299,8 @@ def main() -> None:
     if args.device == "cpu" and args.limit_gb is None:
         sys.exit("on a CPU nothing is out of memory: give --limit-gb, such as 0.002")
     orders = [(search, name) for search in args.searches for name in args.levers]
-    rows: list[dict[str, Any]] = []
+    settings = settings_of(args, {"limit_gb": args.limit_gb})
+    rows = ResultRows(args.out, ("search", "levers"), settings)
     ends_at = time.monotonic() + args.limit_s
     for place, (kind, name) in enumerate(orders):
         left_s = ends_at - time.monotonic()
@@ -308,11 +310,11 @@ def main() -> None:
         search = SEARCHES[args.size][kind]
         trier = Trier(search, name, args.device, args.limit_gb)
         try:
-            rows.append({"search": kind, **searched(name, search, trier, deadline)})
+            found = {"search": kind, **searched(name, search, trier, deadline)}
         finally:
             trier.stop()
-        print(line(rows[-1]), flush=True)
-        write_rows(args, rows, limit_gb=args.limit_gb)
+        print(line(found), flush=True)
+        rows.add(found)
 
 
 def line(found: dict[str, Any]) -> str:

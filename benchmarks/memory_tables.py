@@ -71,7 +71,8 @@ def offload_training(result: dict[str, Any]) -> list[str]:
 def largest(result: dict[str, Any]) -> list[str]:
     """Return a line for each set of levers: the largest batch, and the largest model."""
     rows = {(row["search"], row["levers"]): row for row in result["rows"]}
-    limit = "" if result["limit_gb"] is None else f", of which {result['limit_gb']:g} GB are used"
+    limit_gb = result["settings"]["limit_gb"]
+    limit = "" if limit_gb is None else f", of which {limit_gb:g} GB are used"
     what = []
     for search, text in (
         ("batch", "Batch: sequences of {context:,} tokens, {layers} layers of width {width:,}."),

@@ -1,11 +1,16 @@
 """What offloading saves and costs: blocks of a transformer plain, offloaded, recomputed, and both.
 
-    PYTHONPATH=. python benchmarks/offload.py [--size smoke] [--device cpu] [--out FILE]
+    PYTHONPATH=. python benchmarks/offload.py [--shapes short long] [--modes eager graph]
+        [--limit-s 500] [--size smoke] [--device cpu] [--out FILE]
 
 A step is a forward and backward. All arms take turns, and a time is the median of its turns; the
 ratio is the median of the quotients turn by turn. Peak memory is above what lives between steps.
 The share of the bus is what one step sends and fetches, by its time and by what pinned copies in
-one direction reach. "same" says that loss and gradients are those of the plain arm, bit for bit.
+one direction reach: up to two. "same" says that loss and gradients are those of the plain arm, bit
+for bit.
+
+Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`). What the
+limit leaves no time for is named in the file.
 """
 
 from __future__ import annotations
@@ -27,13 +32,15 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.arms import (
     Arm,
     parser_of,
+    settings_of,
     steps_of_a_turn,
     take_turns,
     use_deterministic_algorithms,
-    write_rows,
 )
+from benchmarks.result_rows import ResultRows
 from torchfast import ActivationOffload, CUDAGraphStep
 
+MODES = ("eager", "graph")
 ARMS = ("plain", "offload", "offload half", "offload auto", "recompute", "recompute, offload")
 
 
@@ -175,18 +182,25 @@ def measured(shape: Shape, mode: str, args: argparse.Namespace) -> Iterator[dict
     half = probe.sent_bytes // 2
     probe.close()
     del probe
-    # Two at a time: all at once would not fit where offloading is worth it.
     for name in ARMS:
-        pair = [Way(n, shape, mode, args.device, half) for n in dict.fromkeys(("plain", name))]
-        try:
-            steps = steps_of_a_turn(pair[0], args.block_s, fewest=3, most=50)
-            take_turns(pair, args.rounds, 2 if args.size == "smoke" else steps)
-            yield row(pair[-1], pair[0], shape, mode, args.bus)
-        finally:
-            for arm in pair:
-                arm.close()
-            del pair
-            gc.collect()
+        found = measured_arm(name, shape, mode, args, half)
+        gc.collect()
+        yield found
+
+
+def measured_arm(
+    name: str, shape: Shape, mode: str, args: argparse.Namespace, half: int
+) -> dict[str, Any]:
+    """Return the row of an arm, which takes turns with the plain one."""
+    # Two at a time: all at once would not fit where offloading is worth it.
+    pair = [Way(n, shape, mode, args.device, half) for n in dict.fromkeys(("plain", name))]
+    try:
+        steps = steps_of_a_turn(pair[0], args.block_s, fewest=3, most=50)
+        take_turns(pair, args.rounds, 2 if args.size == "smoke" else steps)
+        return row(pair[-1], pair[0], shape, mode, args.bus)
+    finally:
+        for arm in pair:
+            arm.close()
 
 
 def row(arm: Way, plain: Way, shape: Shape, mode: str, bus: float | None) -> dict[str, Any]:
@@ -212,19 +226,27 @@ def main() -> None:
     """Measure every shape, print a table and write the figures."""
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--size", choices=sorted(SHAPES), default="full")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES["full"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager"])
     parser.add_argument("--block-s", type=float, default=0.5, help="seconds of a turn")
-    parser.add_argument("--graph", action="store_true", help="as one CUDA graph too")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing later")
     args = parser.parse_args()
+    deadline = time.monotonic() + args.limit_s
     use_deterministic_algorithms()
     args.bus = bus_bytes_per_s(args.device)
     if args.bus is not None:
         print(f"the bus reaches {args.bus / 1e9:.1f} GB/s to the host")
-    rows = []
+    rows = ResultRows(args.out, ("name", "mode", "arm"), settings_of(args))
     print(f"{'shape':<6} {'mode':<6} {'arm':<20} {'ms':>9} {'ratio':>7} {'peak GB':>8} {'bus':>5}")
-    for name, shape in SHAPES[args.size].items():
-        for mode in ("eager", "graph") if args.graph and args.device == "cuda" else ("eager",):
-            for found in measured(shape, mode, args):
-                rows.append({"name": name, **found})
+    for name in args.shapes or SHAPES[args.size]:
+        for mode in args.modes if args.device == "cuda" else ("eager",):
+            if time.monotonic() > deadline:
+                rows.leave_out(name, mode, "no time was left", bus_bytes_per_s=args.bus)
+                print(f"{name:<6} {mode:<6} left out: no time was left")
+                continue
+            for found in measured(SHAPES[args.size][name], mode, args):
+                # After each: whoever interrupts keeps what there is.
+                rows.add({"name": name, **found}, bus_bytes_per_s=args.bus)
                 share = "" if found["bus_share"] is None else f"{found['bus_share']:.0%}"
                 print(
                     f"{name:<6} {mode:<6} {found['arm']:<20} {found['ms']:>9.2f} "
@@ -232,8 +254,6 @@ def main() -> None:
                     f"{'same' if found['same_bits'] else 'OTHER'}",
                     flush=True,
                 )
-                # After each: whoever interrupts keeps what there is.
-                write_rows(args, rows, bus_bytes_per_s=args.bus)
 
 
 if __name__ == "__main__":

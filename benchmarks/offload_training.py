@@ -7,10 +7,12 @@ A step is forward, backward, clipping and update by a `TrainStep`, on 4 x 4096 t
 stays, and each other one takes turns with it: a time is the median of its turns, the ratio the
 median of the quotients turn by turn. Peak memory is all that an arm takes, parameters and
 optimizer state included. What the bus allows is what pinned copies carry to the host during the
-plain forward, or back during the plain backward, whichever is less, and no more than is saved.
+plain forward, or back during the plain backward, whichever is less, and no more than is saved, as
+"offload" tells: a run without that arm does not tell it.
 "same" says that losses and gradient norms of the first steps are the plain arm's, bit for bit.
 
-Each row is written as it comes. What the limit leaves no time for is named in the file.
+Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`). What the
+limit leaves no time for is named in the file.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from benchmarks.arms import (
     Arm,
     median_and_quartiles,
     parser_of,
+    settings_of,
     steps_of_a_turn,
     take_turns,
     use_deterministic_algorithms,
-    write_rows,
 )
 from benchmarks.offload import bus_bytes_per_s
+from benchmarks.result_rows import ResultRows
 from benchmarks.workloads import Workload, workload
 from torchfast import CUDAGraphOptions, Plan, TrainStep
 
@@ -130,7 +133,7 @@ def measured(mode: str, args: argparse.Namespace, deadline: float) -> Iterator[d
     try:
         for name in names:
             if time.monotonic() > deadline:
-                yield {"left_out": f"{name}, {mode}: no time was left"}
+                yield {"arm": name, "left_out": "no time was left"}
                 continue
             if plain is None:
                 plain = Training("plain", made, mode, args.device)
@@ -140,8 +143,7 @@ def measured(mode: str, args: argparse.Namespace, deadline: float) -> Iterator[d
             try:
                 arm = plain if name == "plain" else Training(name, made, mode, args.device)
             except torch.OutOfMemoryError as error:
-                summary = str(error).splitlines()[0]
-                yield {"left_out": f"{name}, {mode}: {summary}"}
+                yield {"arm": name, "left_out": str(error).splitlines()[0]}
                 continue
             try:
                 plain.times_ms.clear()
@@ -166,9 +168,8 @@ def row(
     at_best = arm.name in ("offload", "offload auto")
     pairs = zip(plain.times_ms, arm.times_ms, strict=True)
     ratio, quartiles = median_and_quartiles([after / before for before, after in pairs])
-    allowed = int(bus * min(halves)) if bus is not None and at_best else None
-    if allowed is not None and saved:
-        allowed = min(allowed, saved)
+    # Without the arm that sends all, nobody knows how much of it could be sent.
+    allowed = min(int(bus * min(halves)), saved) if bus is not None and at_best and saved else None
     both = (arm.peak_bytes, plain.peak_bytes)
     peaks = [peak for peak in both if peak is not None]
     return {
@@ -204,8 +205,8 @@ def main() -> None:
     args.bus = bus_bytes_per_s(args.device)
     title = workload("llama", args.size).title
     print(title if args.bus is None else f"{title}; the bus reaches {args.bus / 1e9:.1f} GB/s")
-    rows: list[dict[str, Any]] = []
-    left_out: list[str] = []
+    rows = ResultRows(args.out, ("arm", "mode"), settings_of(args))
+    about = {"title": title, "bus_bytes_per_s": args.bus}
     print(
         f"{'mode':<6} {'arm':<20} {'ms':>9} {'ratio':>7} {'peak GB':>8} {'saved GB':>9} "
         f"{'sent GB':>8} {'of allowed':>10}  bits"
@@ -215,12 +216,11 @@ def main() -> None:
             continue
         for found in measured(mode, args, deadline):
             if "left_out" in found:
-                left_out.append(found["left_out"])
-                print(f"left out: {found['left_out']}")
+                rows.leave_out(found["arm"], mode, found["left_out"], **about)
+                print(f"left out: {found['arm']}, {mode}: {found['left_out']}")
             else:
-                rows.append(found)
+                rows.add(found, **about)
                 print(line(found), flush=True)
-            write_rows(args, rows, left_out=left_out, title=title, bus_bytes_per_s=args.bus)
 
 
 def line(found: dict[str, Any]) -> str:

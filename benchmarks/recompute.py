@@ -9,7 +9,8 @@ quartiles. "planned" is what `plan_recompute` said before: the cost, and what a 
 the backward. "kept" is what the allocator holds more after such a forward, "peak" by how much it
 rises in an eager step. "same" says that the losses are those without recompute, bit for bit.
 
-Each row is written as it comes. What the limit leaves no time for is named in the file.
+Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`). What the
+limit leaves no time for is named in the file.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from benchmarks.arms import (
     Arm,
     median_and_quartiles,
     parser_of,
+    settings_of,
     steps_of_a_turn,
     take_turns,
     use_deterministic_algorithms,
-    write_rows,
 )
 from benchmarks.recompute_models import CASES, Case, device_batch
+from benchmarks.result_rows import ResultRows
 from torchfast import Plan, RecomputePlan, TrainStep, plan_recompute
 
 WAYS: tuple[bool | str, ...] = (False, "selective", "blocks")
@@ -156,8 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     use_deterministic_algorithms()
     started_at = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    left_out: list[str] = []
+    rows = ResultRows(args.out, ("name", "mode", "recompute"), settings_of(args))
     print(
         f"{'model':<14} {'mode':<6} {'recompute':<10} {'ms':>9} {'cost (quartiles)':>24} "
         f"{'planned':>8} {'planned MiB':>11} {'kept MiB':>10} {'peak MiB':>10}  bits"
@@ -167,12 +168,13 @@ def main() -> None:
         case = CASES[args.size][name]
         for mode in modes:
             if time.monotonic() - started_at > args.limit_s:
-                left_out.append(f"{name}, {mode}")
+                rows.leave_out(name, mode, "no time was left")
                 print(f"{name:<14} {mode:<6} left out: no time was left")
                 continue
             plan = planned(case, mode, args.device)
             for found in measured(case, mode, plan, args):
-                rows.append({"name": name, **found})
+                # After each: whoever interrupts keeps what there is.
+                rows.add({"name": name, **found})
                 low, high = found["cost_quartiles"]
                 cost = f"{found['cost']:.3f} ({low:.3f} to {high:.3f})"
                 print(
@@ -182,9 +184,6 @@ def main() -> None:
                     f"{'same' if found['same_bits'] else 'OTHER'}",
                     flush=True,
                 )
-                # After each: whoever interrupts keeps what there is.
-                write_rows(args, rows, left_out=left_out)
-    write_rows(args, rows, left_out=left_out)
 
 
 if __name__ == "__main__":

@@ -115,13 +115,18 @@ def earlier_sections(
     earlier = resumed(path, expected, ignoring=["commit"] * any_commit) if path else None
     if earlier is None:
         return {}
-    run = {"date": earlier["date"], "command": earlier["command"]}
-    run["commit"] = earlier["machine"]["commit"]
+    run = run_of(earlier)
     return {name: {"run": run, **section} for name, section in earlier["sections"].items()}
 
 
 def _without(value: Any, keys: Collection[str]) -> Any:
     return {k: v for k, v in value.items() if k not in keys} if isinstance(value, dict) else value
+
+
+def run_of(figures: dict[str, Any]) -> dict[str, str]:
+    """Return when, by which command and at which commit a file was written."""
+    commit = figures["machine"]["commit"]
+    return {"date": figures["date"], "command": figures["command"], "commit": commit}
 
 
 def this_run() -> dict[str, str]:

@@ -7,7 +7,8 @@ Without a GPU a graph that runs nothing stands in, so what is left is Python's t
 that a graph was captured from, the description of the batch, the batch's way into the graph's own
 memory and the copy of what comes out; and beside it a batch of a DataLoader whose samples are in
 memory. Parts are timed one at a time, in caches that are warm from themselves alone, so their sum
-is less than the step. Steps that are given together, eight in a replay, are told by the step.
+is less than the step. Steps that are given together, eight in a replay, are told by the step; so is
+``fit``, with what it does around each, over batches that are in memory.
 
 All take turns of some calls, between which the device is waited for; a figure is the median of the
 turns, beside the least of them.
@@ -38,7 +39,10 @@ WARM_UP_STEPS = 20
 FEW = 4
 TOGETHER = 8  # steps
 TOGETHER_PART = f"steps of {TOGETHER}, per step"
+FIT_PART = "fit, per step"
+FIT_TOGETHER_PART = f"fit of {TOGETHER}, per step"
 CALLS = 100  # with their copies fewer than what a device lets the host be ahead by
+FIT_STEPS = {"cuda": 96, "cpu": 960}  # of a call, which costs something by itself
 
 
 class Calls(Arm):
@@ -47,7 +51,9 @@ class Calls(Arm):
     def __init__(self, name: str, call: Callable[[], object], device: str) -> None:
         super().__init__(device)
         self.name, self.call = name, call
-        self.num_steps = TOGETHER if name == TOGETHER_PART else 1
+        several = {TOGETHER_PART: TOGETHER}
+        several |= dict.fromkeys((FIT_PART, FIT_TOGETHER_PART), FIT_STEPS[device])
+        self.num_steps = several.get(name, 1)
 
     def turn(self, steps: int) -> None:
         """Time calls for so many steps, and not the wait for what they have enqueued."""
@@ -136,6 +142,8 @@ def calls_of(trainer: Trainer, batch: Any) -> dict[str, Callable[[], object]]:
     return {
         "step": partial(trainer.step, batch),
         TOGETHER_PART: partial(trainer.steps, group),
+        FIT_PART: fitting(trainer, batch, None),
+        FIT_TOGETHER_PART: fitting(trainer, batch, TOGETHER),
         "a glance at the state": glance.is_as_it_was,
         "a closer look": lambda: (
             graphs._watch.moved(),
@@ -150,6 +158,14 @@ def calls_of(trainer: Trainer, batch: Any) -> dict[str, Callable[[], object]]:
         "a DataLoader's next()": partial(next, iter(ready(batch))),
         "without its annotation": partial(next, unannotated(iter(ready(batch)))),
     }
+
+
+def fitting(trainer: Trainer, batch: Any, unroll: int | None) -> Callable[[], object]:
+    """Return a call of ``fit`` with one record, whose loader is there already."""
+    steps = FIT_STEPS[trainer.device.type]
+    batches = [*several(batch), *several(batch), *several(batch)]  # more than are in use at a time
+    loader = trainer.prefetch(batches * (steps // len(batches)), unroll=unroll, reuse=True)
+    return partial(trainer.fit, loader, steps=steps, log_every=steps, progress=False)
 
 
 def ready(batch: Any) -> DataLoader[Any]:

@@ -31,6 +31,7 @@ from benchmarks import (
     parallel_tables,
     plots,
     profiling_tables,
+    results,
     sweep_tables,
 )
 
@@ -236,7 +237,9 @@ def render(name: str, above: set[str] | None = None) -> str | None:
     device = machine["gpu"] or "CPU"
     devices = f"{result['ranks']} of {device}" if "ranks" in result else f"one {device}"
     where, listed = f"{devices}, torch {machine['torch']}", LISTED.get(name)
-    source = told(runs(result, name), where, file, set() if above is None else above, listed)
+    if not (parts := runs(result, name)):
+        return None  # other parts of the file were measured
+    source = told(parts, where, file, set() if above is None else above, listed)
     body = "\n".join(table(result))
     return f"<!-- figures: {name} -->\n\n{body}\n\n{source}\n\n<!-- end -->"
 
@@ -267,20 +270,16 @@ def told(
 def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
     """Return the runs that a table's figures are from: a file can be measured in parts."""
     if not {"workloads", "runs"} <= result.keys():
-        whole = {"date": result["date"], "command": result["command"]}
-        whole["commit"] = result["machine"]["commit"]
+        whole = results.run_of(result)
         own = PARTS.get(table)
-        if isinstance(rows := result.get("rows"), dict):
-            found = [
-                row.get("run", whole)
-                for name, row in rows.items()
-                if own is None or name.partition(": ")[0] in own
-            ]
-            return found or [whole]
+        if rows := result.get("rows"):
+            every = rows.values() if isinstance(rows, dict) else rows
+            return [row.get("run", whole) for row in every if own is None or row["group"] in own]
         parts = [
-            section.get("run", whole)
+            row.get("run", section.get("run", whole))
             for name, section in result.get("sections", {}).items()
             if own is None or name.partition(" again")[0] in own
+            for row in (section, *section.get("rows", ()))
         ]
         return parts or [whole]
     workload = result["workloads"].get(table.removeprefix("baseline "))

@@ -98,7 +98,7 @@ class GuardWithin(NamedTuple):
 def passed_calls() -> Iterator[Passed]:
     """Count what a guard that is in place is asked in the body, in this thread."""
     found = Passed(defaultdict(int), defaultdict(list), [], [])
-    listening = torch.Tensor.item.__code__  # all replacements share it
+    listening = torch.Tensor.cpu.__code__  # all replacements share it
     below, enter = SyncWatch.run_below.__code__, SyncWatch.enter.__code__
     during: Any = SyncWatch.during
     during = during.__wrapped__.__code__

@@ -85,7 +85,7 @@ def below_bf16():
         "date": "2026-11-21",
         "command": "PYTHONPATH=. python benchmarks/below_bf16.py",
         "machine": dict(MACHINE),
-        "rows": {f"{row['group']}: {row['method']}": row for row in rows},
+        "rows": rows,
     }
 
 
@@ -138,7 +138,7 @@ def largest():
         "date": "2026-11-21",
         "command": "PYTHONPATH=. python benchmarks/largest.py",
         "machine": dict(MACHINE),
-        "limit_gb": None,
+        "settings": {"limit_gb": None},
         "rows": rows,
     }
 

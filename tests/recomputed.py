@@ -34,6 +34,46 @@ class GPTBlock(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
+
+
+class RotaryBlock(nn.Module):
+    """As in a Llama: queries and keys are turned by their positions, keys and values are few."""
+
+    def __init__(self, width=32, heads=4, dropout=0.0):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width // 2, bias=False)
+        self.value, self.out = nn.Linear(width, width // 2), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop, self.p = nn.Dropout(dropout), dropout
+        self.head_width = width // heads
+        angles = torch.outer(torch.arange(64.0), 0.1 ** torch.arange(self.head_width // 2))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.out(self.attended(self.norm1(x))))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+    def attended(self, h: Tensor) -> Tensor:
+        q, k, v = (self.heads_of(layer(h)) for layer in (self.query, self.key, self.value))
+        return self.mixed(*self.turned(q, k), v)
+
+    def heads_of(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+    def turned(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.cos[: q.shape[-2]], self.sin[: q.shape[-2]]
+        return rotated(q, cos, sin), rotated(k, cos, sin)
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+
 class GPT(nn.Module):
     def __init__(self, layers=3, dropout=0.0, block=GPTBlock):
         super().__init__()
@@ -112,11 +152,18 @@ def make(name):
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     match name:
-        case "llama":
-            config = transformers.LlamaConfig(
-                **sizes, intermediate_size=88, num_key_value_heads=2, vocab_size=50
+        case "llama" | "qwen2" | "mistral" | "phi3":
+            kinds = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "phi3": "Phi3"}
+            config = getattr(transformers, f"{kinds[name]}Config")(
+                **sizes,
+                intermediate_size=88,
+                num_key_value_heads=2,
+                vocab_size=50,
+                pad_token_id=None,
+                bos_token_id=0,
+                eos_token_id=0,
             )
-            return transformers.LlamaForCausalLM(config), token_loss, tokens()
+            return transformers.AutoModelForCausalLM.from_config(config), token_loss, tokens()
         case "gpt2":
             config = transformers.GPT2Config(
                 n_embd=32, n_layer=3, n_head=4, vocab_size=50, n_positions=16
@@ -194,7 +241,7 @@ def with_and_without_selective(block, loss_fn, share, steps):
 
 
 def make_or_skip(name):
-    if name in ("llama", "gpt2", "vit"):
+    if name in ("llama", "qwen2", "mistral", "phi3", "gpt2", "vit"):
         pytest.importorskip("transformers")
     return make(name)
 

@@ -20,13 +20,15 @@ class SyntheticTrace:
     """Events of one process, in microseconds; what each figure has to be is known by construction.
 
     Launches take 2 us, and a kernel is launched `ahead` before it begins unless said otherwise.
+    `zero` is the instant that times count from, in nanoseconds since 1970.
     """
 
-    def __init__(self, *, ahead=5.0, base=4_468_626_000_000.0, device=True):
+    def __init__(self, *, ahead=5.0, base=4_468_626_000_000.0, device=True, zero=0):
         self.ahead = ahead
         self.base = base
         self.events = []
         self.device = device
+        self.zero = zero
         self._numbers = itertools.count(1)
 
     def _add(self, cat, name, start, end, tid, **args):
@@ -137,7 +139,12 @@ class SyntheticTrace:
         """As torch writes it: facts first, then a metadata event, then the rest."""
         properties = [{"id": 0, "name": "Test Device"}] if self.device else []
         named = {"ph": "M", "name": "process_name", "ts": self.base, "pid": 7, "tid": 0, "args": {}}
-        head = {"schemaVersion": 1, "deviceProperties": properties, "displayTimeUnit": "ms"}
+        head = {
+            "schemaVersion": 1,
+            "deviceProperties": properties,
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": self.zero,
+        }
         events = [named, *self.events]
         return json.dumps(head | {"traceEvents": events, "traceName": "trace.json"}, indent=1)
 

@@ -140,6 +140,17 @@ def test_the_variable_that_wins_is_the_one_that_is_set(allocator):
     assert AllocatorConfig.from_env() == AllocatorConfig(expandable_segments=True)
 
 
+def test_a_variable_that_loses_is_said(allocator):
+    allocator.patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    allocator.patch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    change = AllocatorConfig(release_lock_on_cudamalloc=True).apply()
+    [said] = change.remarks
+    assert "PYTORCH_ALLOC_CONF='expandable_segments:True' of the environment is ignored" in said
+    assert "PYTORCH_CUDA_ALLOC_CONF beats it" in said
+    assert said in str(change)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
 def test_a_contradiction_with_what_is_in_force(allocator):
     allocator.text = "large_segment_size_mb:64"
     with pytest.raises(ValueError, match="which is 64, got 32"):

@@ -192,6 +192,30 @@ def test_what_compiled_code_hides_is_said():
     assert "something was compiled" in unseen
 
 
+def attend(x):
+    """Nothing but the kernel, so that the inductor has no C++ to build."""
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_the_kernels_that_the_inductors_code_calls_are_told():
+    attending = torch.compile(attend)
+
+    def compiled_loss(model, x):
+        heads = model(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return attending(attending(heads)).square().mean()
+
+    (detail,) = told(Attending(3), loss_fn=compiled_loss)
+    ran, compiled, unseen = detail.split("; ")
+    assert ran == "the first forward ran flash 3 times"
+    assert compiled == "its compiled parts (2) ran flash 2 times"
+    assert "something was compiled" in unseen
+
+
+def test_compiled_code_without_attention_is_no_matter():
+    project = torch.compile(lambda x, weight: x @ weight)
+    assert told(nn.Linear(16, 16), loss_fn=lambda m, x: project(x, m.weight).mean()) == []
+
+
 @pytest.mark.parametrize("warm_up_steps", [1, 3])
 def test_a_capture_is_not_looked_at(tape, warm_up_steps):
     plan = Plan(cuda_graph=CUDAGraphOptions(warm_up_steps=warm_up_steps, check=False))

@@ -84,11 +84,14 @@ class FakeBench:
 
 
 def test_workloads_are_added_to_those_that_were_measured(capsys):
-    earlier = {"rows": [{"workload": name, "status": "ran", "n": name} for name in ("a", "b")]}
+    before = {"date": "2026-11-20", "commit": "c0", "command": "run 0"}
+    rows = [{"workload": name, "status": "ran", "n": name} for name in ("a", "b")]
+    earlier = {"rows": rows, "run": before}
     noted = []
     compile_cost.measured(FakeBench(["b", "c"]), "workloads", 1, earlier, noted.append)
     assert [row["workload"] for row in noted[-1]["rows"]] == ["a", "b", "c"]
     assert [row["status"] for row in noted[-1]["rows"]] == ["ran", "failed", "failed"]
+    assert [row["run"] == before for row in noted[-1]["rows"]] == [True, False, False]
     assert noted[-1]["summary"]["missing"] == 2
     assert "b: failed: made up" in capsys.readouterr().out
 

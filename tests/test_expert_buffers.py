@@ -131,3 +131,33 @@ def test_arguments():
         buffers.combine(torch.ones(4, 2, WIDTH), places, torch.ones(3, 1))
     with pytest.raises(ValueError, match="capacity must be >= 1"):
         ExpertBuffers(2, 0, WIDTH)
+
+
+def test_compiled_it_is_the_same_in_one_graph(fresh_dynamo):
+    def trained(compiled):
+        torch.manual_seed(0)
+        modules, router = (
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)),
+            nn.Linear(WIDTH, 3),
+        )
+        buffers = ExpertBuffers(3, 4, WIDTH)
+
+        def loss_of(tokens):
+            shares, experts = router(tokens).softmax(-1).topk(2)
+            rows, places = buffers.dispatch(tokens, experts)
+            made = torch.stack([m(r) for m, r in zip(modules, rows.unbind(), strict=True)])
+            return buffers.combine(made, places, shares).square().mean()
+
+        if compiled:
+            loss_of = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+        losses = []
+        for seed in range(3):  # as many tokens, and each time another routing
+            tokens = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(seed))
+            losses.append(loss_of(tokens))
+            losses[-1].backward()
+        gradients = [p.grad for p in (*modules.parameters(), *router.parameters())]
+        assert buffers.num_dropped > 0
+        return [*losses, *gradients, buffers.num_dropped]
+
+    for found, expected in zip(trained(compiled=True), trained(compiled=False), strict=True):
+        torch.testing.assert_close(found, expected)

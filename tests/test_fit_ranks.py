@@ -161,6 +161,28 @@ def test_a_loader_that_is_not_divided_is_refused():
     ranks.run(work)
 
 
+def test_several_steps_at_once_are_one_after_the_other_on_ranks():
+    """Which agree before each step; and who was asked for them is told."""
+
+    def work(rank):
+        ends = []
+        for unroll in (None, 3):
+            trainer = Trainer(
+                net(0), partial(torch.optim.AdamW, lr=1e-2), loss_fn, plan=Plan(shard="ddp")
+            )
+            torch.manual_seed(7 + rank)
+            trainer.fit(data(2), steps=7, unroll=unroll, progress="off")
+            ends.append(full(trainer.state_dict()))
+        with pytest.raises(ValueError, match=r"different arguments of fit \(.*unroll="):
+            trainer.fit(data(2), steps=1, unroll=2 + rank, progress="off")
+        (told,) = [d.detail for d in trainer.report().decisions if d.lever == "unroll"]
+        return *ends, told
+
+    for one, several, told in ranks.run(work):
+        assert_same(one, several)
+        assert told.startswith("steps that are given together run one by one: there is no graph")
+
+
 class CutShort:
     """A loader whose workers hear of Ctrl-C before the loop does."""
 

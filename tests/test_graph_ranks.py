@@ -39,8 +39,9 @@ def train(loss_fn, batches, num_evicted=0):
     torch.manual_seed(0)
     model = DropoutNet()
     trainer = Trainer(model, partial(torch.optim.AdamW, lr=0.01, fused=True), loss_fn)
-    engine = trainer._step._graph._graph
-    engine._together = Together(RankGroup.join(timeout_s=20))
+    graph = trainer._step._graph
+    engine = graph._graph
+    engine._together = graph._together = Together(RankGroup.join(timeout_s=20))
     engine.store.num_evicted = num_evicted
     for batch in batches:
         trainer.step(batch)
@@ -76,6 +77,5 @@ def test_ranks_capture_and_fall_back_together(results):
     for name in ("one draws", "one counts", "one has no room"):
         assert "another rank could not capture it" in first[name][2]
     assert "draws from" in second["one draws"][2]
-    # Another shape is a matter of one rank: it captures alone, and nobody waits for ever.
-    assert first["other shapes"][0] == 1
-    assert second["other shapes"][0] == 2
+    # What one rank alone could capture, it does not; and what one could replay, neither does.
+    assert first["other shapes"][:2] == second["other shapes"][:2] == (1, STEPS - 3 - 2)

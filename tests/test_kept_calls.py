@@ -28,7 +28,6 @@ from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.caller_mode import draws
-from torchfast.memory.kept_calls import KeptPlaces, Stretch
 from torchfast.memory.kept_results import KeptResults, op_class
 from torchfast.memory.noted_call import NotedCall
 
@@ -38,7 +37,8 @@ EVERYTHING = RecomputeOptions(selective=True, share=1.0)
 @pytest.fixture(params=[False, True], ids=["nothing compiled", "something compiled"])
 def has_compiled(request, monkeypatch):
     """Whether attention is seen by a dispatch mode, since a function mode is the compiler's too."""
-    monkeypatch.setattr("torchfast.memory.kept_calls.has_compiled", lambda: request.param)
+    for name in ("kept_calls", "stretches"):
+        monkeypatch.setattr(f"torchfast.memory.{name}.has_compiled", lambda: request.param)
     return request.param
 
 
@@ -250,6 +250,18 @@ class Masked(GPTBlock):
         return x + self.down(F.gelu(self.up(y[:, 0])))
 
 
+class Grouped(GPTBlock):
+    """Queries in float32, which autocast casts to what looks like the result; fewer keys."""
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        q, k, v = q.float().sin(), k[:, :2].float().sin(), v[:, :2]
+        mixed = F.scaled_dot_product_attention(q, k.to(v.dtype), v, enable_gqa=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
 class Alone(GPTBlock):
     """One call of attention in each stretch, the second one with dropout."""
 
@@ -266,7 +278,7 @@ class Alone(GPTBlock):
     "block",
     [
         *(GPTBlock, Between, Masked, Alone, Shared, Square, Crossed, Remade, Inferring, Force),
-        *(Written, WrittenProduct, Sometimes, Patched),
+        *(Written, WrittenProduct, Sometimes, Patched, Grouped),
     ],
 )
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -429,12 +441,3 @@ def test_what_draws_and_is_left_out_leaves_the_generator_behind_it():
     assert draws((x, x, x, None, 0.1), {})
     assert draws((x, x, x), {"dropout_p": 0.1})
     assert not draws((x, x, x), {"is_causal": True})
-
-
-def test_the_places_of_results():
-    start, inside, behind = Stretch(), Stretch("a", 0, True), Stretch("a", 0)
-    order = [start, inside, behind, Stretch("b.c", 0, True), Stretch("b.c", 0)]
-    places = KeptPlaces.of((True, False, False, True), (inside, inside, start, behind), order)
-    assert places.kept == {inside: (True, False), behind: (True,)}
-    assert places.leaves == (("a", ["a"]), ("b.c", ["b", "c"]))
-    assert KeptPlaces.of((False,), (inside,), order).leaves == ()

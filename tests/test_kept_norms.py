@@ -20,7 +20,7 @@ from recomputed import (
 )
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
-from torchfast.memory.kept_norms import Deferred, Like
+from torchfast.memory.deferred import Deferred, Like
 from torchfast.memory.noted_call import NotedCall
 from torchfast.memory.second_run import Saved
 

@@ -14,46 +14,16 @@ import pytest
 import torch
 from torch import nn, optim
 
+from allocator_blocks import FAR, MB, block, block_of, moment_of, segment
 from models import mean_loss
 from planting import Planted
-from torchfast import OffloadOptions, OutOfMemoryError, OutOfMemoryOptions, Plan, Trainer
+from torchfast import OutOfMemoryError, OutOfMemoryOptions, Plan, Trainer
 from torchfast.memory import failure, moment, out_of_memory
 from torchfast.memory.account import CACHED, GRAPHS, GRAPHS_KEPT, PENDING, PIECES, REST, look
-from torchfast.memory.advice import advice
-from torchfast.memory.moment import CUDAMoments, MemoryMoment, requested_of
+from torchfast.memory.moment import CUDAMoments, requested_of
 from torchfast.memory.owners import Owner, known_owners, living_owners
 
-MB = 2**20
 CPU = torch.device("cpu")
-FAR = 2**60  # where no tensor of the process lies
-
-
-def block(address, size, state="active_allocated", frames=()):
-    return {"address": address, "size": size, "state": state, "frames": list(frames)}
-
-
-def block_of(tensor, frames=()):
-    storage = tensor.untyped_storage()
-    return block(storage.data_ptr(), -(-storage.nbytes() // 512) * 512, frames=frames)
-
-
-def segment(*blocks, pool=(0, 0)):
-    return {
-        "device": 0,
-        "address": blocks[0]["address"],
-        "segment_pool_id": pool,
-        "blocks": list(blocks),
-    }
-
-
-def moment_of(*segments, **others):
-    blocks = [b for s in segments for b in s["blocks"]]
-    return MemoryMoment(
-        allocated_bytes=sum(b["size"] for b in blocks if b["state"] == "active_allocated"),
-        reserved_bytes=sum(b["size"] for b in blocks),
-        segments=list(segments),
-        **others,
-    )
 
 
 def by_name(lines):
@@ -379,67 +349,3 @@ def test_an_error_in_the_observer_is_not_torchs(monkeypatch):
 )
 def test_how_much_was_asked_for(text, expected):
     assert requested_of(text) == expected
-
-
-# --- what to try --------------------------------------------------------------------------------
-
-FACTS = {"precision": "as_given", "out_of_memory": "raise", "cuda_graph": True}
-
-
-def advised(*blocks, facts=FACTS, stage="forward", owners=(), model=None, pool=(0, 0), **figures):
-    now = moment_of(segment(*blocks, pool=pool), **figures)
-    found = look(now, owners, [], model or nn.Identity())
-    return advice(found, now, stage, facts)
-
-
-def test_waste_comes_first():
-    told = advised(
-        block(FAR, 4 * MB),
-        block(FAR + 4 * MB, 4 * MB, "inactive"),
-        requested_bytes=2 * MB,
-        total_bytes=100 * MB,
-        free_bytes=10 * MB,
-        limit_bytes=50 * MB,
-    )
-    assert "nvidia-smi" in told[0]
-    assert "per_process_memory_fraction" in told[1]
-    assert "allocator='variable-shapes'" in told[2]
-    assert "precision='bf16'" in told[3]
-    assert "accumulate=2" in told[4]
-
-
-def test_a_request_that_no_piece_adds_up_to_is_no_fragmentation():
-    told = advised(block(FAR, 4 * MB), block(FAR + 4 * MB, MB, "inactive"), requested_bytes=2 * MB)
-    assert not any("variable-shapes" in text for text in told)
-
-
-def test_only_what_the_plan_has_is_advised():
-    told = advised(block(FAR, MB))
-    assert not any("recompute" in text for text in told)
-    told = advised(block(FAR, MB), facts=FACTS | {"recompute": False, "precision": "bf16"})
-    assert any("Plan(recompute='blocks')" in text for text in told)
-    assert not any("bf16" in text for text in told)
-
-
-def test_offloading_that_sends_more_is_advised():
-    both = OffloadOptions(activations="auto", optimizer=True)
-    for offload, more in (("auto", "activations"), (both, "all"), ("activations", None)):
-        told = advised(block(FAR, MB), facts=FACTS | {"offload": offload})
-        found = [text.split(": ")[-1] for text in told if "not only what hides" in text]
-        assert found == ([] if more is None else [f"Plan(offload={more!r})"])
-
-
-def test_logits_and_states_and_graphs():
-    logits = Owner(FAR, MB, "", "", "(8, 512, 50257) float32")
-    now = moment_of(segment(block(FAR, MB)))
-    told = advice(look(now, [], [logits], nn.Identity()), now, "forward", FACTS)
-    assert "linear_cross_entropy" in told[0]
-    state = Owner(FAR, MB, "optimizer state", "", "(8, 512, 50257) float32")
-    told = advised(block(FAR, MB), owners=[state], stage="update")
-    assert "adamw8bit" in told[0]
-    assert (
-        "Plan(shard='fsdp')" in advised(block(FAR, MB), owners=[state], facts={"shard": "ddp"})[-1]
-    )
-    assert "more devices" in advised(block(FAR, MB), owners=[state], facts={"shard": "fsdp"})[-1]
-    assert "max_graphs" in advised(block(FAR, MB), pool=(0, 1))[0]
-    assert not any("linear_cross_entropy" in text for text in told)

@@ -29,8 +29,10 @@ def command(monkeypatch, capsys):
 
 def test_a_preset(command):
     status, out, err = command("--preset", "variable-shapes")
-    assert (status, err) == (0, "")
+    assert status == 0
     assert out == "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
+    assert err.startswith("# variable-shapes: each new largest shape makes a segment grow")
+    assert err.count("\n") == 1
 
 
 def test_settings_are_added_to_a_preset(command):

@@ -9,6 +9,7 @@ import json
 import logging
 import mmap
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchfast import MemoryMonitor, MemorySample
+from torchfast.memory import PoolStatistics
 from torchfast.memory import monitor as monitor_module
 from torchfast.memory.diagnosis import LEAST_SAMPLES, judge
 from torchfast.memory.samples import sample_of, trend
-from torchfast.memory.sources import NO_LINE, ProcessMemory, line_of
+from torchfast.memory.sources import NO_LINE, CUDAMemory, ProcessMemory, line_of
 
 MB = 2**20
 LIMIT = 10_000 * MB
@@ -33,12 +35,13 @@ class Played:
     noise_bytes = MB
     has_segments = True
 
-    def __init__(self, figures, *, lines=None, refuses=None, grows=False, private=0):
+    def __init__(self, figures, *, lines=None, refuses=None, grows=False, private=0, pools=None):
         self.figures = figures
         self.lines = lines or (lambda step: {})
         self.refuses = refuses
         self.grows = grows
         self.private = private
+        self.named = pools or {}
         self.now = 0
         self.looks = []
         self.calls = []
@@ -54,6 +57,9 @@ class Played:
 
     def private_bytes(self):
         return self.private
+
+    def pools(self):
+        return self.named
 
     def start_trace(self):
         self.calls.append("start")
@@ -218,11 +224,15 @@ def test_much_that_is_cached_alone_is_not_fragmentation():
     assert watched(source).diagnosis().verdict == "healthy"
 
 
+CACHE = PoolStatistics(name="a", reserved_bytes=2500 * MB, allocated_bytes=500 * MB)
+
+
 @pytest.mark.parametrize(
     ("options", "others", "remedy"),
     [
         ({"grows": True}, {}, "segments grow already"),
         ({"private": 2500 * MB}, {}, "pools of graphs"),
+        ({"pools": {"a": CACHE}}, {}, "2.10 GB of it are free in memory pools"),
         ({}, {"requested_bytes": 500 * MB}, "50% of what is allocated is rounding"),
     ],
 )
@@ -261,12 +271,16 @@ def test_the_record_is_json():
     source = Played(
         lambda step: figures(
             requested_bytes=900 * MB, inactive_split_bytes=200 * MB, pools={"small": MB}
-        )
+        ),
+        pools={"a": CACHE},
     )
     record = json.loads(json.dumps(watched(source).to_record()))
     assert record["fragmentation"] == pytest.approx(0.1)
     assert record["rounding"] == pytest.approx(0.1)
     assert record["pools"] == {"small": MB}
+    assert record["named_pools"] == {
+        "a": {"reserved_bytes": 2500 * MB, "allocated_bytes": 500 * MB}
+    }
     assert record["verdict"] == "healthy"
     assert MemoryMonitor("cpu", source=source).to_record() == {}
     assert json.dumps(watched(source).diagnosis().to_dict())
@@ -351,6 +365,10 @@ def test_torchs_counters_are_read():
         num_ooms=6,
         pools={"small": 1, "large": 2},
     )
+    # Torch 2.13 tells those of graphs, too.
+    held = {(0, 1): {"all": {"current": 2, "peak": 9}}, (3, 0): {"all": {"current": 1, "peak": 1}}}
+    private = sample_of(9, stats | {"reserved_bytes_by_private_pools": held})
+    assert private.pools == {"small": 1, "large": 2, "private": 3}
 
 
 def test_the_line_is_the_users():
@@ -362,3 +380,28 @@ def test_the_line_is_the_users():
     assert line_of(frames) == "/home/me/train.py:2 in f"
     assert line_of(frames[:2]) == f"{inside}:1 in f"
     assert line_of(frames[:1]) == line_of([]) == NO_LINE
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_lines_that_are_noted_already_are_read_and_left_alone(monkeypatch, is_noted):
+    """By the program itself, or for the account of a step that does not fit."""
+    frames = [{"filename": "/home/me/train.py", "line": 2, "name": "f"}]
+    block = {"address": 0, "size": MB, "state": "active_allocated", "frames": frames}
+    calls = []
+    for name, value in {
+        "get_per_process_memory_fraction": lambda device: 1.0,
+        "get_device_properties": lambda device: SimpleNamespace(total_memory=LIMIT),
+        "memory_snapshot": lambda **kwargs: [{"device": 0, "blocks": [block]}],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: is_noted, raising=False)
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        "_record_memory_history",
+        lambda **kwargs: calls.append(kwargs["enabled"]),
+    )
+    source = CUDAMemory(torch.device("cuda", 0))
+    assert source.start_trace() is None
+    assert source.live_by_line() == {"/home/me/train.py:2 in f": MB}
+    source.stop_trace()
+    assert calls == ([] if is_noted else ["state", None])

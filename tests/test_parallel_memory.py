@@ -1,5 +1,8 @@
 """Whose the memory of shards is, when it runs out and when branches read it."""
 
+import time
+
+import pytest
 import torch
 
 import ranks
@@ -63,3 +66,45 @@ def test_a_step_of_shards_that_runs_out_of_memory_has_its_account():
     for told in ranks.run(running_out):
         assert "optimizer state" in told
         assert "head.weight" in told
+
+
+def one_running_out(rank, shard):
+    calls = []
+
+    def loss_fn(model, batch):
+        calls.append(batch)
+        loss = mean_loss(model, batch)
+        if rank == 1 and len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss
+
+    trainer = Trainer(fresh(), OPTIMIZERS["adamw"], loss_fn, Plan(shard=shard))
+    first, second, *_ = batches(rank)
+    trainer.step(first)
+    began = time.monotonic()
+    try:
+        trainer.step(second)
+    except Exception as error:
+        account = getattr(error, "account", None)
+        return {
+            "error": type(error).__name__,
+            "stage": None if account is None else account.stage,
+            "text": str(error),
+            "num_calls": len(calls),
+            "num_steps": trainer.num_steps,
+            "took_s": time.monotonic() - began,
+        }
+    return None
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_where_one_rank_runs_out_all_end_with_its_account_and_none_tries_again(shard):
+    other, out = ranks.run(one_running_out, 2, shard)
+    assert (out["error"], out["stage"]) == ("OutOfMemoryError", "forward")
+    assert other["error"] == "RankError"
+    for told in (other, out):
+        assert "out of memory in the forward" in told["text"]
+        assert "optimizer state" in told["text"]
+        assert told["num_calls"] == 2
+        assert told["num_steps"] == 1
+        assert told["took_s"] < ranks.GROUP_TIMEOUT_S / 2  # nobody waits until the group gives up

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parameter_offloading import Expert, mixture, prompt_copies
-from torchfast import MicroBatches, Plan, PlanError, Trainer, TrainStep
+from torchfast import MicroBatches, OutOfMemoryError, Plan, PlanError, Trainer, TrainStep
 from torchfast.memory import OffloadOptions
 from torchfast.memory.host_block import HostForward
 
@@ -227,6 +227,30 @@ def test_a_step_that_ran_out_of_memory_is_done_again_in_parts(copies):
     for raises in (False, True):
         expected = run(plan, raises)
         assert all(map(torch.equal, expected, run(plan.replace(offload="parameters"), raises)))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_account_tells_what_is_brought_from_activations(copies, where):
+    model = nn.Sequential(*(Expert() for _ in range(4)))
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    step = TrainStep(model, ADAMW, loss_fn, Plan(offload="parameters"))
+    step(torch.randn(4, 8))
+    if where == "forward":
+        model[2].down.register_forward_pre_hook(fails)
+    else:
+        model[1].down.weight.register_hook(fails)
+    with pytest.raises(OutOfMemoryError) as caught:
+        step(torch.randn(4, 8))
+    step.close()
+    account = caught.value.account
+    assert account.stage == where
+    block = sum(p.nbytes for p in model[0].parameters())
+    brought = account.bytes_of("parameters brought from the host")
+    assert block <= brought <= 2 * block
+    assert brought % block == 0
 
 
 def test_a_step_that_cannot_be_built_leaves_the_model_alone(copies):

@@ -78,6 +78,23 @@ def test_no_more_is_fetched_than_was_asked_for():
 
 
 @pytest.mark.usefixtures("every_way")
+def test_groups_are_of_as_many_steps_as_the_loop_asks_for():
+    upstream = iter(numbered(40))
+    loader = PrefetchingLoader(upstream, "cpu", accumulate=2, unroll=4)
+    asked = iter([1, 4, 9, 2, 4, 3])
+    groups = loader.iterate(max_steps=14, at_once=lambda: next(asked))
+    places, sizes = [], []
+    for group in groups:
+        sizes.append(len(group))
+        for place in range(len(group)):
+            loader.go_to(place)
+            places.append(loader.state_dict()["num_batches"])
+    assert sizes == [1, 4, 4, 2, 3]  # never more than there are slots for, nor than max_steps
+    assert places == list(range(2, 30, 2))
+    assert int(next(upstream)[0][0]) == 28
+
+
+@pytest.mark.usefixtures("every_way")
 def test_fit_leaves_in_a_generator_what_it_did_not_train_on():
     model = torch.nn.Linear(3, 1)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, accumulate=2)

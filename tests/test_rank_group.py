@@ -23,6 +23,7 @@ def test_one_process_is_a_group_of_its_own():
         assert group.together(lambda: 3) == [3]
         assert group.least(7).wait() == 7
         assert group.each(-7).wait() == [-7]
+        assert group.span(-7) == (-7, -7)
         with pytest.raises(KeyError):
             group.together({}.popitem)
 
@@ -37,6 +38,8 @@ def test_ranks_agree():
             assert (first.wait(), second.wait()) == (4, 0)
             third, fourth = group.each(5 - 9 * rank), group.each(2**40 + rank)
             assert (third.wait(), fourth.wait()) == ([5, -4], [2**40, 2**40 + 1])
+            assert group.span(3 - 7 * rank) == (-4, 3)
+            assert group.span(2**40) == (2**40, 2**40)
             assert RankGroup.alone().gather(rank) == [rank]
 
             def fail_on_one():
@@ -52,8 +55,9 @@ def test_ranks_agree():
         with pytest.raises(RankError, match="cannot be reached"):
             group.gather(1)
         other = RankGroup.join()
+        dist.barrier()  # or the other one may still be about to connect to this
         dist.destroy_process_group(other._group)  # of a user who destroys all, and closes then
-        for say in (other.gather, other.least, other.each):
+        for say in (other.gather, other.least, other.each, other.span):
             with pytest.raises(RankError, match="cannot be reached"):
                 say(1)
         other.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import copy
+import math
 
 import pytest
 import torch
@@ -12,10 +13,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from recomputed import GPT, GPTBlock, live_bytes, make, token_loss, tokens
 from tape import TapeGraph
-from torchfast import CUDAGraphOptions, Recompute, RecomputeChoice, RecomputePlan, plan_recompute
+from torchfast import (
+    CUDAGraphOptions,
+    Recompute,
+    RecomputeChoice,
+    RecomputeOptions,
+    RecomputePlan,
+    plan_recompute,
+)
 from torchfast._core.compare import differences
 from torchfast.memory.kept_results import Result, choose_kept
+from torchfast.memory.recompute import block_forwards
 from torchfast.memory.recompute_plan import fixed_bytes
+from torchfast.memory.recompute_times import peak_rises
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt with dropout", "llama", "vit", "resnet"])
@@ -240,6 +250,83 @@ def test_the_memory_decides_on_a_real_model():
     found = plan_recompute(model, loss_fn, batch, memory_gb=tight, repeats=1)
     assert found.choice.recompute == "blocks"
     assert plan_recompute(model, loss_fn, batch, memory_gb=1e-6, repeats=1).choice is None
+
+
+def test_the_peak_decides_where_a_device_tells_it(monkeypatch):
+    """Temporary results, such as the gradient of logits, are saved by nobody."""
+    model, loss_fn, batch = make("gpt")
+    roomy = plan_recompute(model, loss_fn, batch, memory_gb=1.0, repeats=1)
+    assert all(choice.needed_bytes is None for choice in roomy.choices)
+    assert "peak GiB" not in str(roomy)
+    gradients = sum(p.nbytes for p in model.parameters())
+    # In the order of the ways: none, selective by two, selective, blocks by two, blocks.
+    rises = [5 * 10**6, None, 3 * 10**6, 2 * 10**6, 10**6]
+    monkeypatch.setattr("torchfast.memory.recompute_plan.peak_rises", lambda *_: rises)
+    needed = roomy.fixed_bytes - gradients + 2 * 10**6
+    found = plan_recompute(model, loss_fn, batch, memory_gb=needed / 1e9, repeats=1)
+    needs = {choice.name: choice.needed_bytes for choice in found.choices}
+    assert needs["blocks, one of 2"] == needed
+    assert needs["none"] == needed + 3 * 10**6
+    assert needs["selective, one of 2"] is None  # not told
+    fits = {choice.name for choice in found.choices if choice.fits}
+    assert fits == {"selective, one of 2", "blocks, one of 2", "blocks"}
+    assert "peak GiB" in str(found)
+    assert f" {needed / 2**30:>10.4f}" in str(found)
+    rises[1:] = [None] + [10**9] * 3
+    tight = plan_recompute(model, loss_fn, batch, memory_gb=1e-6, repeats=1)
+    assert tight.choice is None
+    assert "nothing fits: selective, one of 2 needs" in str(tight)  # by what is saved
+
+
+@pytest.mark.parametrize(("device_gb", "fits"), [(0.9, True), (1.0, False), (1.1, False)])
+def test_what_has_run_out_of_memory_fits_into_a_larger_device_only(monkeypatch, device_gb, fits):
+    """By what is saved it would fit: what ran out is what nobody saves."""
+    model, loss_fn, batch = make("gpt")
+    rises = [math.inf, *[10**6] * 4]
+    planning = "torchfast.memory.recompute_plan"
+    monkeypatch.setattr(f"{planning}.peak_rises", lambda *_: rises)
+    monkeypatch.setattr(f"{planning}.device_bytes", lambda _: int(device_gb * 1e9))
+    found = plan_recompute(model, loss_fn, batch, memory_gb=1.0, repeats=1)
+    (none,) = [choice for choice in found.choices if choice.name == "none"]
+    assert (none.fits, none.needed_bytes) == (fits, None)
+    assert (found.choice.name == "none") == fits
+    needed = found.fixed_bytes - sum(p.nbytes for p in model.parameters()) + 2 * 10**9
+    rises[1:] = [2 * 10**9, *[3 * 10**9] * 3]
+    text = str(plan_recompute(model, loss_fn, batch, memory_gb=1.0, repeats=1))
+    asked = f"nothing fits: selective, one of 2 needs {needed / 2**30:.4f} GiB"
+    assert (asked in text) != fits
+    rises[:] = [math.inf] * 5
+    text = str(plan_recompute(model, loss_fn, batch, memory_gb=1.0, repeats=1))
+    assert ("nothing fits: all ran out of memory" in text) != fits
+
+
+def test_the_peak_is_that_of_a_steady_step(monkeypatch):
+    """Without the gradients of the one before, and in each way as it is then."""
+    model = GPT(layers=2)
+    kinds = [[], block_forwards([("blocks.0", model.blocks[0])], RecomputeOptions())]
+    seen = []
+
+    def step(batch):
+        seen.append("forward" in vars(model.blocks[0]))
+        if batch == "too large" and not seen[-1]:
+            raise torch.OutOfMemoryError("no")
+        model.zero_grad(set_to_none=True)
+        token_loss(model, tokens()).backward()
+
+    def allocated(device):
+        assert all(p.grad is None for p in model.parameters())
+        return 100
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: seen.append("reset"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 + 10 * len(seen))
+    device = torch.device("cuda", 0)
+    assert peak_rises(step, "small", model, kinds, device) == [30, 60]
+    assert seen == [False, "reset", False, True, "reset", True]
+    seen.clear()
+    assert peak_rises(step, "too large", model, kinds, device) == [math.inf, 40]
+    assert "forward" not in vars(model.blocks[0])
+    assert peak_rises(step, "small", model, kinds, torch.device("cpu")) == [None, None]
 
 
 def test_what_is_there_besides():

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from synthetic_trace import SyntheticTrace, read
+from torchfast.profiling.ceilings import Ceilings, float8_product
 from torchfast.profiling.operator_costs import cost_of
 from torchfast.profiling.report import report_on
 from torchfast.profiling.trace import read_trace
@@ -128,6 +129,27 @@ def test_a_scaled_product_writes_the_type_it_is_asked_for(tmp_path):
     costs = traced(function, tmp_path / "trace.json")
     (cost,) = [cost for (name, _), cost in costs.items() if name == "aten::_scaled_mm"]
     assert cost == (2 * 32 * 16 * 48, 32 * 16 + 16 * 48 + 4 * 32 * 48)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_products_of_float8_are_held_against_float8(dtype, tmp_path):
+    name = str(dtype).removeprefix("torch.")
+    made = SyntheticTrace()
+    types = [f"c10::{name.capitalize()}", "c10::Float8_e4m3fn"]
+    made.op("aten::_scaled_mm", 0, 20, dims=[[1024, 1024], [1024, 1024]], types=types)
+    made.events[-1]["args"]["Concrete Inputs"] = [""] * 8
+    made.kernel(30, 40, GEMM, at=5)
+    ceilings = Ceilings(device="x", flops={"bfloat16": 4e14, name: 8e14}, bytes_a_second=3e15)
+
+    (row,) = report_on(read(made, tmp_path), None, ceilings).roofline
+
+    assert (row.dtype, row.bound) == (name, "compute")
+    assert row.of_ceiling == pytest.approx(2 * 1024**3 / 10e-6 / 8e14)
+    # What the ceiling is measured by is a product of that type.
+    product = float8_product(32, dtype, torch.device("cpu"))
+    assert product.args[0].dtype is dtype
+    expected = product.args[0].float() @ product.args[1].float()
+    torch.testing.assert_close(product().float(), expected, rtol=0.02, atol=0.05)
 
 
 def test_without_the_numbers_of_a_convolution_nothing_is_said():

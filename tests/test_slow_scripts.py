@@ -63,12 +63,13 @@ def test_a_script_trains_on_the_cpu(outcomes, name):
 def test_there_is_an_answer_for_each_script_and_a_script_for_each_answer():
     others = {"__init__", "check", "expected"}
     assert {path.stem for path in expected.FOLDER.glob("*.py")} - others == set(EXPECTED)
-    assert len(OF_TORCH) == 12
+    assert len(OF_TORCH) == 20
 
 
-def test_each_kind_of_fault_is_there_once():
+def test_each_kind_of_fault_is_there():
     kinds = [EXPECTED[name].kind for name in OF_TORCH]
-    assert sorted(kinds) == sorted(expected.Kind.__args__)
+    assert sorted(kinds[:12]) == sorted(expected.Kind.__args__)
+    assert len(set(kinds[12:])) == 8
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -85,7 +86,7 @@ def test_the_markers_stand_on_statements_of_the_script(name):
 def test_a_script_is_plain_and_short_and_does_not_name_its_fault(name):
     text = path_of(name).read_text()
     tree = ast.parse(text)
-    assert text.count("\n") < 90
+    assert text.count("\n") <= 120
     assert "torchfast" not in text
     summary = ast.get_docstring(tree)
     assert summary.startswith("Trains ")
@@ -240,6 +241,21 @@ def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
     assert [run["command"] for run in tables.runs(more, "slow scripts")] == [
         row["run"]["command"] for row in more["rows"].values()
     ]
+    # One that is asked and not reached keeps what it had.
+    monkeypatch.setattr(check, "check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        check.main(["--out", str(out), "--only", "vision_transformer", *names])
+    kept = json.loads(out.read_text())["rows"]
+    assert kept["vision_transformer"]["status"] == "failed"
+    assert {name: kept[name] for name in more["rows"]} == more["rows"]
+
+
+def interrupted(script, *_):
+    """Answer for the first script that is asked, and be stopped in the next one."""
+    if script != "vision_transformer":
+        raise KeyboardInterrupt
+    expected = {"classes": ["compute-bound"], "kind": "fp32-matmul"}
+    return {"status": "failed", "reason": "made up", "expected": expected}
 
 
 @pytest.mark.parametrize(

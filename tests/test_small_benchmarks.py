@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torchao.optim import AdamW4bit, AdamW8bit
 
 from benchmarks import (
+    below_bf16,
     compare_check,
     figures,
     first_replay,
@@ -15,13 +19,17 @@ from benchmarks import (
     largest,
     offload,
     offload_training,
+    offload_update,
     profiling_tables,
     recompute,
+    results,
     slow_to_fast,
     step_host,
+    tables,
     yardstick,
 )
 from benchmarks.methods import METHODS
+from benchmarks.result_rows import ResultRows
 from benchmarks.workloads import workload
 
 
@@ -49,14 +57,49 @@ def test_recompute(run):
     assert "OTHER" not in printed
 
 
-def test_recompute_measures_what_is_asked_for_and_says_what_it_left_out(run, tmp_path):
-    rows, _ = run(recompute, "--models", "ViT", "--block-s", "0.01")
-    assert {row["name"] for row in rows} == {"ViT"}
-    rows, printed = run(recompute, "--models", "ViT", "Llama", "--limit-s", "-1")
+def test_recompute_measures_what_is_asked_for_beside_what_there_is(run, tmp_path):
+    short = ("--block-s", "0.01")
+    rows, printed = run(recompute, "--models", "ViT", "Llama", "--limit-s", "-1", *short)
     assert rows == []
     assert "left out" in printed
+    left_out = [f"{name}, eager: no time was left" for name in ("ViT", "Llama")]
+    assert json.loads((tmp_path / "figures.json").read_text())["left_out"] == left_out
+
+    rows, _ = run(recompute, "--models", "ViT", *short)
+    assert {row["name"] for row in rows} == {"ViT"}
+    rows, _ = run(recompute, "--models", "Llama", *short)
+    assert [row["name"] for row in rows] == ["ViT"] * 3 + ["Llama"] * 3
+    assert rows[0]["run"]["command"] != rows[-1]["run"]["command"]
+    # What has been measured is missing no longer, and a run without time takes nothing away.
+    again, _ = run(recompute, "--models", "ViT", "GPT-2 small", "--limit-s", "-1", *short)
+    assert again == rows
     left_out = json.loads((tmp_path / "figures.json").read_text())["left_out"]
-    assert left_out == ["ViT, eager", "Llama, eager"]
+    assert left_out == ["GPT-2 small, eager: no time was left"]
+    # Other settings, and the figures could not be held against each other.
+    with pytest.raises(SystemExit, match="was measured with settings"):
+        run(recompute, "--models", "ViT", "--block-s", "0.02")
+
+
+def test_rows_that_do_not_say_their_run_keep_that_of_their_file(monkeypatch, tmp_path):
+    out = tmp_path / "figures.json"
+    monkeypatch.setattr("sys.argv", ["first.py"])
+    results.write(out, {"settings": {}, "rows": [{"name": "a"}]})
+    monkeypatch.setattr("sys.argv", ["second.py"])
+    ResultRows(out, ("name",), {}).add({"name": "b"})
+    found = json.loads(out.read_text())
+    ran = {row["name"]: row["run"]["command"].split()[-1] for row in found["rows"]}
+    assert ran == {"a": "first.py", "b": "second.py"}
+    assert tables.runs(found, "recompute") == [row["run"] for row in found["rows"]]
+
+
+def test_rows_of_another_machine_stand_in_no_file_with_ours(run, tmp_path, monkeypatch):
+    run(offload)
+    here = results.machine()
+    monkeypatch.setattr(results, "machine", lambda: {**here, "commit": "another"})
+    run(offload)
+    monkeypatch.setattr(results, "machine", lambda: {**here, "gpu": "another"})
+    with pytest.raises(SystemExit, match="was measured with machine"):
+        run(offload)
 
 
 def test_offload(run):
@@ -64,6 +107,85 @@ def test_offload(run):
     assert [row["arm"] for row in rows] == list(offload.ARMS)
     assert all(row["same_bits"] and row["ms"] > 0 for row in rows)
     assert "OTHER" not in printed
+
+
+def test_below_bf16_holds_each_method_against_the_first(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    options = ["--device", "cpu", "--smoke", "--rounds", "2", "--turn-steps", "1", "--steps", "3"]
+
+    def run(*more):
+        monkeypatch.setattr("sys.argv", ["benchmark.py", *options, "--out", str(out), *more])
+        below_bf16.main()
+        return json.loads(out.read_text())["rows"]
+
+    rows = run("--groups", "state", "curves", "--methods", "fused AdamW", "8 bit")
+    there = [("state", "fused AdamW"), ("state", "8 bit"), ("curves", "8 bit")]
+    assert [(row["group"], row["method"]) for row in rows] == there
+    assert rows[1]["reference"] == "fused AdamW"
+    assert rows[1]["state_bytes"] <= rows[0]["state_bytes"]  # weights so small keep theirs
+    assert len(rows[1]["turns_ms"]) == 2
+    assert len(rows[2]["losses"]) == 3
+    # Another run adds the one it is asked for, beside the same first one.
+    more = run("--groups", "state", "--methods", "4 bit")
+    assert more[:3] == rows
+    assert (more[3]["method"], more[3]["reference"]) == ("4 bit", "fused AdamW")
+    assert "4 bit" in capsys.readouterr().out
+
+
+def test_the_state_of_few_bits_is_counted_as_it_lies_in_memory():
+    def bytes_with(kind):
+        layer = torch.nn.Linear(256, 256, bias=False)
+        optimizer = kind(layer.parameters())
+        layer(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        return below_bf16.state_bytes(optimizer)
+
+    moment = 256 * 256 * 4
+    assert bytes_with(torch.optim.AdamW) == 2 * moment + 4
+    # A scale of 4 bytes for 256 numbers, and a table of what each code stands for.
+    assert 0.25 < bytes_with(AdamW8bit) / (2 * moment) < 0.27
+    assert 0.125 < bytes_with(AdamW4bit) / (2 * moment) < 0.16
+
+
+def test_offloaded_updates(run):
+    rows, printed = run(offload_update, "--block-s", "0.01", "--accumulate", "1", "2")
+    arms = [(row["accumulate"], row["arm"]) for row in rows]
+    assert arms == [(number, name) for number in (1, 2) for name in offload_update.ARMS]
+    assert all(row["ms"] > row["update_ms"] > 0 for row in rows)
+    # There is nothing on the host that an update on the device is held against.
+    assert [row["same_bits"] for row in rows] == [None, True, True, True, True] * 2
+    assert "OTHER" not in printed
+    more, _ = run(offload_update, "--block-s", "0.01", "--accumulate", "3")
+    assert more[:10] == rows
+    assert {row["accumulate"] for row in more[10:]} == {3}
+
+
+def test_an_update_is_not_waited_for_within_a_step_that_is_timed(monkeypatch):
+    """Or a copy that began in the backward could not go on beside the update."""
+    arm = offload_update.Training("host, early", workload("llama", "smoke"), 1, "cpu")
+    waits = []
+    monkeypatch.setattr(arm, "synchronize", lambda: waits.append(1))
+    arm.turn(3)
+    assert len(waits) == 2
+    assert arm.update_ms() > 0
+    assert len(waits) == 2 + 2 * offload_update.FEW
+    arm.close()
+
+
+@pytest.mark.parametrize(("benchmark", "kind"), [(offload_update, "Training"), (offload, "Way")])
+def test_of_an_arm_that_was_measured_nothing_is_left(run, monkeypatch, benchmark, kind):
+    living = weakref.WeakSet()
+    most = []
+
+    class Watched(getattr(benchmark, kind)):
+        def __init__(self, *args):
+            living.add(self)
+            most.append(len(living))
+            super().__init__(*args)
+
+    monkeypatch.setattr(benchmark, kind, Watched)
+    run(benchmark, "--block-s", "0.01")
+    assert max(most) == 2
 
 
 def test_slow_to_fast(run):
@@ -85,10 +207,22 @@ def test_offload_in_training(run, tmp_path):
     assert all(row["same_bits"] and row["ms"] > 0 and len(row["turns_ms"]) == 2 for row in rows)
     assert rows[0]["turns_ms"] != rows[1]["turns_ms"]
     assert "OTHER" not in printed
-    rows, _ = run(offload_training, "--limit-s", "-1", "--arms", "plain", "offload")
-    assert rows == []
+    there = ["--arms", "plain", "offload", "--block-s", "0.01"]
+    again, _ = run(offload_training, "--limit-s", "-1", *there)
+    assert again == rows
     left_out = json.loads((tmp_path / "figures.json").read_text())["left_out"]
-    assert left_out == [f"{arm}, eager: no time was left" for arm in ("plain", "offload")]
+    assert left_out == ["offload, eager: no time was left"]
+
+
+@pytest.mark.parametrize(("saved", "allowed"), [(10**9, 10**9), (10**12, 5 * 10**9), (0, None)])
+def test_what_the_bus_allows_is_no_more_than_is_saved(saved, allowed):
+    losses = [torch.ones(())]
+    figures = {"times_ms": [1.0], "peak_bytes": None, "seen": losses, "mode": "eager"}
+    plain = SimpleNamespace(name="plain", sent_bytes=0, **figures)
+    arm = SimpleNamespace(name="offload auto", sent_bytes=10**9, **figures)
+    found = offload_training.row(arm, plain, 50e9, (0.1, 0.2), saved)
+    assert found["allowed_bytes"] == allowed
+    assert found["of_allowed"] == (None if allowed is None else 10**9 / allowed)
 
 
 @pytest.mark.parametrize("true", [1, 2, 7, 37, 64, 1000])
@@ -207,6 +341,8 @@ def test_step_host(run):
     torch.set_num_threads(threads)
     assert rows[0]["part"] == "step"
     assert {"a glance at the state", "cloning the outputs"} <= {row["part"] for row in rows}
-    assert rows[1]["part"] == "steps of 8, per step"
+    parts = [row["part"] for row in rows[1:4]]
+    assert parts == ["steps of 8, per step", "fit, per step", "fit of 8, per step"]
+    assert rows[3]["median_us"] < rows[2]["median_us"]
     assert all(0 < row["least_us"] <= row["median_us"] for row in rows)
     assert "describing the batch" in printed

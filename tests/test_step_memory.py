@@ -180,6 +180,9 @@ class Source:
     def private_bytes(self):
         return 0
 
+    def pools(self):
+        return {}
+
     def start_trace(self):
         return "not here"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from simulated_queue import CPU, SimulatedQueue, percentiles, run_step, skip_first, timed
@@ -63,6 +65,22 @@ def test_each_session_begins_with_first_steps(timer, queue):
     sampled(timer, queue, 50)
     with timer.session():
         assert sampled(timer, queue, NUM_FIRST) == list(range(2, NUM_FIRST + 1))
+
+
+def test_each_of_several_steps_in_a_replay_is_its_part(timer, queue):
+    looked_at = []
+    for group in range(16):
+        timer.begin_step()
+        if timer._sample is not None:
+            looked_at.append(group)
+        with phase(REPLAY):
+            queue.spend(12e6)  # so long that no sampling is dear
+        queue.spend(4e6)
+        timer.end_step(num_steps=8)
+        queue.let_pass()
+    found = timer.times()
+    assert (found["replay"].p50_ms, found["other"].p50_ms) == (1.5e6, 0.5e6)
+    assert {8 * (b - a) for a, b in pairwise(looked_at)} == {EVERY + 8}  # at most one in so many
 
 
 def test_where_sampling_is_dear_it_is_rare(timer, queue, monkeypatch):

@@ -115,6 +115,14 @@ def test_what_is_below_the_calls_is_found_at_its_line(function):
         function(batch())
 
 
+@pytest.mark.parametrize("read", [range, [1, 2, 3].__getitem__, "abc".__mul__])
+def test_a_tensor_where_python_wants_a_whole_number_is_found(read):
+    with SyncGuard(device="cpu") as guard:
+        line = here() + 1
+        read(torch.tensor(2))
+    assert [(s.line, s.kind) for s in guard.report().syncs] == [(line, "index")]
+
+
 def test_what_reads_numbers_on_the_host_only_is_silent():
     x = torch.randn(6, 6)
     packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 3), torch.tensor([3, 2]))

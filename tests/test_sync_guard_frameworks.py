@@ -2,11 +2,13 @@
 
 The scripts train with the framework's own loop, and know nothing of torchfast but the guard. In
 each the first line with the mark is what was planted; what the framework itself reads is told too,
-at the framework's lines, and is no line of the script's.
+at the framework's lines, and is no line of the script's. Behind them the slow scripts of the
+benchmarks are run as they stand, which do not even know the guard.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,26 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import warm_python
+from benchmarks.slow_scripts.expected import EXPECTED, lines_of, path_of
 from torchfast import SyncGuard
+
+# In a process of its own: what the scripts set is never put back.
+RUN_GUARDED = """
+import json, sys
+from torchfast import SyncGuard
+
+found = {}
+for path in sys.argv[2:]:
+    script = {"__name__": "script", "__file__": path}
+    with open(path) as file:
+        exec(compile(file.read(), path, "exec"), script)
+    with SyncGuard(device="cpu") as guard:
+        script["main"](["--device", "cpu", "--steps", "3", "--small"])
+    found[path] = [[s.file, s.line, s.kind, s.count] for s in guard.report().syncs]
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
+"""
 
 STEPS = 3
 
@@ -127,3 +148,22 @@ def test_lightning(is_planted, tmp_path):
     assert trainer.global_step == STEPS
     line = planted("lightning")
     assert of_this_file(guard) == ([(line, "boolean mask", STEPS)] if is_planted else [])
+
+
+def test_scripts_as_they_stand(tmp_path):
+    names = [name for name, answer in EXPECTED.items() if answer.needs is not None]
+    for name in names:
+        pytest.importorskip(EXPECTED[name].needs)
+    out = tmp_path / "found.json"
+    paths = [str(path_of(name)) for name in names]
+    warm_python.run(RUN_GUARDED, out, *paths, cwd=tmp_path, check=True, timeout=240)
+    found = json.loads(out.read_text())
+    assert len(names) == 3
+    for name, path in zip(names, paths, strict=True):
+        own = [row for row in found[path] if row[0] == path]
+        planted = lines_of(name)
+        # The costliest are what was planted; a script may read its loss once, behind the loop.
+        costliest, others = own[: len(planted)], own[len(planted) :]
+        assert sorted(row[1:3] for row in costliest) == [[line, "item"] for line in planted]
+        assert all(count > 2 * STEPS for *_, count in costliest)
+        assert all(count == 1 for *_, count in others)

@@ -85,6 +85,8 @@ def test_damage_in_the_middle_is_remarked(tmp_path):
         (b'{"traceEvents": {"a": 1}}', "traceEvents that are no list"),
         (b'{"schemaVersion": 1, "deviceProp', "not a whole JSON file"),
         (b'{"schemaVersion": 1,', "ends before its first event"),
+        (b"\n", "ends before its first event"),
+        (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x02\xff", "ends before its first event"),
         (b'{"traceEvents": []}', "0 events but none of torch.profiler's"),
         (
             b'{"traceEvents": [{"ph": "X", "cat": "v8", "name": "gc", "ts": 1, "dur": 2}]}',
@@ -99,6 +101,19 @@ def test_what_is_no_trace_is_refused(tmp_path, content, message):
 
     with pytest.raises(TraceError, match=message):
         read_trace(path)
+
+
+@pytest.mark.parametrize("before", ['{"losses": ', '{"traceEvents": ['])
+def test_a_value_longer_than_any_of_a_trace_is_not_read_to_its_end(tmp_path, monkeypatch, before):
+    monkeypatch.setattr(trace_file, "_PIECE", 1000)
+    monkeypatch.setattr(trace_file, "_LONGEST_EVENT", 4000)
+    path = tmp_path / "trace.json"
+    path.write_text(f"{before}{list(range(10_000))}")
+    file = TraceFile(path)
+
+    with pytest.raises(TraceError, match="a value of it is longer than any of a trace"):
+        list(file.events())
+    assert file.part_read < 0.2
 
 
 def test_a_missing_file_is_not_found(tmp_path):

@@ -27,6 +27,61 @@ def test_idle_because_of_the_loader(tmp_path):
     assert gap_of(made, tmp_path).cause == "data"
 
 
+LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+
+def parts_of(made, tmp_path):
+    """What a gap from 0 to 1000 is divided into: where each part ends, and its cause."""
+    made.kernel(-100, 0, at=-110)
+    made.kernel(1000, 1100, at=995)
+    gaps = figures_of(made, tmp_path).gaps
+    begin = gaps[0].start
+    assert [gap.start for gap in gaps[1:]] == [gap.end for gap in gaps[:-1]]
+    assert gaps[-1].end - begin == pytest.approx(1000)
+    return [(round(gap.end - begin), gap.cause) for gap in gaps]
+
+
+@pytest.mark.parametrize("begin", [200, 20])
+@pytest.mark.parametrize("end", [700, 970])
+def test_what_the_host_does_beside_a_wait_for_a_batch_is_not_the_loaders(tmp_path, begin, end):
+    made = SyntheticTrace()
+    made.annotation(LOADER, begin, end)
+    before = [(begin, "python")] if begin == 200 else []
+    behind = [(1000, "python")] if end == 700 else []
+
+    expected = [*before, (end if behind else 1000, "data"), *behind]
+    assert parts_of(made, tmp_path) == expected
+
+
+def test_two_batches_before_one_launch(tmp_path):
+    made = SyntheticTrace()
+    made.annotation("torchfast.data_wait", 10, 400)
+    made.annotation(LOADER, 20, 390)
+    made.annotation("torchfast.data_wait", 410, 990)
+
+    assert parts_of(made, tmp_path) == [(400, "data"), (1000, "data")]
+
+
+@pytest.mark.parametrize(("end", "behind"), [(300, "sync"), (700, "launch")])
+def test_behind_a_long_wait_for_a_batch_one_for_the_device_is_forgotten(tmp_path, end, behind):
+    made = SyntheticTrace()
+    made.call("cudaStreamSynchronize", -50, 5)
+    made.op("aten::add", 6, 190)
+    made.annotation(LOADER, 200, end)
+    made.op("aten::add", end + 1, 994)
+
+    assert parts_of(made, tmp_path) == [(200, "sync"), (end, "data"), (1000, behind)]
+
+
+def test_a_batch_that_was_there_divides_nothing(tmp_path):
+    made = SyntheticTrace()
+    made.op("aten::add", 1, 390)
+    made.annotation(LOADER, 400, 440)
+    made.op("aten::add", 450, 994)
+
+    assert parts_of(made, tmp_path) == [(1000, "launch")]
+
+
 def test_idle_after_a_wait_of_the_host(tmp_path):
     made = SyntheticTrace()
     made.kernel(0, 100, at=-5)

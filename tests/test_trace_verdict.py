@@ -259,39 +259,73 @@ def test_pinned_and_small_copies_are_no_fault(tmp_path, kind, num):
     assert report(made, tmp_path).findings == ()
 
 
-def test_an_update_in_a_loop_over_parameters(tmp_path):
-    def steps(name):
-        made = SyntheticTrace(ahead=360.0)
-        for step in range(STEPS):
-            begin = step * 1000.0
-            made.step(step, begin - 365, begin + 634)
-            made.annotation("Optimizer.step#AdamW.step", begin + 235, begin + 633)
-            made.line("train.py:50", begin + 234, begin + 633.5)
-            for i in range(10):
-                made.kernel(begin + 60 * i, begin + 60 * i + 59, GEMM)
-            for i in range(40):
-                made.kernel(begin + 600 + 10 * i, begin + 609 + 10 * i, name)
-        return made
+def updating_one_by_one(name, *, own_lines=()):
+    """Steps whose optimizer launches 40 kernels; at lines of its own, if it has some."""
+    made = SyntheticTrace(ahead=360.0)
+    for step in range(STEPS):
+        begin = step * 1000.0
+        made.step(step, begin - 365, begin + 634)
+        made.annotation("Optimizer.step#AdamW.step", begin + 235, begin + 633)
+        made.line("train.py:50", begin + 234, begin + 633.5)
+        for i in range(10):
+            made.kernel(begin + 60 * i, begin + 60 * i + 59, GEMM)
+        for i in range(40):
+            made.kernel(begin + 600 + 10 * i, begin + 609 + 10 * i, name)
+            if own_lines:
+                at = begin + 239.5 + 10 * i
+                made.line(own_lines[i % len(own_lines)], at, at + 3)
+    return made
 
-    slow = report(steps("vectorized_elementwise_kernel<4, MulFunctor<float>>"), tmp_path)
-    fused = report(steps("multi_tensor_apply_kernel<FusedAdamMathFunctor>"), tmp_path)
+
+def test_an_update_in_a_loop_over_parameters(tmp_path):
+    one_by_one = updating_one_by_one("vectorized_elementwise_kernel<4, MulFunctor<float>>")
+    slow = report(one_by_one, tmp_path)
+    fused = report(updating_one_by_one("multi_tensor_apply_kernel<FusedAdamMathFunctor>"), tmp_path)
 
     assert [(x.kind, x.line) for x in slow.findings] == [("unfused-optimizer", "train.py:50")]
     assert slow.findings[0].figure == pytest.approx(40.0)
     assert "unfused-optimizer" not in kinds(fused)
 
 
-def test_casts(tmp_path):
-    made = healthy()
-    for step in range(STEPS):
-        at = step * 1000.0
-        name = "vectorized_elementwise_kernel<4, bfloat16_copy_kernel_cuda>"
-        made.kernel(at + 300, at + 399, name, stream=9)
+def test_an_update_of_the_user_s_own_has_its_line_and_not_that_of_its_call(tmp_path):
+    lines = ("lion.py:8", "lion.py:9", "lion.py:9", "lion.py:9")
+    made = updating_one_by_one("MulFunctor<float>", own_lines=lines)
 
     (finding,) = report(made, tmp_path).findings
 
-    assert finding.kind == "dtype-casts"
-    assert finding.figure == pytest.approx(0.09, abs=0.01)
+    assert (finding.kind, finding.line) == ("unfused-optimizer", "lion.py:9")
+
+
+CAST = "vectorized_elementwise_kernel<4, bfloat16_copy_kernel_cuda>"
+
+
+@pytest.mark.parametrize(("us", "share"), [(99, None), (260, 0.21)])
+def test_casts(tmp_path, us, share):
+    made = healthy()
+    for step in range(STEPS):
+        at = step * 1000.0
+        made.kernel(at + 300, at + 300 + us, CAST, stream=9)
+
+    found = report(made, tmp_path).findings
+
+    # Autocast by itself takes up to a tenth, and is no fault.
+    assert [x.kind for x in found] == ([] if share is None else ["dtype-casts"])
+    assert [x.figure for x in found] == ([] if share is None else [pytest.approx(share, abs=0.01)])
+
+
+def test_casts_have_the_line_of_those_that_take_longest(tmp_path):
+    made = healthy()
+    for step in range(STEPS):
+        at = step * 1000.0
+        for i in range(6):
+            made.kernel(at + 300 + 4 * i, at + 303 + 4 * i, CAST, stream=9)
+        made.line("train.py:14", at + 99, at + 123)
+        made.kernel(at + 330, at + 600, CAST, stream=9)
+        made.line("train.py:15", at + 129, at + 133)
+
+    (finding,) = report(made, tmp_path).findings
+
+    assert (finding.kind, finding.line) == ("dtype-casts", "train.py:15")
 
 
 def test_convolutions_that_turn_their_layout(tmp_path):
@@ -328,6 +362,10 @@ def test_frames_serve_where_there_are_no_lines(tmp_path):
         ("/usr/lib/python3.12/threading.py", False),
         ("/env/lib/python3.12/site-packages/timm/models/vit.py", False),
         ("torchfast/trainer.py", False),
+        ("sympy/core/expr.py", False),
+        ("tqdm/std.py", False),
+        ("timm/models/vision_transformer.py", True),
+        ("/tmp/torchinductor_me/ab/cab.py", False),
     ],
 )
 def test_whose_code_a_path_is(path, users):

@@ -56,12 +56,6 @@ def test_a_loader_unrolls_whole_numbers_of_steps(unroll):
         make_trainer().prefetch(BATCHES, unroll=unroll)
 
 
-def test_fit_takes_one_step_at_a_time():
-    trainer = make_trainer()
-    with pytest.raises(ValueError, match="the PrefetchingLoader has unroll=2 and yields"):
-        trainer.fit(trainer.prefetch(BATCHES, unroll=2), steps=1, progress="off")
-
-
 def test_a_loader_says_how_it_groups():
     assert "unroll=2" in repr(PrefetchingLoader(BATCHES, "cpu", unroll=2))
     assert repr(StepBatches(BATCHES)) == "StepBatches(3 x tuple)"

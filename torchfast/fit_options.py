@@ -20,6 +20,7 @@ from torchfast._core.arguments import (
 )
 from torchfast._core.loss import Number
 from torchfast._core.step_times import StepTimes
+from torchfast.data import PrefetchingLoader
 from torchfast.fit_checkpoints import CheckpointOptions
 from torchfast.records import Record
 
@@ -34,13 +35,14 @@ class FitEvent:
 
     Attributes:
         kind: ``"step"`` after every step, ``"log"`` when a record is read, ``"evaluate"``,
-            ``"epoch"`` at the end of one, ``"end"``.
+            ``"epoch"`` at the end of one, ``"end"``. Under ``unroll`` steps are told of when their
+            group is done, and the model is then as the last one left it.
         num_steps: Updates done, those before this ``fit`` included.
         epoch: The trainer's count of epochs, from 0, those before this ``fit`` included.
         loss: The step's loss on the device; reading it makes the host wait.
         metrics: The step's metrics on the device, likewise.
         record: What was logged, for ``"log"`` and ``"evaluate"``; host numbers.
-        stop: Call it to end the loop after this step.
+        stop: Call it to end the loop after this step, or the group that it was done in.
     """
 
     kind: Literal["step", "log", "evaluate", "epoch", "end"]
@@ -102,6 +104,7 @@ class FitOptions:
 
     steps: int | None
     epochs: int | None
+    unroll: int | None
     evaluate: Evaluate | None
     evaluate_every: int | None
     evaluate_ema: bool
@@ -118,7 +121,13 @@ class FitOptions:
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
             raise ValueError("fit needs steps= or epochs=, got neither")
-        for name, minimum in (("steps", 0), ("epochs", 0), ("evaluate_every", 1), ("log_every", 1)):
+        for name, minimum in (
+            ("steps", 0),
+            ("epochs", 0),
+            ("unroll", 1),
+            ("evaluate_every", 1),
+            ("log_every", 1),
+        ):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), minimum=minimum)
         for name in ("flops_per_item", "peak_flops"):
@@ -146,9 +155,19 @@ class FitOptions:
         if self.count_items is not None:
             check_callable("count_items", self.count_items, "count_items(batch) -> int")
 
+    def total_steps(self, loader: PrefetchingLoader) -> int | None:
+        """Return how many steps there will be, where that is known."""
+        if self.epochs is None:
+            return self.steps
+        try:
+            total = loader.steps_in_epoch() * self.epochs
+        except TypeError:
+            return self.steps
+        return total if self.steps is None else min(total, self.steps)
+
     def told(self) -> list[str]:
         """Return what must be the same on all ranks, as lines."""
-        names = ("steps", "epochs", "evaluate_every", "evaluate_ema", "log_every")
+        names = ("steps", "epochs", "unroll", "evaluate_every", "evaluate_ema", "log_every")
         checkpoints, evaluate = self.checkpoints, self.evaluate
         how = "nothing" if evaluate is None else "a callable" if callable(evaluate) else "batches"
         return [

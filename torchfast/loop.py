@@ -34,6 +34,7 @@ from torchfast.evaluation import (
 )
 from torchfast.fit_checkpoints import FitCheckpoints, FitProgress
 from torchfast.fit_options import Evaluate, FitEvent, FitOptions, FitResult
+from torchfast.fit_steps import DoneStep, FitSteps
 from torchfast.parallel import Watchdog
 from torchfast.parallel.likeness import difference
 from torchfast.profiling import StepTimer
@@ -90,6 +91,18 @@ class FitLoop:
             options.peak_flops or peak_flops(step.device),
             timer,
         )
+        checkpoint_every = options.checkpoints.every
+        self._steps = FitSteps(
+            step,
+            loader,
+            timer,
+            self._records.clock,
+            unroll=options.unroll or loader.unroll,
+            cuts=tuple(every for every in (options.evaluate_every, checkpoint_every) if every),
+            last=options.steps,
+            is_heard=bool(options.callbacks),
+        )
+        self._telling: DoneStep | None = None
         self._skips = SkipWatch(step)
         self._history: list[Record] = []
         self._evaluation: dict[str, float] = {}
@@ -99,29 +112,30 @@ class FitLoop:
 
     def run(self) -> FitResult:
         """Run to the end, or to a signal, and return what was done."""
-        options = self._options
+        options, step = self._options, self._step
+        total = options.total_steps(self._loader)
         self._started = time.perf_counter()
-        if not self._step.model.training:
+        if not step.model.training:
             warnings.warn(
-                f"{type(self._step.model).__name__} is in eval mode, so dropout is off and "
+                f"{type(step.model).__name__} is in eval mode, so dropout is off and "
                 "BatchNorm does not learn its statistics; call model.train() before fit() unless "
                 "that is meant",
                 stacklevel=4,
             )
         with (
             ProgressLine(
-                options.progress if self._step.ranks.is_first else "off",
-                total_steps=self._last_step() or None,
+                options.progress if step.ranks.is_first else "off",
+                total_steps=None if total is None else step.num_steps + total or None,
                 unit=options.unit,
             ) as self._line,
-            _log_file(options.log_path if self._step.ranks.is_first else None) as self._log,
+            _log_file(options.log_path if step.ranks.is_first else None) as self._log,
             self._signals,
             self._timer.session(),
-            self._step.memory.monitored(),
+            step.memory.monitored(),
             self._watched(),
         ):
             try:
-                with self._step.sharding.heard():
+                with step.sharding.heard():
                     self._train()
             except BaseException:
                 # What was measured is kept, and must not hide what went wrong.
@@ -131,7 +145,7 @@ class FitLoop:
                 raise
             self._checkpoints.close()
             self._emit("end", None)
-        self._timer.note_replays(self._step.phase_times())
+        self._timer.note_replays(step.phase_times())
         return FitResult(
             num_steps=self._done,
             num_epochs=self._epochs_done,
@@ -215,23 +229,11 @@ class FitLoop:
         options = self._options
         steps_left = None if options.steps is None else options.steps - self._done
         last = options.epochs is not None and self._epochs_done + 1 >= options.epochs
-        batches = self._loader.iterate(max_steps=steps_left, last=last)
-        while (batch := self._next(batches)) is not _END:
-            self._records.begin()
-            loss = self._step(batch)
-            self._done += 1
-            self._timer.end_step()
-            self._step.memory.end_step()
-            with self._syncs.during("count_items"):
-                self._records.add(loss, batch)
-            self._emit("step", None, loss)
-            if self._done % options.log_every == 0:
-                self._stage()
-            self._flush(wait=False)
-            if options.evaluate_every and self._done % options.evaluate_every == 0:
-                self._evaluate()
-            self._checkpoints.after_step(self._progress(), self._fresh_evaluation())
-            self._check_end()
+        batches = self._loader.iterate(
+            max_steps=steps_left, last=last, at_once=lambda: self._steps.at_once(self._done)
+        )
+        while (taken := self._next(batches)) is not _END:
+            self._run_steps(taken)
             if self._stop_reason is not None:
                 # A run cut short takes the end of the epoch up when it goes on.
                 return self._stop_reason == "steps" and self._ended(batches)
@@ -240,6 +242,22 @@ class FitLoop:
             self._stop_reason = self._stopping.at_once()
             return False
         return self._stopping.signal is None
+
+    def _run_steps(self, taken: Any) -> None:
+        """Run what the loader has handed out: a step, or several in one replay."""
+        every, num_told = self._options.evaluate_every, 0
+        for done, batch in self._steps.run(taken):
+            self._done += 1
+            num_told += 1
+            self._step.memory.end_step()
+            self._tell(done, batch)
+            if done.num_behind:
+                continue  # the model is further on
+            if every and self._done % every == 0:
+                self._evaluate()
+            self._checkpoints.after_step(self._progress(), self._fresh_evaluation())
+            self._check_end(num_told)
+            num_told = 0
 
     def _ended(self, batches: Iterator[Any]) -> bool:
         """Let the loader see the end of its epoch, if it is there."""
@@ -265,11 +283,11 @@ class FitLoop:
             self._is_cut = True
             return _END
 
-    def _check_end(self) -> None:
+    def _check_end(self, num_steps: int = 0) -> None:
         options = self._options
         if self._stop_reason is not None:
             return
-        if self._skips.tripped():
+        if self._skips.tripped(num_steps):
             self._stopping.ask("nonfinite")
         asked = self._stopping.after_step()
         if asked is not None:
@@ -347,6 +365,24 @@ class FitLoop:
 
     # --- what is told --------------------------------------------------------------------------
 
+    def _tell(self, done: DoneStep, batch: Any) -> None:
+        """Tell of a step what it was; the trainer may be some steps further on."""
+        self._telling = done
+        with self._syncs.during("count_items"):
+            self._records.add(done, batch)
+        self._steps.is_told()
+        self._emit("step", None, done.loss)
+        if self._done % self._options.log_every == 0:
+            self._stage()
+        self._flush(wait=False)
+        self._steps.was_heard(done)
+        self._telling = None
+
+    @property
+    def _num_steps(self) -> int:
+        """The trainer's count at the step that is told of."""
+        return self._step.num_steps - (0 if self._telling is None else self._telling.num_behind)
+
     def _stage(self) -> None:
         """Begin to read the interval that ends here."""
         self._timer.note_copies(self._loader.statistics().copies_ms)
@@ -356,7 +392,7 @@ class FitLoop:
     def _flush(self, *, wait: bool) -> None:
         """Tell the records that have arrived; with ``wait``, all that are on their way."""
         for record in self._records.arrived(wait=wait):
-            total = self._total()
+            total = self._options.total_steps(self._loader)
             if total is not None and self._records.mean_step_ms is not None:
                 left = max(0, total - self._done)
                 record["eta_s"] = left * self._records.mean_step_ms / 1e3
@@ -366,7 +402,7 @@ class FitLoop:
 
     def _place(self) -> Record:
         return {
-            "step": self._step.num_steps,
+            "step": self._num_steps,
             "epoch": self._epoch,
             "seconds": time.perf_counter() - self._started,
         }
@@ -387,38 +423,15 @@ class FitLoop:
         for callback in self._options.callbacks:
             event = FitEvent(
                 kind=kind,
-                num_steps=self._step.num_steps,
+                num_steps=self._num_steps,
                 epoch=self._epoch,
                 loss=loss,
-                metrics=self._step.metrics,
+                metrics=(self._telling or self._step).metrics,
                 record=record,
                 stop=self._stop,
             )
             with self._syncs.during("callbacks"):
                 callback(event)
-
-    def _total(self) -> int | None:
-        """Return how many steps there will be, where that is known."""
-        options = self._options
-        if options.epochs is None:
-            return options.steps
-        length = self._epoch_length()
-        if length is None:
-            return options.steps
-        total = length * options.epochs
-        return total if options.steps is None else min(total, options.steps)
-
-    def _last_step(self) -> int | None:
-        """Return the trainer's own count at the end, where that is known."""
-        total = self._total()
-        return None if total is None else self._step.num_steps + total
-
-    def _epoch_length(self) -> int | None:
-        """Return how many steps an epoch has, where the loader knows."""
-        try:
-            return len(self._loader)
-        except TypeError:
-            return None
 
 
 def _log_file(path: str | PathLike[str] | None) -> AbstractContextManager[JSONLWriter | None]:

@@ -45,7 +45,7 @@ def _read_allocator(text: str) -> AllocatorConfig:
 
 
 # What ranks that train together must have alike: collectives, or numbers, depend on it.
-_SHARED: Final = ("shard", "precision", "nonfinite", "optimizer")
+_SHARED: Final = ("shard", "precision", "nonfinite", "optimizer", "cuda_graph")
 # The fields that may be an options object, and its class, for reading a plan.
 _OPTIONS: Final[dict[str, Callable[..., Any]]] = {
     "precision": precision_from,

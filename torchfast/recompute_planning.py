@@ -38,7 +38,8 @@ def plan_recompute(
     """Measure a model and find the cheapest recompute with which its step fits into a memory.
 
     Args:
-        model: Run in training mode, forward and backward, ``repeats + 1`` times for each choice.
+        model: Run in training mode, forward and backward, ``repeats + 1`` times for each choice, on
+            a CUDA device twice more.
             Its gradients, buffers and mode, and the random generators, are put back.
         loss_fn: As a `Trainer` takes it.
         batch: A batch, or a micro-batch where gradients are accumulated.
@@ -52,7 +53,10 @@ def plan_recompute(
 
     Returns:
         The choices, from the fastest. ``is_eager`` says of what the times are: on a device without
-        graphs, or where the step cannot be captured, of eager steps.
+        graphs, or where the step cannot be captured, of eager steps. What fits is decided by the
+        peak of a forward and backward on a CUDA device, whose statistics of the peak begin anew,
+        and elsewhere by what is saved. What runs out of memory there does not fit, unless
+        ``memory_gb`` is more than the device has.
 
     Raises:
         TypeError: Not a module, or not a loss function.

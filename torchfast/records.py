@@ -18,6 +18,7 @@ from torch import Tensor
 from torchfast._core.batches import MicroBatches, count_samples
 from torchfast._core.device import memory_peak_bytes
 from torchfast._core.reading import Laps, Reading, StepClock
+from torchfast.fit_steps import DoneStep
 from torchfast.profiling import StepTimer
 from torchfast.step import TrainStep
 
@@ -56,7 +57,7 @@ class IntervalRecords:
         self.clock = StepClock(step.device)
         self._timer = timer
         self.mean_step_ms: float | None = None
-        self._rates: list[Any] = []
+        self._last: DoneStep | None = None
         self._losses: list[Tensor] = []
         self._items = 0
         self._staged: list[tuple[Record, Reading, Laps, int]] = []
@@ -66,27 +67,26 @@ class IntervalRecords:
         """Whether steps were added since the last record was staged."""
         return bool(self._losses)
 
-    def begin(self) -> None:
-        """Note the learning rates of the step that comes; its scheduler will change them."""
-        rates = (group["lr"] for group in self._step.optimizer.param_groups)
-        self._rates = [r.clone() if isinstance(r, Tensor) else r for r in rates]
-
-    def add(self, loss: Tensor, batch: Any) -> None:
-        """Note the end of a step."""
-        self.clock.tick()
-        self._losses.append(loss)
+    def add(self, done: DoneStep, batch: Any) -> None:
+        """Note a step, of which the clock knows, and what it took."""
+        self.clock.count()
+        self._last = done
+        self._losses.append(done.loss)
         batches = batch if isinstance(batch, MicroBatches) else (batch,)
         self._items += sum(self._count_items(b) for b in batches)
 
     def stage(self, record: Record) -> None:
-        """Begin to read the interval that ends here, for ``record``."""
+        """Begin to read the interval that ends with the last step, for ``record``."""
+        last = self._last
+        assert last is not None
         values: dict[str, Tensor | float] = {
             "loss": torch.stack(self._losses).mean(dtype=torch.float32),
-            **{f"lr {index}": rate for index, rate in enumerate(self._rates)},
-            **{f"metric {name}": value for name, value in self._step.metrics.items()},
+            **{f"lr {index}": rate for index, rate in enumerate(last.rates)},
+            **{f"metric {name}": value for name, value in last.metrics.items()},
         }
         if self._step.skip_counts is not None:
-            values["skipped"] = self._step.skip_counts.num_skipped()
+            skipped = self._step.skip_counts.num_skipped()
+            values["skipped"] = skipped - last.num_skipped_behind
         if self._step.ranks.are_many:
             # Where ranks work together: what the step tells is the mean, what it did is the sum.
             told = {n: v for n, v in values.items() if not n.startswith("lr ")}
@@ -153,10 +153,10 @@ class IntervalRecords:
 class SkipWatch:
     """Tells late whether as many updates in a row were skipped as the plan bears.
 
-    One reading is on its way at a time, so the answer is some steps old: up to `EVERY`, and those
-    that the host is ahead of the device. A skipped update changes nothing, so that costs time only.
-    Whether the answer comes does not depend on when it is read: a run that was long enough counts
-    even if a finite step has ended it.
+    One reading is on its way at a time, so the answer is some steps old: up to `EVERY`, or those of
+    a replay, and those that the host is ahead of the device. A skipped update changes nothing, so
+    that costs time only. Whether the answer comes does not depend on when it is read: a run that
+    was long enough counts even if a finite step has ended it.
 
     Args:
         step: The step that is run.
@@ -175,11 +175,11 @@ class SkipWatch:
         if self._counts is not None:
             self._counts.forget_longest()
 
-    def tripped(self, *, wait: bool = False) -> bool:
-        """Whether it is time to stop; called after each step."""
+    def tripped(self, num_steps: int = 1, *, wait: bool = False) -> bool:
+        """Whether it is time to stop; called after each step, or so many done in one replay."""
         if self._limit is None or self._counts is None:
             return False
-        self._steps += 1
+        self._steps += num_steps
         if wait or (self._reading is None and self._steps >= self.EVERY):
             self._reading = Reading({"longest": self._counts.longest()}, self._device)
             self._steps = 0

@@ -26,7 +26,7 @@ from torchfast._core.building import claim, device_decision, scheduler_decision,
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ClosedError
-from torchfast._core.loss import LossParts, Number, with_norm
+from torchfast._core.loss import LossParts, Number, SeveralOutput, with_norm
 from torchfast._core.reachable import weak_method
 from torchfast.compiled_loss import CompiledLoss, LossFn
 from torchfast.ema import EMAOptions
@@ -166,14 +166,19 @@ class TrainStep:
 
     def steps(self, batches: StepBatches[Any]) -> Tensor:
         """Run several updates, in one replay where a graph can hold them; see `Trainer.steps`."""
-        self._check_open()
-        groups = self._inputs.of_steps(batches)
-        if (output := self._unrolled(groups)) is None:
+        if (output := self.together(batches)) is None:
             return torch.stack([self(batch) for batch in batches])
-        self.metrics = dict(output.metrics)
-        for skipped in output.flags():
-            self._count_update(skipped)
         return output.losses
+
+    def together(self, batches: StepBatches[Any]) -> SeveralOutput | None:
+        """Run several updates in one replay; return None, with nothing done, where none can."""
+        self._check_open()
+        output = self.unrolled(self._inputs.of_steps(batches))
+        if output is not None:
+            self.metrics = output.metrics_of(-1)
+            for skipped in output.flags():
+                self._count_update(skipped)
+        return output
 
     def forward_backward(self, batch: Any) -> Tensor:
         """Run the first half of a step: zero_grad, forward, backward. Always eager.
@@ -261,7 +266,7 @@ class TrainStep:
         """
         counters = {"steps": self.num_steps, **self._guard.counters(), **self._compiled.counters()}
         counters |= self._update.counters() | self._offload.counters() | self.memory.counters()
-        counters |= self._unrolled.counters()
+        counters |= self.unrolled.counters()
         counters |= self.syncs.counters() | ({} if self._graph is None else self._graph.counters())
         title, decisions = f"plan {self._plan_name!r} on {self.device}", tuple(self._decisions())
         return Report(title=title, decisions=decisions, counters=counters)
@@ -365,7 +370,9 @@ class TrainStep:
         self._state = TrainingState(
             model, self.optimizer, self.lr_scheduler, self._guard, self._average, self.device
         )
-        self.memory.watch(model, self.optimizer, self.device, self._guard, self._average)
+        self.memory.watch(
+            model, self.optimizer, self.device, self._guard, self._average, self._offload
+        )
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
         self._graph = levers.graphed(
             weak_method(self._update.whole),
@@ -383,7 +390,7 @@ class TrainStep:
         self._inputs = StepInputs(
             self._gradients, self._transforms, self.memory, self._graph, self.accumulate
         )
-        self._unrolled = UnrolledSteps(
+        self.unrolled = UnrolledSteps(  # what runs several steps in one replay
             self.plan,
             self.optimizer,
             self.lr_scheduler if self._steps_scheduler else None,
@@ -431,7 +438,7 @@ class TrainStep:
             *self.memory.decisions(),
             *self._graph_decisions,
             *([] if self._graph is None else self._graph.decisions()),
-            *self._unrolled.decisions(),
+            *self.unrolled.decisions(),
             scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),
             *untrained_decisions(self.model, self.optimizer),
         ]

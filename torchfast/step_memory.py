@@ -25,6 +25,7 @@ from torchfast.data import PrefetchingLoader
 from torchfast.data.loader_report import device_tensors
 from torchfast.ema import WeightAverage
 from torchfast.gradients import Gradients
+from torchfast.memory import StepOffload
 from torchfast.memory.attention_watch import AttentionWatch
 from torchfast.plan import Plan
 from torchfast.precision import UpdateGuard
@@ -89,6 +90,7 @@ class StepMemory:
         device: torch.device,
         guard: UpdateGuard,
         average: WeightAverage,
+        offload: StepOffload,
     ) -> None:
         """Begin to care for a step's memory."""
         self._device, self._forget = device, guard.forget
@@ -100,6 +102,7 @@ class StepMemory:
                     t for m in average.named for t in (*m.parameters(), *m.buffers())
                 ],
                 "the loader's ring": [t for each in self._loaders for t in device_tensors(each)],
+                **offload.on_device(),
             }
 
         self._guard = OutOfMemoryGuard(

@@ -33,7 +33,7 @@ from torchfast.plan import Plan
 from torchfast.preparation import OptimizerSource, SchedulerSource
 from torchfast.profiling import StepTimer, SyncReport
 from torchfast.step import TrainStep
-from torchfast.step_loader import check_serves, step_loader
+from torchfast.step_loader import fit_loader, step_loader
 
 if TYPE_CHECKING:
     from torchfast.profiling import ProfileReport
@@ -124,7 +124,7 @@ class Trainer(Closing):
         """Run several updates and return their losses, shape ``(n,)``, detached, on the device.
 
         The same as `step` for each of them, to the bit, in one replay where one graph can hold
-        them; the report says where not, and why. It pays where a step is so short that the host
+        them; the report says where not, and why. It pays where steps are so short that the host
         sets the pace. Learning rates that you set hold for all of them; ``lr_scheduler`` is
         stepped after each. `metrics` are the last one's.
 
@@ -194,6 +194,7 @@ class Trainer(Closing):
         *,
         steps: int | None = None,
         epochs: int | None = None,
+        unroll: int | None = None,
         evaluate: Evaluate | None = None,
         evaluate_every: int | None = None,
         evaluate_ema: bool = False,
@@ -221,6 +222,9 @@ class Trainer(Closing):
                 options and its position.
             steps: Updates to do in this call.
             epochs: Passes over the loader in this call. With both, whichever ends first.
+            unroll: Do so many steps in one replay where one graph can hold them, as `steps` does.
+                Evaluations and checkpoints fall between such groups; signals, callbacks and
+                ``stop()`` wait for the end of one. None means what a loader of `prefetch` has.
             evaluate: Batches to evaluate on (see `evaluate`), or a callable ``model -> mapping``
                 of names to floats, which does all by itself.
             evaluate_every: Steps between evaluations; None means after each epoch. A last one
@@ -252,7 +256,7 @@ class Trainer(Closing):
         Raises:
             TypeError: An argument of the wrong kind; an iterator as loader with epochs > 1.
             ValueError: An argument out of range, or neither steps nor epochs; different data on the
-                ranks; a PrefetchingLoader for another device or another ``accumulate``.
+                ranks; a PrefetchingLoader for another device, ``accumulate`` or ``unroll``.
             EmptyEpochError: An epoch that yields no batch.
             CheckpointWriteError: A checkpoint could not be written; the one before it is whole.
             CheckpointCorruptError: The step asked for is damaged, or all checkpoints are.
@@ -263,9 +267,11 @@ class Trainer(Closing):
         Synchronizes: At evaluations, at checkpoints and at the end. Records are read late, behind
             an event.
         """
+        saving = CheckpointOptions(checkpoint=checkpoint, every=checkpoint_every, resume=resume)
         options = FitOptions(
             steps=steps,
             epochs=epochs,
+            unroll=unroll,
             evaluate=evaluate,
             evaluate_every=evaluate_every,
             evaluate_ema=evaluate_ema,
@@ -277,15 +283,9 @@ class Trainer(Closing):
             unit=unit,
             flops_per_item=flops_per_item,
             peak_flops=peak_flops,
-            checkpoints=CheckpointOptions(
-                checkpoint=checkpoint, every=checkpoint_every, resume=resume
-            ),
+            checkpoints=saving,
         )
-        if isinstance(loader, PrefetchingLoader):
-            check_serves(loader, self._step)
-            return FitLoop(self._step, loader, options, self._timer).run()
-        # The loop holds no batch longer than its step.
-        with self.prefetch(loader, reuse=True) as prefetching:
+        with fit_loader(self._step, loader, unroll) as prefetching:
             return FitLoop(self._step, prefetching, options, self._timer).run()
 
     def evaluate(self, batches: Iterable[Any], *, ema: bool = False) -> dict[str, float]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.decisions import Decision, Outcome
-from torchfast._core.loss import SeveralOutput
+from torchfast._core.loss import Number, SeveralOutput
 from torchfast.compiled_loss import CompiledLoss
 from torchfast.ema import WeightAverage
 from torchfast.graphs import GraphedUpdate, Ready
@@ -31,6 +31,8 @@ from torchfast.step_memory import StepMemory
 logger = logging.getLogger(__name__)
 
 Groups = tuple[Any, ...]  # the micro-batches of each step
+NO_GRAPH = "there is no graph of a step, see cuda_graph"
+NO_UPDATE = "the update is not in the graph, see cuda_graph"
 
 
 @final
@@ -83,15 +85,57 @@ class UnrolledSteps:
                 output, why = self._memory.run(self._attempt, groups)
         if output is None:
             assert why is not None
-            self._note(why, len(groups))
+            self.ran_alone(why, len(groups))
             return None
         self._num_replays += 1
         self._num_unrolled += len(groups)
         return output
 
+    @property
+    def why_never(self) -> str | None:
+        """Why no steps of this trainer will ever be replayed together; None if some may be."""
+        if self._graph is None:
+            return NO_GRAPH
+        if self._why_never is not None:
+            return self._why_never
+        return None if self._graph.unrolled is not None else NO_UPDATE
+
+    @property
+    def why_not_yet(self) -> str | None:
+        """Why the next step runs alone whatever comes behind it; None if it need not."""
+        if (why := self.why_never) is not None:
+            return why
+        assert self._graph is not None
+        assert self._graph.unrolled is not None
+        return self._passing() or self._graph.unrolled.why_not_yet
+
+    def rates(self, num_steps: int) -> list[list[Number]]:
+        """Return the learning rates of each step of the last replay, of so many; safe to keep."""
+        assert self._graph is not None
+        assert self._graph.unrolled is not None
+        return self._graph.unrolled.rates(num_steps)
+
+    def changed(self) -> str | None:
+        """Return what of modules has changed behind the last replay; see `GraphEngine.changed`."""
+        assert self._graph is not None
+        unrolled = self._graph.unrolled
+        return None if unrolled is None else unrolled.changed()
+
+    def ran_alone(self, why: str, number: int = 1) -> None:
+        """Note steps that ran one by one, where several at once were asked for.
+
+        Args:
+            why: What kept them apart.
+            number: How many.
+        """
+        self._num_single[why] += number
+        if why == self.why_never and self._graph is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning("unroll: steps that are given together run one by one: %s", why)
+
     def decisions(self) -> list[Decision]:
         """Return how steps that were given together have run; nothing where none were."""
-        why_never = self._permanent()
+        why_never = self.why_never
         if why_never is not None and self._num_single:
             outcome: Outcome = "left alone" if self._graph is None else "stepped aside"
             detail = f"steps that are given together run one by one: {why_never}"
@@ -121,12 +165,16 @@ class UnrolledSteps:
 
     def _obstacle(self, groups: Groups) -> str | None:
         """Return why these steps run one by one; None if they need not."""
-        if (why := self._permanent()) is not None:
+        if (why := self.why_never) is not None:
             return why
         if len(groups) < self._most:
             # A short last group would take a capture and memory to save next to nothing.
             return "groups of fewer steps than others, or of one"
         self._most = len(groups)
+        return self._passing()
+
+    def _passing(self) -> str | None:
+        """Return what keeps the next steps apart for now, whatever their batches are."""
         if self._compiled.is_undecided:
             return "it was not yet decided how to compile"
         if self._average.is_new:
@@ -135,21 +183,6 @@ class UnrolledSteps:
         if self._scheduler is not None and any(isinstance(g["lr"], Tensor) for g in groups_of):
             return "a schedule writes to a learning rate on the device"
         return None
-
-    def _permanent(self) -> str | None:
-        if self._graph is None:
-            return "there is no graph of a step, see cuda_graph"
-        if self._why_never is not None:
-            return self._why_never
-        if self._graph.unrolled is None:
-            return "the update is not in the graph, see cuda_graph"
-        return None
-
-    def _note(self, why: str, number: int) -> None:
-        self._num_single[why] += number
-        if why == self._permanent() and self._graph is not None and not self._has_warned:
-            self._has_warned = True
-            logger.warning("unroll: steps that are given together run one by one: %s", why)
 
 
 def _why_never(plan: Plan, scheduler: Any) -> str | None:

@@ -239,11 +239,10 @@ def run_alone(script: str, steps: int, limit_s: float) -> dict[str, Any]:
     return {"status": "ran"}
 
 
-def _of_others(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the rows that stand in the file of scripts that are not asked now."""
-    earlier = results.resumed(args.out, {}, ignoring=["commit"]) if args.out else None
-    rows: dict[str, dict[str, Any]] = earlier["rows"] if earlier else {}
-    return {name: row for name, row in rows.items() if name not in args.only}
+def _earlier(out: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the rows that stand in the file: those of scripts that are not asked, or not yet."""
+    earlier = results.resumed(out, {}, ignoring=["commit"]) if out else None
+    return dict(earlier["rows"]) if earlier else {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,14 +255,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=3, help="of each script, on the CPU")
     args = parser.parse_args(arguments)
-    rows = _of_others(args) if args.device == "cuda" else {}
+    rows = _earlier(args.out) if args.device == "cuda" else {}
     for script in args.only:
         if args.device == "cuda":
             rows[script] = check(script, args.limit, args.keep) | {"run": results.this_run()}
             print(show(script, rows[script]), flush=True)
             if args.out is not None:  # after each: whoever interrupts keeps what there is
                 with results.alone(args.out):
-                    rows = _of_others(args) | {s: rows[s] for s in args.only if s in rows}
+                    rows = _earlier(args.out) | {script: rows[script]}
                     ordered = {name: rows[name] for name in EXPECTED if name in rows}
                     results.write(args.out, {"summary": summary(rows), "rows": ordered})
             continue

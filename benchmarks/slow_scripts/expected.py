@@ -126,10 +126,52 @@ EXPECTED: Final[dict[str, Expected]] = {
         kind="none",
         why="nothing: compiled, bf16, fused optimizer, data on the device",
     ),
+    # From here to the frameworks by people who knew nothing of the profiler's rules. Which lines
+    # are marked was settled before it looked.
+    "seismic_picker": Expected(
+        classes=("input-bound",),
+        kind="slow-data",
+        why="noise is made by a recursion in Python, by the process that trains",
+    ),
+    "radar_filter": Expected(
+        classes=("sync-bound",),
+        kind="host-sync",
+        why="three values are read in each of ten steps of a filter, amid the forward",
+    ),
+    "molecule_energy": Expected(
+        classes=("launch-bound",),
+        kind="tiny-kernels",
+        why="the readout goes over 512 molecules one by one, in thousands of kernels",
+    ),
+    "collider_latents": Expected(
+        classes=("fine", "compute-bound"),
+        kind="none",
+        why="nothing: bf16, fused optimizer, data on the device, no reads",
+    ),
+    "particles": Expected(
+        classes=("sync-bound",),
+        kind="boolean-mask",
+        why="fast and reflected particles are picked by masks, whose counts the host needs",
+    ),
+    "cells": Expected(
+        classes=("compute-bound",),
+        kind="fp32-matmul",
+        why="there is no autocast, so that all products are in fp32",
+    ),
+    "substations": Expected(
+        classes=("launch-bound",),
+        kind="unfused-optimizer",
+        why="an optimizer of the script's own updates 512 parameters one by one",
+    ),
+    "lidar": Expected(
+        classes=("bandwidth-bound",),
+        kind="dtype-casts",
+        why="each layer takes and returns fp32, and computes in bf16",
+    ),
     "with_transformers": Expected(
         classes=("sync-bound",),
         kind="host-sync",
-        why="a callback reads the largest value of each gradient by .item()",
+        why="a callback reads the largest value of each gradient and weight by .item()",
         needs="transformers",
     ),
     "with_accelerate": Expected(

@@ -61,7 +61,7 @@ def main(arguments=None):
     parser.add_argument("--small", action="store_true", help="a size for a CPU")
     args = parser.parse_args(arguments)
     lightning.seed_everything(0, verbose=False)
-    size, width, depth, batch, classes = (16, 8, 1, 2, 4) if args.small else (64, 768, 8, 64, 100)
+    size, width, depth, batch, classes = (16, 8, 1, 2, 4) if args.small else (64, 768, 8, 224, 100)
     images = torch.randn(batch * 4, 3, size, size).repeat(-(-args.steps // 4), 1, 1, 1)
     labels = torch.randint(classes, (len(images),))
     loader = DataLoader(TensorDataset(images, labels), batch, pin_memory=args.device != "cpu")

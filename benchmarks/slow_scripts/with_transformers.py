@@ -30,7 +30,7 @@ class Texts(Dataset):
 
 
 class GradientLog(TrainerCallback):
-    """Keeps the largest gradient of every parameter, to find where training becomes unstable."""
+    """Keeps the largest weight and gradient of each layer, to find where training goes astray."""
 
     def __init__(self):
         self.rows = []
@@ -40,6 +40,7 @@ class GradientLog(TrainerCallback):
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 row[name] = parameter.grad.abs().max().item()  # <- here
+                row[f"{name}, weight"] = parameter.detach().abs().max().item()  # <- here
         self.rows.append(row)
 
 
@@ -50,7 +51,7 @@ def main(arguments=None):
     parser.add_argument("--small", action="store_true", help="a size for a CPU")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
-    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 72, 256)
+    width, layers, batch, length = (64, 2, 2, 16) if args.small else (512, 12, 128, 256)
     config = GPT2Config(
         vocab_size=4096,
         n_positions=length,

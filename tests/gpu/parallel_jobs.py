@@ -14,6 +14,7 @@ from torchfast import (
     CompileOptions,
     CUDAGraphOptions,
     Float8Options,
+    OffloadOptions,
     Plan,
     ShardOptions,
     Trainer,
@@ -46,8 +47,12 @@ def run(rank, jobs, num_ranks, store, folder, known=None):
     dist.destroy_process_group()
 
 
-def trained(rank, plan, loss_fn=mean_loss, width=8, **options):
-    """Train for some steps and return what is left of it, on the host."""
+def trained(rank, plan, loss_fn=mean_loss, width=8, *, steps=STEPS, odd=(), hooked=(), **options):
+    """Train for some steps and return what is left of it, on the host.
+
+    Before some steps the last rank gets a batch of another shape, or a hook, which makes its graph
+    invalid and changes no number.
+    """
     model = fresh(width).to("cuda")
     trainer = Trainer(
         model,
@@ -58,8 +63,18 @@ def trained(rank, plan, loss_fn=mean_loss, width=8, **options):
         **options,
     )
     own = batches(rank, accumulate=options.get("accumulate", 1))
-    losses = [trainer.step(own[number % len(own)]) for number in range(STEPS)]
+    shorter = batches(rank, accumulate=options.get("accumulate", 1), lengths=(5, 4))
+    losses, ways = [], []
+    for number in range(steps):
+        if rank == 1 and number in hooked:
+            model.head.register_forward_pre_hook(lambda *_: None)
+        given = shorter if rank == 1 and number in odd else own
+        losses.append(trainer.step(given[number % len(given)]))
+        if (graph := trainer._step._graph) is not None:
+            counters = graph.counters()
+            ways.append((counters["replays"], counters["captures"]))
     result = {
+        "ways": ways,
         "state": {name: value.cpu() for name, value in full_state(model).items()},
         "losses": torch.stack(losses).cpu(),
         "skipped": trainer.num_skipped,
@@ -72,7 +87,7 @@ def trained(rank, plan, loss_fn=mean_loss, width=8, **options):
 
 def both_ways(shard, **fields):
     """Return a job that trains eagerly and captured."""
-    names = ("ema", "max_grad_norm", "width", "accumulate")
+    names = ("ema", "max_grad_norm", "width", "accumulate", "steps", "odd", "hooked")
     options = {name: fields.pop(name) for name in names if name in fields}
 
     def job(rank):
@@ -127,6 +142,7 @@ BY_BLOCKS = CompileOptions(regions="blocks")
 # A gradient that is averaged behind the backward, within the graph.
 WHOLE_HEAD = ShardOptions(strategy="fsdp", ignored=("head",))
 KEPT_WHOLE = ShardOptions(strategy="fsdp", reshard_after_forward=False)
+OFFLOAD = OffloadOptions(min_bytes=64, window_bytes=0)  # the model is small
 
 JOBS = {
     **{shard: both_ways(shard, max_grad_norm=0.5) for shard in ("ddp", "fsdp", "hsdp")},
@@ -149,7 +165,20 @@ JOBS = {
             ),
         )
     },
+    **{
+        f"{shard} {name}": both_ways(shard, **fields)
+        for shard in ("ddp", "fsdp")
+        for name, fields in (
+            ("odd shapes", {"odd": (14, 15, 20, 39)}),
+            ("lost graph", {"steps": 60, "hooked": (26,)}),
+        )
+    },
     "fsdp some whole": both_ways(WHOLE_HEAD, max_grad_norm=0.5),
     "fsdp kept whole": both_ways(KEPT_WHOLE),
+    **{
+        f"{shard} {name}": both_ways(shard, max_grad_norm=0.5, offload=OFFLOAD, **fields)
+        for shard in ("ddp", "fsdp")
+        for name, fields in (("offload", {}), ("offload recompute", {"recompute": "blocks"}))
+    },
     "fsdp float8": both_ways("fsdp", precision=FLOAT8, width=16),  # needs units for it: the last
 }

@@ -1,66 +1,23 @@
 """Allocator settings on a real device: each is read back, or its effect is; and the monitor.
 
-Settings belong to the process, so each test of one has a process of its own.
+Settings belong to the process, so each test of one has a process of its own. What settings do, each
+beside a process without it, is in `test_allocator_effects_on_gpu.py`.
 """
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
+from gpu.allocator_process import MB, TORCH, child, lacking
 from gpu.syncs import forbid_syncs
 from torchfast import AllocatorConfig, MemoryMonitor, Trainer
-from torchfast.memory.allocator_environment import VARIABLES
 from torchfast.memory.allocator_keys import KEYS
 from torchfast.memory.sources import CUDAMemory
 
 pytestmark = pytest.mark.requires(gpus=1)
-
-ROOT = Path(__file__).parents[2]
-MB = 2**20
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-BEGIN = """
-import json, torch
-from torchfast import AllocatorConfig, MemoryMonitor
-
-def settings():
-    return torch.cuda.memory._snapshot()["allocator_settings"]
-
-def answer(value):
-    print("ANSWER", json.dumps(value))
-"""
-
-
-def child(code, **environ):
-    """Run code in a process with these variables; return what it answers."""
-    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", "-c", BEGIN + textwrap.dedent(code)],
-        env=clean | environ,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    return json.loads(line.removeprefix("ANSWER "))
-
-
-def lacking(name):
-    since = KEYS[name].since
-    return f"{name} came with torch {since[0]}.{since[1]}" if since > TORCH else None
-
 
 # Where torch tells the setting, that is read; elsewhere what it does, or that torch takes it.
 READ_BACK = {
@@ -91,7 +48,7 @@ READ_BACK = {
     "throw_on_cudamalloc_oom": (True, "torch.cuda.memory_allocated()", 512),
     "graph_capture_record_stream_reuse": (
         True,
-        "settings().get('graph_capture_record_stream_reuse', True)",
+        "settings()['graph_capture_record_stream_reuse']",
         True,
     ),
     "pinned_use_background_threads": (True, "torch.empty(8).pin_memory().is_pinned()", True),
@@ -384,11 +341,16 @@ def test_nothing_is_waited_for():
     monitor.close()
 
 
-def test_a_history_of_the_programs_own_is_left_alone():
-    torch.cuda.memory._record_memory_history(max_entries=16)
+def test_a_history_of_the_programs_own_is_read_and_left_alone():
+    torch.cuda.memory._record_memory_history(max_entries=16, stacks="python")
     try:
         source = CUDAMemory(torch.device("cuda", torch.cuda.current_device()))
-        assert "records the history" in source.start_trace()
+        assert source.start_trace() is None
+        before = source.live_by_line()
+        held = torch.ones(4 * MB, dtype=torch.uint8, device="cuda")
+        grown = {n: s - before.get(n, 0) for n, s in source.live_by_line().items()}
+        [line] = [name for name, size in grown.items() if size == held.numel()]
+        assert "test_allocator_on_gpu.py" in line
         source.stop_trace()
         assert torch._C._cuda_isHistoryEnabled()
     finally:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from gpu.syncs import no_syncs
-from torchfast import CUDAGraphStep, Plan, Trainer
+from torchfast import CUDAGraphStep, MemoryMonitor, Plan, Trainer
 from torchfast.memory import ExpertBuffers, MemoryPool, attention_backends, attention_report
+from torchfast.memory.sources import CUDAMemory
 
 
 def test_a_pool_holds_what_is_allocated_in_it_and_nothing_else():
@@ -32,6 +35,30 @@ def test_a_pool_holds_what_is_allocated_in_it_and_nothing_else():
     assert pool.statistics().reserved_bytes == before
     assert again.sum() == 0
     assert pool.decision.outcome == "applied"
+
+
+def test_a_monitor_tells_what_pools_hold_and_how_much_is_of_graphs():
+    gc.collect()  # graphs of other tests
+    torch.cuda.empty_cache()
+    source = CUDAMemory(torch.device("cuda", torch.cuda.current_device()))
+    before = source.private_bytes()
+    pool = MemoryPool("cache")
+    monitor = MemoryMonitor("cuda", every=1)
+    with pool:
+        cache = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda")
+    monitor.step()
+    held = monitor.to_record()["named_pools"]["cache"]
+    assert held["allocated_bytes"] == cache.numel()
+    assert held["reserved_bytes"] == pool.statistics().reserved_bytes >= cache.numel()
+    private = monitor.to_record()["pools"].get("private")
+    assert private is None or private >= held["reserved_bytes"]  # of torch 2.13 and later
+    assert source.private_bytes() == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = torch.empty(16 << 20, dtype=torch.uint8, device="cuda").zero_()
+    assert source.private_bytes() >= before + kept.numel()
+    del pool, cache
+    assert "cache" not in monitor.to_record()["named_pools"]
 
 
 def test_a_pool_steps_aside_in_a_capture():
@@ -155,3 +182,17 @@ def test_a_report_tells_which_attention_a_model_ran(monkeypatch, precision, cuda
         assert expected == "efficient"
         assert "not flash: " in detail
         assert "dtype" in detail.lower()
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_report_tells_which_attention_compiled_code_ran(fresh_dynamo, cuda_graph):
+    model = Attending().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = Plan(precision="bf16", compile=True, cuda_graph=cuda_graph)
+    with Trainer(model, optimizer, lambda m, x: m(x).square().mean(), plan) as trainer:
+        for _ in range(8):
+            trainer.step(torch.randn(2, 128, 64, device="cuda"))
+        report = trainer.report()
+    (detail,) = [d.detail for d in report.decisions if d.lever == "attention"]
+    q = torch.randn(2, 1, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert f"its compiled parts (1) ran {ran(q, is_causal=True)} once" in detail

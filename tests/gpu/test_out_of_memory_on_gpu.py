@@ -17,6 +17,7 @@ from torch import nn, optim
 from torchfast import (
     CaptureError,
     CUDAGraphOptions,
+    MemoryPool,
     OutOfMemoryError,
     OutOfMemoryOptions,
     Plan,
@@ -228,6 +229,28 @@ def test_a_real_lack_without_a_plant(limited):
     assert account.in_use[0].name == "activations and other intermediates"
     assert torch.cuda.memory_allocated(DEVICE) <= before
     trainer.step(batch(64))
+
+
+def test_pools_are_told_from_graphs(limited):
+    """A pool with tensors and with free memory, and a graph that keeps what it captured with."""
+    pool = MemoryPool("cache", device=DEVICE)
+    with pool:
+        held = [torch.zeros(48 * MB, dtype=torch.uint8, device=DEVICE) for _ in range(3)]
+    del held[1]
+    net = PlainNet().to(DEVICE)
+    captured = Trainer(net, optim.SGD(net.parameters(), lr=0.1), loss_fn, Plan(cuda_graph=graphs()))
+    repeated(captured.step, batch())
+    assert captured.report().counters["graphs"] == 1
+    trainer = make(Net("forward"))
+    limited(384)
+    with pytest.raises(OutOfMemoryError) as caught:
+        trainer.step(batch())
+    account = caught.value.account
+    adds_up(account, trainer.model.allocated[-1])
+    assert account.bytes_of("pool 'cache'") == 96 * MB
+    assert account.bytes_of("free in memory pools") == 48 * MB
+    assert account.bytes_of("kept by graphs for their replays") > 4 * 4096 * WIDTH * 4
+    captured.close()
 
 
 @pytest.mark.usefixtures("all_are_told")

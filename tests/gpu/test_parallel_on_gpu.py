@@ -42,10 +42,56 @@ def test_a_captured_step_of_two_gpus_is_the_eager_one(name, trained):
 
 
 @pytest.mark.parametrize("name", GRAPHED)
+def test_ranks_capture_and_replay_in_the_same_steps(name, trained):
+    first, second = results_of(trained, name)
+    assert first[True]["ways"] == second[True]["ways"]
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_a_step_with_other_shapes_on_one_gpu_is_eager_on_both(shard, trained):
+    for result in results_of(trained, f"{shard} odd shapes"):
+        replays = [0, *(number for number, _ in result[True]["ways"])]
+        assert [n for n in range(13, 40) if replays[n + 1] == replays[n]] == [14, 15, 20, 39]
+        assert "4 steps ran eagerly on all ranks" in result[True]["report"]
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_a_graph_that_one_gpu_has_lost_is_captured_anew_by_both(shard, trained):
+    for result in results_of(trained, f"{shard} lost graph"):
+        assert result[True]["counters"]["captures"] == 2, result[True]["report"]
+        replays = [number for number, _ in result[True]["ways"]]
+        assert replays[25] == replays[30] < replays[45] < replays[59]
+        assert "steps ran eagerly on all ranks" in result[True]["report"]
+
+
+@pytest.mark.parametrize("name", GRAPHED)
 def test_ranks_end_with_one_model(name, trained):
     first, second = results_of(trained, name)
     for key, value in first[True]["state"].items():
         assert torch.equal(second[True]["state"][key], value), key
+
+
+@pytest.mark.parametrize("what", ["recompute", "offload", "offload recompute"])
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_what_saves_memory_changes_no_bit(shard, what, trained):
+    pairs = zip(results_of(trained, f"{shard} {what}"), results_of(trained, shard), strict=True)
+    for found, expected in pairs:
+        for graph in (False, True):
+            assert torch.equal(found[graph]["losses"], expected[graph]["losses"])
+            for key, value in expected[graph]["state"].items():
+                assert torch.equal(found[graph]["state"][key], value), key
+            if "offload" in what:
+                assert found[graph]["counters"]["offload_sent_bytes"] > 0
+    if what == "offload":
+        # Weights that are gathered are no activations.
+        sent, replicated = (
+            [
+                of_rank[False]["counters"]["offload_sent_bytes"]
+                for of_rank in results_of(trained, f"{each} offload")
+            ]
+            for each in (shard, "ddp")
+        )
+        assert sent == replicated
 
 
 def test_float8_weights_are_gathered_and_compared_within_a_captured_run(trained):

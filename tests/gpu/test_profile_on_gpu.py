@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from torchfast import Plan, Trainer, profile
 from torchfast.profiling.ceilings import measure_ceilings
+from torchfast.profiling.verdict import largest_gaps
 
 STEPS, WARMUP = 4, 4
 
@@ -201,6 +203,32 @@ def test_a_wait_is_found_with_its_line(tmp_path):
     assert report.verdict.name in ("sync-bound", "launch-bound")
 
 
+def test_gaps_have_the_line_that_the_host_was_at(tmp_path):
+    model, optimizer, inputs = large()
+
+    def loop(batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        loss.item()
+        time.sleep(0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with profile(tmp_path, steps=STEPS, warmup=WARMUP) as profiling:
+        for batch in profiling.iterate([inputs] * 100):
+            loop(batch)
+    line = loop.__code__.co_firstlineno + 4
+
+    report = profiling.report
+
+    longest = largest_gaps(report.figures, STEPS)
+    assert {gap.cause for gap in longest} == {"python"}
+    assert all(gap.line.endswith(f"test_profile_on_gpu.py:{line}") for gap in longest)
+    by_line = report.to_dict()["idle_by_line"][0]
+    assert (by_line["cause"], by_line["line"]) == ("python", longest[0].line)
+    assert by_line["ms"] > 19
+
+
 def test_a_mask_is_told_from_other_waits(tmp_path):
     inputs = torch.randn(4096, 512, device="cuda")
     with profile(tmp_path, steps=STEPS, warmup=WARMUP) as profiling:
@@ -291,3 +319,8 @@ def test_ceilings_are_plausible():
     assert torch.backends.cuda.matmul.fp32_precision == before
     assert ceilings.flops["bfloat16"] > 2 * ceilings.flops["float32"] > 1e12
     assert ceilings.bytes_a_second > 1e11
+    has_float8 = torch.cuda.get_device_capability() >= (8, 9)
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        assert (name in ceilings.flops) == has_float8
+        if has_float8:
+            assert ceilings.flops[name] > 1.2 * ceilings.flops["bfloat16"]

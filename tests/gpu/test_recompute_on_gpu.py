@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 
 import pytest
@@ -12,9 +13,21 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu.requirements import requires
-from recomputed import GPT, GPTBlock, ResNet, image_loss, images, live_bytes, token_loss, tokens
+from recomputed import (
+    GPT,
+    GPTBlock,
+    ResNet,
+    RotaryBlock,
+    image_loss,
+    images,
+    live_bytes,
+    make_or_skip,
+    token_loss,
+    tokens,
+)
 from torchfast import Plan, Recompute, RecomputeOptions, Trainer, plan_recompute
 from torchfast._core.compare import differences
+from torchfast.memory.deferred import Deferred
 
 pytestmark = requires(gpus=1)
 
@@ -37,6 +50,7 @@ class FlashBlock(GPTBlock):
 NETS = {
     "gpt": (functools.partial(GPT, dropout=0.2), token_loss, tokens),
     "flash": (functools.partial(GPT, dropout=0.2, block=FlashBlock), token_loss, tokens),
+    "rotary": (functools.partial(GPT, dropout=0.2, block=RotaryBlock), token_loss, tokens),
     "resnet": (ResNet, image_loss, images),
 }
 
@@ -191,6 +205,41 @@ def test_what_selective_keeps_does_not_run_again(precision):
         assert counted() == (0, 0)
 
 
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_what_leads_to_attention_does_not_run_again(monkeypatch, precision):
+    """Float32 goes to another kernel of attention, which repeats keys and values first."""
+    for name in ("kept_calls", "stretches"):  # whatever other tests have compiled
+        monkeypatch.setattr(f"torchfast.memory.{name}.has_compiled", lambda: False)
+    layers, computed = [], []
+    run, compute = nn.Linear.forward, Deferred.computed
+
+    def counted(self, x):
+        layers.append(self)
+        return run(self, x)
+
+    def noted(self):
+        computed.append(self)
+        return compute(self)
+
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    monkeypatch.setattr(Deferred, "computed", noted)
+    torch.manual_seed(0)
+    model, batch = GPT(block=RotaryBlock).cuda(), tokens().cuda()
+    with Recompute(model, RecomputeOptions(selective=True, share=1.0)) as recompute:
+        for _ in range(2):
+            with torch.autocast("cuda", precision, enabled=precision is not None):
+                loss = token_loss(model, batch)
+            layers.clear()
+            loss.backward()
+        choice = recompute._kinds[0].choice
+    feeders = {m for b in model.blocks for m in (b.query, b.key, b.value)}
+    if precision is not None:
+        assert "with its inputs" in str(choice)
+    if "with its inputs" in str(choice):
+        assert not feeders & set(layers)
+    assert not computed
+
+
 class Dropping(nn.Module):
     def __init__(self):
         super().__init__()
@@ -269,6 +318,90 @@ def test_the_planner_says_what_the_device_holds():
         assert choice.is_measured
     times = {choice.name: choice.step_ms for choice in plan.choices}
     assert times["none"] <= times["blocks"]
+
+
+@pytest.mark.parametrize("name", ["gpt with dropout", "llama", "vit", "resnet"])
+def test_the_planner_says_what_models_of_all_kinds_keep_in_bf16(name):
+    model, loss_fn, batch = make_or_skip(name)
+    model, batch = model.cuda().train(), on_gpu(batch)
+
+    def loss_in_bf16(model, batch):
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            return loss_fn(model, batch)
+
+    plan = plan_recompute(model, loss_in_bf16, batch, memory_gb=1.0, repeats=1)
+    for choice in plan.choices:
+        if choice.recompute is False:
+            kept = live_bytes(model, loss_in_bf16, batch)
+        else:
+            with Recompute(model, choice.recompute):
+                live_bytes(model, loss_in_bf16, batch)
+                kept = live_bytes(model, loss_in_bf16, batch)
+        assert choice.saved_bytes == pytest.approx(kept, rel=0.1), choice.name
+
+
+def test_the_peak_that_the_planner_says_is_that_of_training():
+    """With logits over a vocabulary, whose gradients are saved by nobody and are what counts."""
+
+    class Wide(GPT):
+        def __init__(self):
+            super().__init__(layers=1)
+            self.embed, self.head = nn.Embedding(16_384, 512), nn.Linear(512, 16_384)
+            self.blocks = nn.ModuleList(GPTBlock(512, 8) for _ in range(4))
+
+    def built():
+        torch.manual_seed(0)
+        return Wide().cuda()
+
+    batch = tokens(8, 512).cuda()
+    with Trainer(built(), adamw, token_loss, Plan()) as trainer:
+        trainer.step(batch)  # libraries make their workspaces
+    del trainer
+    gc.collect()
+    model = built()
+    plan = plan_recompute(
+        model, token_loss, batch, memory_gb=80.0, optimizer=adamw(model.parameters()), repeats=1
+    )
+    del model
+    assert len(plan.choices) == 7
+    for choice in plan.choices:
+        assert choice.needed_bytes > plan.fixed_bytes + choice.saved_bytes
+        if choice.name not in ("none", "selective", "blocks"):
+            continue
+        gc.collect()
+        base = torch.cuda.memory_allocated()
+        with Trainer(built(), adamw, token_loss, Plan(recompute=choice.recompute)) as trainer:
+            for _ in range(2):
+                trainer.step(batch)
+            torch.cuda.reset_peak_memory_stats()
+            trainer.step(batch)
+            peak = torch.cuda.max_memory_allocated() - base
+        del trainer
+        assert choice.needed_bytes == pytest.approx(peak, rel=0.05), choice.name
+
+
+def test_what_runs_out_of_memory_on_the_device_does_not_fit():
+    torch.manual_seed(0)
+    model, batch = GPT(layers=6).cuda(), tokens(256, 128).cuda()
+
+    def planned():
+        plan = plan_recompute(model, token_loss, batch, memory_gb=20.0, repeats=1)
+        return plan, {choice.name: choice for choice in plan.choices}
+
+    plan, ways = planned()
+    assert all(choice.fits for choice in plan.choices)
+    between = (ways["none"].needed_bytes + ways["blocks"].needed_bytes) // 2 - plan.fixed_bytes
+    gc.collect()
+    torch.cuda.empty_cache()
+    most = torch.cuda.memory_reserved() + between
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(most / total)
+    try:
+        _, ways = planned()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert ways["none"].needed_bytes is None
+    assert not ways["none"].fits
 
 
 def test_the_planner_times_replays_where_a_graph_will_hold_the_step():

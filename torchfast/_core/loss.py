@@ -47,13 +47,14 @@ class SeveralOutput(NamedTuple):
 
     Attributes:
         losses: One for each, shape ``(n,)``, detached.
-        metrics: Of the last.
+        metrics: Of all, by name: one for each in a tensor of shape ``(n,)``, or one by one where
+            they make none, with None for a step that has none of this name.
         skipped: 1.0 for each whose update was skipped, else 0.0, shape ``(n,)``; None where none
             can be.
     """
 
     losses: Tensor
-    metrics: dict[str, Number]
+    metrics: dict[str, Tensor | tuple[Number | None, ...]]
     skipped: Tensor | None
 
     @classmethod
@@ -62,13 +63,32 @@ class SeveralOutput(NamedTuple):
         flags = [output.skipped for output in outputs if output.skipped is not None]
         return cls(
             losses=torch.stack([output.loss for output in outputs]),
-            metrics=outputs[-1].metrics,
+            metrics={
+                name: _together([output.metrics.get(name) for output in outputs])
+                for name in dict.fromkeys(name for output in outputs for name in output.metrics)
+            },
             skipped=torch.stack(flags) if flags else None,
         )
+
+    def metrics_of(self, place: int) -> dict[str, Number]:
+        """Return the metrics of the step in this place."""
+        found: dict[str, Number] = {}
+        for name, values in self.metrics.items():
+            value = values.select(0, place) if isinstance(values, Tensor) else values[place]
+            if value is not None:
+                found[name] = value
+        return found
 
     def flags(self) -> list[Tensor | None]:
         """Return for each step whether its update was skipped."""
         return [None] * len(self.losses) if self.skipped is None else [*self.skipped.unbind()]
+
+
+def _together(values: list[Number | None]) -> Tensor | tuple[Number | None, ...]:
+    """Return one tensor of the values of several steps, if they are of one type and device."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    return torch.stack(tensors) if len(tensors) == len(values) and len(kinds) == 1 else (*values,)
 
 
 class Shares(NamedTuple):

@@ -163,12 +163,18 @@ class RankGroup(Closing):
     def least(self, value: int) -> Least:
         """Begin to find the least of what the ranks give, and do not wait for it."""
         number = torch.tensor([value], dtype=torch.int64, device="cpu")
+        return Least(self._reduced(number), number)
 
-        def reduce() -> Any:
-            group = self._checked()
-            return dist.all_reduce(number, dist.ReduceOp.MIN, group=group, async_op=True)
+    def span(self, value: int) -> tuple[int, int]:
+        """Return the least and the greatest of what the ranks give, found in one round.
 
-        return Least(self._begin(reduce), number)
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+        ends = torch.tensor([value, -value], dtype=torch.int64, device="cpu")
+        self._reduced(ends).wait()
+        least, greatest = ends.tolist()
+        return least, -greatest
 
     def each(self, value: int) -> Each:
         """Begin to find out what each rank gives, and do not wait for it."""
@@ -179,6 +185,15 @@ class RankGroup(Closing):
             return dist.all_gather(list(numbers), number, group=self._checked(), async_op=True)
 
         return Each(self._begin(gather), numbers)
+
+    def _reduced(self, numbers: torch.Tensor) -> _Arrival:
+        """Begin to make each number the least of the ranks'."""
+
+        def reduce() -> Any:
+            group = self._checked()
+            return dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group, async_op=True)
+
+        return self._begin(reduce)
 
     def _begin(self, collective: Callable[[], Any]) -> _Arrival:
         if self.size == 1:

@@ -8,8 +8,8 @@ some steps later, when the event has passed. On the CPU everything is ready at o
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -152,54 +152,68 @@ class Marks:
         self._spare += [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
 
 
+# From the end of a step to that of the next; or of several that ended together, and how many.
+Lap = tuple[Mark, Mark, int]
+
+
 @final
 class StepClock:
     """Times steps from the end of one to the end of the next, on the device where there is one.
 
     The interval holds everything in between, waiting for data included.
 
-    Synchronizes: Never in `start` and `tick`; `Laps.milliseconds` if the device is behind.
+    Synchronizes: Never in `start`, `tick` and `count`; `Laps.milliseconds` if the device is behind.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._moments = Marks(device)
-        self._marks: list[Mark] = []
-        self._paused: list[list[Mark]] = []
+        self._last: Mark | None = None  # None before the first `start`, and in a pause
+        self._ended: deque[Lap | None] = deque()  # of steps that are not counted yet
+        self._counted: list[Lap] = []
 
     def start(self) -> None:
         """Begin to time, at first or after `pause`."""
-        self._marks = [self._moments.now()]
+        self._last = self._moments.now()
 
     def pause(self) -> None:
         """Leave out what comes until `start`; the steps so far are kept."""
-        self._paused.append(self._marks)
-        self._marks = []
+        self._last = None
 
-    def tick(self) -> None:
-        """Note the end of a step."""
-        self._marks.append(self._moments.now())
+    def tick(self, num_steps: int = 1) -> None:
+        """Note the end of a step, or of several that came to their end together."""
+        now = self._moments.now()
+        lap = None if self._last is None else (self._last, now, num_steps)
+        self._ended += [lap] * num_steps
+        self._last = now
+
+    def count(self) -> None:
+        """Count the first of the steps that have ended to those that `collect` returns."""
+        if (lap := self._ended.popleft()) is not None:
+            self._counted.append(lap)
 
     def collect(self) -> Laps:
-        """Return the steps since the last call, and go on from here."""
-        laps = Laps([*self._paused, self._marks], self._moments)
-        self._paused = []
-        self._marks = self._marks[-1:]
+        """Return the steps that were counted since the last call."""
+        laps, self._counted = Laps(self._counted, self._moments), []
         return laps
 
 
 @final
 class Laps:
-    """The marks of some steps, in order, in stretches without a pause."""
+    """What some steps took, in order."""
 
-    def __init__(self, stretches: list[list[Mark]], moments: Marks) -> None:
-        self._stretches = stretches
+    def __init__(self, laps: list[Lap], moments: Marks) -> None:
+        self._laps = laps
         self._moments = moments
 
     def milliseconds(self) -> list[float]:
         """Return the time of each step."""
         times: list[float] = []
-        for before, after in (pair for stretch in self._stretches for pair in pairwise(stretch)):
-            if isinstance(after, torch.cuda.Event):
-                after.synchronize()
-            times.append(self._moments.between_ms(before, after))
+        known: Lap | None = None
+        for lap in self._laps:
+            if lap is not known:
+                before, after, num_steps = known = lap
+                if isinstance(after, torch.cuda.Event):
+                    after.synchronize()
+                each_ms = self._moments.between_ms(before, after) / num_steps
+            times.append(each_ms)
         return times

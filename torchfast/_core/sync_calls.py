@@ -226,6 +226,13 @@ def _index(index: Any, types: frozenset[str]) -> int:
 
 
 def _moves(args: Arguments, options: Options, types: frozenset[str]) -> int:
+    if len(args) == 2 and not options:
+        target = args[1]
+        # To where it is: clipping asks that of each gradient.
+        if type(target) is torch.dtype or (
+            type(target) is torch.device and args[0].device == target
+        ):
+            return NO
     if "cuda" not in types or not args:
         return NO
     target = options.get("device", options.get("other", args[1] if len(args) > 1 else None))

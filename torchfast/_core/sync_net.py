@@ -103,13 +103,17 @@ class SyncNet:
     Args:
         owner: Who is asked; not kept alive.
         keep_out: Tells torch.compile to run the code of a function as it is.
+
+    Attributes:
+        hears_device_reads: Whether each read of a number of the device is heard, and none of the
+            host's pays for that.
     """
 
     def __init__(self, owner: NetOwner, keep_out: Callable[[CodeType], None]) -> None:
         self._owner = weakref.ref(owner)
         self._keep_out = keep_out
         self._libraries: list[Any] = []
-        self._has_host = self._has_device = False
+        self._has_host = self._has_device = self.hears_device_reads = False
 
     def spread(self, device_type: str) -> None:
         """Put the kernels in place; for ``"cpu"`` also those that tell what is not to be heard."""
@@ -133,7 +137,7 @@ class SyncNet:
         """Take the kernels away."""
         while self._libraries:
             self._libraries.pop()._destroy()
-        self._has_host = self._has_device = False
+        self._has_host = self._has_device = self.hears_device_reads = False
 
     def _put_before_device(self) -> None:
         """Put a kernel in place of the device's own for reads, which hands on to that.
@@ -151,6 +155,7 @@ class SyncNet:
                 self._libraries[0].impl(
                     _READ, kernel, _DEVICE_KEY, with_keyset=True, allow_override=True
                 )
+            self.hears_device_reads = True
         except (AttributeError, RuntimeError) as error:
             # No such device, or another torch: then torch's own check speaks of such reads.
             logger.debug("no kernel stands in place of %s's for reads: %s", _DEVICE_KEY, error)

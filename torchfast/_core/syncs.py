@@ -118,11 +118,18 @@ class SyncWatch:
             if device_type in self._held_types:
                 return
             self._held_types.add(device_type)
-            for call in sync_calls() if self._calls is None else self._calls:
-                if (device_type == "cpu" or not call.is_in_graphs) and call not in self._replaced:
-                    self._replace(call)
             if self._net is not None:
                 self._net.spread(device_type)
+            for call in sync_calls() if self._calls is None else self._calls:
+                if call not in self._replaced and not self._is_left(call, device_type):
+                    self._replace(call)
+
+    def _is_left(self, call: SyncCall, device_type: str) -> bool:
+        """Whether a call is heard without being replaced: beneath it, or by torch's own check."""
+        if device_type == "cpu":
+            return False
+        is_read = self._net is not None and self._net.hears_device_reads and call.name == "item"
+        return is_read or call.is_in_graphs
 
     def release(self) -> None:
         """Undo a `hold`."""

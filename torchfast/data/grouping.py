@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 from torchfast._core.arguments import check_int
@@ -11,7 +12,8 @@ from torchfast.data.feed import Feed
 from torchfast.data.position import Position
 from torchfast.data.statistics import Counters
 
-Taken = tuple[Any, Position]
+AtOnce = Callable[[], int]  # says before a group of how many steps it is at most
+Taken = tuple[Any, list[Position]]  # what is handed out, and the position behind each step of it
 
 
 @final
@@ -26,7 +28,7 @@ class Grouping:
         are_even: Whether all ranks get as many in each step.
 
     Attributes:
-        size: Batches that are handed out together.
+        size: Batches that are handed out together, at most.
 
     Raises:
         TypeError: No integer.
@@ -39,20 +41,43 @@ class Grouping:
         self.size = self.accumulate * (self.unroll or 1)
         self._are_even = are_even
 
-    def take(self, feed: Feed, counters: Counters) -> Taken | None:
-        """Return what is handed out next, with the position behind it; None at the end.
+    def steps_in_epoch(self, loader: Iterable[Any]) -> int:
+        """Return for how many steps the loader has batches; TypeError where it has no length."""
+        try:
+            return -(-len(loader) // self.accumulate)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise TypeError(
+                f"the loader ({type(loader).__name__}) has no length; give steps=, or count "
+                "what it yields"
+            ) from error
+
+    def take(
+        self,
+        feed: Feed,
+        counters: Counters,
+        left: int | None = None,
+        at_once: AtOnce | None = None,
+    ) -> Taken | None:
+        """Return what is handed out next; None at the end.
 
         Args:
             feed: Where batches come from.
             counters: Written to.
+            left: Of how many steps more the batches are wanted; None if of all.
+            at_once: Under ``unroll``, says of how many now.
         """
         batches: list[Any] = []
-        position: Position | None = None
-        while len(batches) < self.size and (taken := feed.take()) is not None:
+        positions: list[Position] = []
+        size = self.size
+        if self.unroll is not None:
+            most = self.unroll if at_once is None else at_once()
+            size = min(size, self.accumulate * (most if left is None else min(most, left)))
+        while len(batches) < size and (taken := feed.take()) is not None:
             batch, position, num_bytes = taken
             counters.handed_out(time.perf_counter(), num_bytes)
             batches.append(batch)
-        if position is None:
+            positions.append(position)
+        if not batches:
             return None
         steps = batches
         if self.accumulate > 1:
@@ -61,4 +86,5 @@ class Grouping:
                 MicroBatches(batches[at : at + self.accumulate], are_even=self._are_even)
                 for at in starts
             ]
-        return steps[0] if self.unroll is None else StepBatches(steps), position
+            positions = [*positions[self.accumulate - 1 : -1 : self.accumulate], positions[-1]]
+        return steps[0] if self.unroll is None else StepBatches(steps), positions

@@ -44,7 +44,7 @@ from torchfast.data.arrival import DirectMove, Finish
 from torchfast.data.epoch_ahead import EpochAhead
 from torchfast.data.even_ends import even, heard
 from torchfast.data.feed import DirectFeed, Feed, RingFeed
-from torchfast.data.grouping import Grouping
+from torchfast.data.grouping import AtOnce, Grouping
 from torchfast.data.loader_report import direct_decision, loader_report
 from torchfast.data.monitored import memory_of, pinned_by, unpin
 from torchfast.data.position import PositionedLoader
@@ -175,13 +175,11 @@ class PrefetchingLoader(Closing):
 
     def __len__(self) -> int:
         """Return how often an epoch yields; TypeError where the loader has no length."""
-        try:
-            return -(-len(self.loader) // self._grouping.size)  # type: ignore[arg-type]
-        except TypeError as error:
-            raise TypeError(
-                f"the loader ({type(self.loader).__name__}) has no length; give steps=, or count "
-                "what it yields"
-            ) from error
+        return -(-self.steps_in_epoch() // (self.unroll or 1))
+
+    def steps_in_epoch(self) -> int:
+        """Return for how many steps an epoch has batches; TypeError likewise."""
+        return self._grouping.steps_in_epoch(self.loader)
 
     def ungrouped(self) -> PrefetchingLoader:
         """Return another one over its loader, at the start: single batches, to this rank's end."""
@@ -208,29 +206,32 @@ class PrefetchingLoader(Closing):
         """
         return self.iterate()
 
-    def iterate(self, *, max_steps: int | None = None, last: bool = False) -> Iterator[Any]:
+    def iterate(
+        self, *, max_steps: int | None = None, last: bool = False, at_once: AtOnce | None = None
+    ) -> Iterator[Any]:
         """Iterate over one epoch, and fetch no more than ``max_steps`` need.
 
         Args:
-            max_steps: End after so many (groups of them, under ``unroll``), with the rest of a
-                generator's batches left in it.
+            max_steps: End after so many, with the rest of a generator's batches left in it.
             last: No epoch follows, so none is begun ahead.
+            at_once: Under ``unroll``, says before each group of how many steps it is at most.
         """
         if self._closed:
             raise ClosedError("this PrefetchingLoader is closed; make another one to iterate again")
-        return self._batches(max_steps, last)
+        return self._batches(max_steps, last, at_once)
 
-    def _batches(self, max_steps: int | None, last: bool) -> Iterator[Any]:
+    def _batches(self, max_steps: int | None, last: bool, at_once: AtOnce | None) -> Iterator[Any]:
         self._iteration += 1
         mine = self._iteration
-        feed = self._begin(None if max_steps is None else max_steps * self._grouping.size)
+        feed = self._begin(None if max_steps is None else max_steps * self.accumulate)
         looks_ahead = self.across_epochs and not last
         num_steps, self.epoch_ended = 0, False
         try:
             self._counters.begin(time.perf_counter())
             while max_steps is None or num_steps < max_steps:
                 feed.turn()
-                taken = self._grouping.take(feed, self._counters)
+                left = None if max_steps is None else max_steps - num_steps
+                taken = self._grouping.take(feed, self._counters, left, at_once)
                 feed.release()
                 if self._iteration != mine:  # closed by another thread meanwhile
                     raise IterationError(ENDED)
@@ -238,8 +239,8 @@ class PrefetchingLoader(Closing):
                     self.epoch_ended = True
                     self.end_epoch()
                     return
-                self._upstream.position = taken[1]
-                num_steps += 1
+                self._upstream.hand_out(taken[1])
+                num_steps += len(taken[1])
                 if looks_ahead and self._looks_ahead(feed, max_steps, num_steps):
                     self._begin_ahead()
                 yield taken[0]
@@ -363,6 +364,10 @@ class PrefetchingLoader(Closing):
     def end_epoch(self) -> None:
         """Count the epoch as finished, though the loader was not asked for more than its last."""
         self._upstream.position = None
+
+    def go_to(self, place: int) -> None:
+        """Be behind the step in this place of the group handed out last, from 0; as if no more."""
+        self._upstream.go_to(place)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was yielded, for ``torch.save``.

@@ -5,6 +5,10 @@ to the longest sample each batch has a length of its own, so nothing is ever com
 time; padded to the next of a few lengths, a bucket, the step is compiled and captured once for
 each. What it costs is the computation on padding, which narrow buckets keep small; sampling batches
 of similar lengths keeps it smaller.
+
+Of several ranks each pads its own batch, and a graph is replayed only where all have the length
+that they captured. So there either one length is given, or a ``batch_sampler`` yields batches of
+one length to all ranks in a row.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ class PositionedLoader:
         # Of the last batch that reached the training; None between two epochs. Whoever hands
         # batches on moves it.
         self.position: Position | None = None
+        self._handed_out: Sequence[Position] = ()
         self._resume_at: Position | None = None
         self._announced: dict[str, Any] | None = None
         self._loaded_generators: Sequence[torch.Tensor] | None = None
@@ -116,6 +117,14 @@ class PositionedLoader:
         except TypeError:
             return False
         return self.position is not None and self.position.num_batches >= length
+
+    def hand_out(self, positions: Sequence[Position]) -> None:
+        """Be behind a group of steps; these are the positions behind each."""
+        self._handed_out, self.position = positions, positions[-1]
+
+    def go_to(self, place: int) -> None:
+        """Be behind the step in this place of the group."""
+        self.position = self._handed_out[place]
 
     def tell_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the loader, its samplers and its data set, where they have it."""

@@ -3,7 +3,7 @@
 from torchfast.graphs.entries import Ready
 from torchfast.graphs.graph_form import GraphForm, graph_form
 from torchfast.graphs.graphed_update import GraphedUpdate
-from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.learning_rates import LearningRates, rates_of
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.optimizer_form import OptimizerForm
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
@@ -26,4 +26,5 @@ __all__ = [
     "SavedNamedState",
     "graph_decision",
     "graph_form",
+    "rates_of",
 ]

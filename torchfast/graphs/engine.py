@@ -5,13 +5,12 @@ What it must notice is told in `torchfast.graphs.step`. Its parts are the module
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -23,11 +22,10 @@ from torchfast._core.loss import detached
 from torchfast._core.phases import CAPTURE, phase
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.backend import Backend, backend_for
-from torchfast.graphs.constants import HostConstants
-from torchfast.graphs.entries import Aside, Entry, GraphStore, Ready
-from torchfast.graphs.failures import Failure, explain
+from torchfast.graphs.entries import ATTEMPTS, Aside, Entry, GraphStore, Ready
+from torchfast.graphs.failures import NOT_NOW, Failure, explain
 from torchfast.graphs.gradients import GradientsBefore
-from torchfast.graphs.host_facts import LATER, HostFacts
+from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions
@@ -36,7 +34,7 @@ from torchfast.graphs.replay_check import Mismatch, find_mismatch
 from torchfast.graphs.signature import Call, Several, describe
 from torchfast.graphs.static_inputs import StaticInputs
 from torchfast.graphs.steady import Steady
-from torchfast.graphs.together import OTHERS, Together
+from torchfast.graphs.together import EAGERLY, NEW_CAPTURE, OTHERS, Together
 from torchfast.graphs.watch import StateWatch
 
 logger = logging.getLogger(__name__)
@@ -45,8 +43,7 @@ logger = logging.getLogger(__name__)
 _SETTLED_REPLAYS = 10
 # So many graphs thrown out for each that is kept, and the kinds are too many to be captured.
 _EVICTIONS_PER_GRAPH = 4
-_NOT_NOW = "there are no gradients now to which the step would add"
-_ATTEMPTS = 3
+_APART = "other ranks do not replay or capture the same"
 
 
 @final
@@ -63,7 +60,7 @@ class GraphEngine:
             graph. Otherwise they may be None after it; each graph that is kept then needs memory
             for its own.
         after_failure: Called when a capture has failed, to let go of what ``fn`` has kept of it.
-        ranks: With whom ``fn`` talks in collectives; see `torchfast.graphs.together`.
+        together: What it tells the ranks with whom ``fn`` talks in collectives; None for none.
         backend: What captures, where its memory is to be shared with another engine's graphs.
 
     Attributes:
@@ -87,11 +84,11 @@ class GraphEngine:
         rates: Sequence[LearningRates] = (),
         keep_gradients: bool = False,
         after_failure: Callable[[], None] = lambda: None,
-        ranks: RankGroup | None = None,
+        together: Together | None = None,
         backend: Backend | None = None,
     ) -> None:
         self._fn = fn
-        self._together = Together(ranks or RankGroup.alone())
+        self._together = together or Together(RankGroup.alone())
         self._state = state
         self._watch = StateWatch(state, device)
         self._options = options
@@ -133,23 +130,23 @@ class GraphEngine:
         if self._steady.goes_on():
             call = describe(args, kwargs)
             if (known := self._steady.entry(call.key)) is not None:
-                self._together.meet(captures=False)
-                return Ready(known, call)
+                return self._agreed(known, call)
         if self.why_eager is None:
             self._notice_changes()
         if self.why_eager is not None:
-            self._together.meet(captures=False)
+            self._together.meet(EAGERLY)
             return Aside(self.why_eager)
         call = describe(args, kwargs)
         key = (self._watch.mode(), call.key)
         if are_several and (why := self.store.why_apart(key)) is not None:
             return Aside(why)
         entry = self._entry(key)
-        is_due = entry.graph is None and entry.why_eager is None and not entry.warm_up_left
-        self._together.meet(captures=is_due)
         if entry.graph is not None:
             self._steady.note(call.key, entry)
-            return Ready(entry, call)
+            return self._agreed(entry, call)
+        is_due = entry.why_eager is None and not entry.warm_up_left
+        if not self._together.meet(NEW_CAPTURE if is_due else EAGERLY) and is_due:
+            return Aside(_APART)
         if entry.why_eager is not None:
             return Aside(entry.why_eager)
         if entry.warm_up_left:
@@ -157,6 +154,14 @@ class GraphEngine:
             return Aside("it warms up")
         with phase(CAPTURE):
             return self._capture(entry, call, inputs)
+
+    def _agreed(self, entry: Entry, call: Call) -> Ready | Aside:
+        """Return what replays a call, if all ranks are to replay graphs of that same capture."""
+        if self._together.is_alone or self._together.meet(entry.number):
+            return Ready(entry, call)
+        if self.store.refused(entry):
+            self._steady.forget()
+        return Aside(_APART)
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
@@ -167,7 +172,20 @@ class GraphEngine:
 
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
-        return self.store.decisions(self.why_eager, self._watch.notes)
+        found = self.store.decisions(self.why_eager, self._watch.notes)
+        return found + self._together.decisions()
+
+    def changed(self) -> str | None:
+        """Return what of modules is not as it was at the last replay; None if all is.
+
+        The next step looks closer, and acts on it; here nothing comes of it.
+        """
+        if not self.store.graphs:
+            return None
+        if (moved := self._watch.moved()) is not None:
+            return moved
+        name = self._watch.attributes.changed()
+        return None if name is None else f"{name} changed"
 
     def settle(self) -> None:
         """Bring buffers that were replaced outside the step back to their places."""
@@ -224,35 +242,14 @@ class GraphEngine:
         if failure is None:
             return Ready(entry, call)
         self._together.begin()
-        surroundings = self._before_another(entry, failure)
+        surroundings = entry.before_another(
+            failure, self._options, self.device, is_alone=self._together.is_alone
+        )
         goes_on = self._together.all_agree(surroundings is not None)
         if surroundings is None or not goes_on:
             return self._fail(entry, failure)
         self._drop_error()
         return Aside(failure.reason, surroundings)
-
-    def _before_another(
-        self, entry: Entry, failure: Failure
-    ) -> AbstractContextManager[None] | None:
-        """Return in what this step is to run before another attempt; None if none is to come."""
-        is_one = entry.num_steps == 1  # or another attempt would cost the Python of several
-        notes = entry.is_to_note_draws(failure, is_alone=self._together.is_alone)
-        if notes or (failure.reason == _NOT_NOW and is_one):
-            return nullcontext()
-        is_passing = failure.reason in (LATER, OTHERS) or failure.is_left_over
-        if not is_passing and entry.is_to_be_told(failure):
-            entry.secret = entry.constants = None  # which were those of the other way
-            return nullcontext()
-        entry.attempts += 1
-        if entry.attempts >= _ATTEMPTS:
-            return None
-        if is_passing:
-            gc.collect()
-            return nullcontext()
-        if failure.is_copy and self._options.host_constants and is_one and not entry.constants:
-            entry.constants = HostConstants(self.device)
-            return entry.constants.recording()
-        return None
 
     def _drop_error(self) -> None:
         """Let go of an error that was kept to be raised, and of all that its frames hold."""
@@ -266,17 +263,19 @@ class GraphEngine:
         together = self._together
         together.begin()
         try:
-            self._record(entry, call, inputs, facts)
-            if not together.all_agree(True):
-                raise CaptureError(OTHERS)
+            # What may fail before it, so that no rank captures while another does not.
+            facts.check_capturable()
+            static = StaticInputs(inputs, call.tensors, self.device)
+            together.go_on()
+            self._record(entry, call, static, facts)
+            together.go_on()
+            entry.number = together.num_captures
             self._capture_s += time.perf_counter() - started
             self._counts["captures"] += 1
             self.store.add(entry)
             self._watch.attributes.ran(call.key)
             self._frozen = self._watch.frozen()
-            together.begin()
-            can_check = self._options.check and together.is_joint
-            mismatch = self._mismatch(Ready(entry, call)) if can_check else None
+            mismatch = self._mismatch(Ready(entry, call)) if self._options.check else None
             if together.all_agree(mismatch is None):
                 return None
             if mismatch is None:
@@ -305,16 +304,14 @@ class GraphEngine:
         self.facts = None
         self._after_failure()
 
-    def _record(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> None:
-        """Capture the step into the entry.
+    def _record(self, entry: Entry, call: Call, static: StaticInputs, facts: HostFacts) -> None:
+        """Capture the step on a copy of its inputs into the entry.
 
         Raises:
             Exception: What stopped it.
             CaptureError: It went through, but a replay would not do what the step does.
         """
-        facts.check_capturable()
         state = self._state
-        static = StaticInputs(inputs, call.tensors, self.device)
         static.fill(call.tensors)
         state.fill_rates()
         written = static.versions()
@@ -340,7 +337,7 @@ class GraphEngine:
         makes_anew = self._adds is False or gradients.adds is False
         entry.from_none = [] if makes_anew else gradients.from_none
         if self._adds and entry.from_none:
-            raise CaptureError(_NOT_NOW)
+            raise CaptureError(NOT_NOW)
         facts.check_replayable(entry.draws)
         if (moved := self._watch.moved()) is not None:
             raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
@@ -418,7 +415,7 @@ class GraphEngine:
         store.drop_all()
         watch.refresh()
         self._num_hasty = self._num_hasty + 1 if self._num_since_change < _SETTLED_REPLAYS else 0
-        if self._num_hasty >= (1 if frozen else _ATTEMPTS):
+        if self._num_hasty >= (1 if frozen else ATTEMPTS):
             self.varies = frozen
             self.why_eager = f"{reason}, again after {self._num_since_change} replays"
         self._num_since_change = 0

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from torchfast._core.decisions import Decision
 from torchfast._core.phases import REPLAY, phase
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
-from torchfast.graphs.failures import Failure
+from torchfast.graphs.failures import NOT_NOW, Failure
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.moments import Moment, PhaseMoments, Times
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
@@ -22,6 +24,12 @@ from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.secrecy import Secret
 from torchfast.graphs.signature import Call, num_steps, only_tensors, shapes, single
 from torchfast.graphs.static_inputs import StaticInputs
+
+# Captures of one kind of call that may fail.
+ATTEMPTS = 3
+# So many times in a row the ranks did not all replay the same capture, and a graph goes: it may be
+# gone on another one.
+_PATIENCE = 10
 
 
 @dataclass(eq=False)
@@ -33,6 +41,9 @@ class Entry:
         num_steps: How many steps a call does, in one graph.
         warm_up_left: Calls that run as they are before it is captured.
         attempts: Captures that failed.
+        number: Of the capture that its graph is of, among those that all ranks have made.
+        num_refused: Times in a row that other ranks did not replay that one, so this did not.
+        patience: How many of them make its graph go.
         graph: Its graph, with ``inputs`` that it reads and ``outputs`` that it writes.
         gradients: Each parameter with the gradient that a replay writes anew.
         added_to: Each parameter with the gradient that the step adds to: it was there before, and
@@ -52,6 +63,9 @@ class Entry:
     shapes: str
     warm_up_left: int
     attempts: int = 0
+    number: int = 0
+    num_refused: int = 0
+    patience: int = _PATIENCE
     graph: Graph | None = None
     inputs: StaticInputs | None = None
     outputs: StaticOutputs | None = None
@@ -98,6 +112,28 @@ class Entry:
             self.moments.replayed()
         self.num_replays += 1
 
+    def before_another(
+        self, failure: Failure, options: CUDAGraphOptions, device: torch.device, *, is_alone: bool
+    ) -> AbstractContextManager[None] | None:
+        """Return in what this step is to run before another attempt; None if none is to come."""
+        is_one = self.num_steps == 1  # or another attempt would cost the Python of several
+        notes = self.is_to_note_draws(failure, is_alone=is_alone)
+        if notes or (failure.reason == NOT_NOW and is_one):
+            return nullcontext()
+        if not failure.is_passing and self.is_to_be_told(failure):
+            self.secret = self.constants = None  # which were those of the other way
+            return nullcontext()
+        self.attempts += 1
+        if self.attempts >= ATTEMPTS:
+            return None
+        if failure.is_passing:
+            gc.collect()
+            return nullcontext()
+        if failure.is_copy and options.host_constants and is_one and not self.constants:
+            self.constants = HostConstants(device)
+            return self.constants.recording()
+        return None
+
     def is_to_be_told(self, failure: Failure) -> bool:
         """Whether telling of the next capture may help: who asked, or compiled code that asks."""
         return self.secret is not None and (self.secret.was_kept or failure.is_recompile)
@@ -118,6 +154,7 @@ class Entry:
         if self.graph is not None:
             self.graph.reset()
         self.graph = self.inputs = self.outputs = self.moments = None
+        self.num_refused = 0
         self.gradients, self.added_to, self.from_none, self.kept = [], [], [], []
 
 
@@ -153,6 +190,8 @@ class Aside(NamedTuple):
 
 # Other shapes have less to warm up: the optimizer's state and the libraries are there.
 _WARM_UP_OF_OTHERS = 1
+# Why steps of a kind that was not captured yet are not replayed together.
+ONE_FIRST = "steps of each kind are captured one by one first"
 # So many kinds of steps were seen for each graph that is kept, and somebody should know.
 _KINDS_PER_GRAPH = 8
 # Of so many replays it is kept what their phases took: as many as the times of fit are over.
@@ -212,7 +251,7 @@ class GraphStore:
             return "batches of different shapes, values or containers in a group"
         known = self.entries.get((key[0], one))
         if known is None or known.graph is None:
-            return "steps of each kind are captured one by one first"
+            return ONE_FIRST
         if len(self.graphs) >= self._limit:
             return "max_graphs graphs are kept already"
         if known.draws is not None:
@@ -294,8 +333,21 @@ class GraphStore:
         while self.graphs:
             self.remove(self.graphs[-1])
 
+    def refused(self, entry: Entry) -> bool:
+        """Note that not all ranks could replay a graph; return whether it went for that.
+
+        After each time it takes twice as many, or ranks that differ would capture for ever.
+        """
+        entry.num_refused += 1
+        if entry.num_refused < entry.patience:
+            return False
+        entry.patience *= 2
+        self.remove(entry)
+        return True
+
     def used(self, entry: Entry) -> None:
         """Note that a graph was replayed."""
+        entry.num_refused = 0
         if self.graphs[-1] is not entry:
             self.graphs.remove(entry)
             self.graphs.append(entry)

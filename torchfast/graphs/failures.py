@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from torchfast._core.errors import CaptureError
 from torchfast._core.user_code import is_compiled, owner_of
-from torchfast.graphs.host_facts import CPU_GENERATOR
+from torchfast.graphs.host_facts import CPU_GENERATOR, LATER
+from torchfast.graphs.together import OTHERS
 
 _NOT_THE_USERS: tuple[str, ...] = ("<",)
 
 RECOMPILES = "torch.compile would have compiled it again"
+NOT_NOW = "there are no gradients now to which the step would add"
 LEFT_OVER = "an autograd graph of an earlier step is still alive and belongs to another stream"
 
 # What torch's messages say, what that means, and what helps. The first that fits is told.
@@ -88,6 +90,11 @@ class Failure:
     def is_left_over(self) -> bool:
         """Whether something that the garbage collector may free is in the way."""
         return self.reason == LEFT_OVER
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether another attempt at the same may succeed."""
+        return self.reason in (LATER, OTHERS) or self.is_left_over
 
     @property
     def is_recompile(self) -> bool:

@@ -28,6 +28,7 @@ from torchfast.graphs.moments import Times
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.signature import Several
+from torchfast.graphs.together import Together
 from torchfast.graphs.trials import GraphTrials
 from torchfast.graphs.unrolled_update import UnrolledUpdate
 
@@ -77,7 +78,8 @@ class GraphedUpdate:
         ranks: RankGroup,
     ) -> None:
         self._whole, self._until_update = whole, until_update
-        self._after_failure, self._ranks = after_failure, ranks
+        # One for all graphs of the step: what is parted here only is captured by all ranks anew.
+        self._after_failure, self._together = after_failure, Together(ranks)
         self._after_trial = after_trial
         self._is_updating = self._failed_in_update = False
         self._is_same_so_far = self._changed_in_update = False
@@ -105,7 +107,7 @@ class GraphedUpdate:
             if self._graph.varies:
                 # Hyperparameters change again and again: from the next step on it is outside.
                 self._part(self._graph.why_eager)
-            elif self._ranks.size == 1 and self._graph.failure is not failed_before:
+            elif self._together.is_alone and self._graph.failure is not failed_before:
                 self._part_if_it_helps(self._graph.failure)
         return output
 
@@ -212,5 +214,5 @@ class GraphedUpdate:
             rates=rates,
             keep_gradients=not optimizers,
             after_failure=self._note_failure,
-            ranks=self._ranks,
+            together=self._together,
         )

@@ -18,6 +18,13 @@ from torch.optim import Optimizer
 
 from torchfast._core.building import optimized
 from torchfast._core.errors import CaptureError
+from torchfast._core.loss import Number
+
+
+def rates_of(optimizer: Optimizer) -> list[Number]:
+    """Return the learning rates that stand in the parameter groups now, safe to keep."""
+    rates = (group["lr"] for group in optimizer.param_groups)
+    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
 
 @final
@@ -59,6 +66,12 @@ class LearningRates:
                 if rate != self._filled[index]:
                     self._tensors[index].fill_(rate)
                 self._filled[index] = rate
+
+    def filled(self) -> list[Number]:
+        """Return the rates that a replay reads, of each group; safe to keep."""
+        rates = zip(self.groups, self._filled, strict=False)
+        # One that the user gave on the device is read where it is.
+        return [own.clone() if isinstance(own := g["lr"], Tensor) else r for g, r in rates]
 
     @property
     def cover_groups(self) -> bool:

@@ -12,13 +12,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torchfast._core.batches import map_batch, tensors
 
+_FEW = 64  # numbers: more are not copied once more inside the graph
+
 
 @final
 class StaticOutputs:
     """The outputs of a captured step.
 
-    Scalars of one type are gathered into one tensor inside the graph, so that cloning all of them
-    is one launch.
+    Scalars of one type, and those of several steps that stand in one tensor, are gathered into one
+    inside the graph, so that cloning all of them is one launch.
 
     Args:
         outputs: What the step returned during capture.
@@ -31,10 +33,12 @@ class StaticOutputs:
         # Attached, they would keep what the backward needs.
         self._outputs = outputs = map_batch(outputs, Tensor.detach)
         every = list({id(t): t for t in tensors(outputs)}.values())
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        groups: dict[tuple[Any, ...], list[Tensor]] = {}
         for tensor in every:
-            if type(tensor) is Tensor and tensor.dim() == 0 and tensor.layout is torch.strided:
-                groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+            is_small = tensor.dim() < 2 and tensor.numel() <= _FEW
+            if type(tensor) is Tensor and is_small and tensor.layout is torch.strided:
+                key = tensor.device, tensor.dtype, tensor.shape
+                groups.setdefault(key, []).append(tensor)
         self._gathered = [torch.stack(group) for group in groups.values() if len(group) > 1]
         # In the order in which `cloned` makes copies.
         order = [t for group in groups.values() if len(group) > 1 for t in group]

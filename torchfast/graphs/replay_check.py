@@ -87,6 +87,7 @@ def find_mismatch(
     Synchronizes: Yes.
     """
     start = SavedNamedState(state, device, gradients)
+    any_says(True)  # or steps would begin though there is no memory for this on another rank
     num_bytes = bytes_of(start.tensors())
     if with_gradients:
         num_bytes += bytes_of(state.parameters)

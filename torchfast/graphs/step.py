@@ -52,6 +52,9 @@ from torchfast.graphs.options import CUDAGraphOptions
 class CUDAGraphStep(Closing):
     """A step that is captured once per shape and replayed.
 
+    For one process: it asks no other rank how that one runs a step, and a graph with collectives
+    must be captured and replayed on all ranks or on none. ``Plan(shard=...)`` sees to that.
+
     Args:
         fn: The step: any callable that computes on one device, changes the named state in place,
             and returns tensors in any nesting. What it returns besides tensors is frozen.

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchfast._core.loss import SeveralOutput, StepOutput
+from torchfast._core.loss import Number, SeveralOutput, StepOutput
 from torchfast.graphs.engine import GraphEngine
-from torchfast.graphs.entries import Aside, Ready
+from torchfast.graphs.entries import ONE_FIRST, Aside, Ready
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.signature import Several
 from torchfast.graphs.watch import NOT_FROZEN
@@ -59,6 +59,21 @@ class UnrolledUpdate:
                 outputs.append(self._step(group))
             self._engine.settle()  # as at the end of a step
         return SeveralOutput.of(outputs)
+
+    @property
+    def why_not_yet(self) -> str | None:
+        """Why no steps at all can be replayed together now; None if some may be."""
+        if self._engine.why_eager is not None:
+            return self._engine.why_eager
+        return None if self._engine.store.graphs else ONE_FIRST
+
+    def changed(self) -> str | None:
+        """Return what of modules has changed behind the last replay; see `GraphEngine.changed`."""
+        return self._engine.changed()
+
+    def rates(self, num_steps: int) -> list[list[Number]]:
+        """Return the learning rates of each step of the last replay, of so many; safe to keep."""
+        return [rates.filled() for rates in self._rates_of[:num_steps]]
 
     def prepared(self, groups: tuple[tuple[Any, ...], ...]) -> Ready | Aside:
         """Return what replays the steps of these micro-batches; see `GraphEngine.prepared`."""

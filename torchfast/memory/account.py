@@ -2,8 +2,9 @@
 
 Every block that the allocator has handed out is counted once, with its rounding: by the storage
 that begins in it where its owner is known (a parameter, a gradient, ...), by the pool where it
-belongs to a graph, else as an activation or some other intermediate. So the lines in use add up to
-what the allocator counts as allocated, and with the free ones to what it has reserved.
+belongs to a graph or to a `MemoryPool`, else as an activation or some other intermediate. So the
+lines in use add up to what the allocator counts as allocated, and with the free ones to what it has
+reserved.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, final
 
 from torch import nn
 
+from torchfast.memory.memory_pool import NO_POOL, PoolId
 from torchfast.memory.moment import MemoryMoment
 from torchfast.memory.owners import Owner
 from torchfast.memory.sources import NO_LINE, line_of
@@ -24,6 +26,7 @@ from torchfast.memory.sources import NO_LINE, line_of
 REST = "activations and other intermediates"
 GRAPHS = "graphs (their tensors)"
 GRAPHS_KEPT = "kept by graphs for their replays"
+POOLS_KEPT = "free in memory pools"
 CACHED = "free segments (the cache)"
 PIECES = "free pieces between tensors"
 PENDING = "freed, but another stream may still use it"
@@ -129,7 +132,7 @@ class _Block(NamedTuple):
     address: int
     size: int
     state: str
-    is_private: bool
+    home: str
     is_alone: bool
     frames: Sequence[Mapping[str, Any]]
 
@@ -151,7 +154,11 @@ class Found(NamedTuple):
 
 
 def look(
-    moment: MemoryMoment, known: Sequence[Owner], living: Iterable[Owner], model: nn.Module
+    moment: MemoryMoment,
+    known: Sequence[Owner],
+    living: Iterable[Owner],
+    model: nn.Module,
+    pools: Mapping[PoolId, str] | None = None,
 ) -> Found:
     """Return what the blocks of a moment are; without blocks, what the known owners hold.
 
@@ -160,10 +167,11 @@ def look(
         known: Owners with a category; the first that begins in a block has it.
         living: Owners that only Python knows, for shapes.
         model: For the names of modules.
+        pools: Names of the pools that are no graph's.
     """
     if moment.segments is None:
         return _without_blocks(known)
-    blocks = sorted(_blocks(moment.segments))
+    blocks = sorted(_blocks(moment.segments, pools or {}))
     owners = _by_block(blocks, [*known, *living])
     in_use: Counter[str] = Counter()
     not_in_use: Counter[str] = Counter()
@@ -178,7 +186,7 @@ def look(
         else:
             owner = owners.get(index)
             name = owner.category if owner is not None and owner.category else ""
-            name = name or (GRAPHS if block.is_private else REST)
+            name = name or block.home or REST
             in_use[name] += block.size
             largest.append((block, name))
             if name == REST and block.frames:
@@ -211,17 +219,20 @@ def _without_blocks(known: Sequence[Owner]) -> Found:
     return Found(_lines(sizes, numbers), (), largest, ())
 
 
-def _blocks(segments: Sequence[Mapping[str, Any]]) -> Iterator[_Block]:
+def _blocks(segments: Sequence[Mapping[str, Any]], pools: Mapping[PoolId, str]) -> Iterator[_Block]:
     for segment in segments:
         address = segment["address"]
-        is_private = tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+        pool_id = tuple(segment.get("segment_pool_id", NO_POOL))
+        home = ""
+        if pool_id != NO_POOL:
+            home = f"pool {pools[pool_id]!r}" if pool_id in pools else GRAPHS
         is_alone = all(block["state"] == "inactive" for block in segment["blocks"])
         for block in segment["blocks"]:
             yield _Block(
                 block.get("address", address),
                 block["size"],
                 block["state"],
-                is_private,
+                home,
                 is_alone,
                 block.get("frames") or (),
             )
@@ -244,8 +255,8 @@ def _by_block(blocks: Sequence[_Block], owners: Iterable[Owner]) -> dict[int, Ow
 def _name_of_free(block: _Block) -> str:
     if block.state != "inactive":
         return PENDING
-    if block.is_private:
-        return GRAPHS_KEPT
+    if block.home:
+        return GRAPHS_KEPT if block.home == GRAPHS else POOLS_KEPT
     return CACHED if block.is_alone else PIECES
 
 

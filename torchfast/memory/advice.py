@@ -11,7 +11,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchfast.memory.account import CACHED, GRAPHS, GRAPHS_KEPT, PIECES, REST, Found, HeldTensor
+from torchfast.memory.account import (
+    CACHED,
+    GRAPHS,
+    GRAPHS_KEPT,
+    PIECES,
+    POOLS_KEPT,
+    REST,
+    Found,
+    HeldTensor,
+)
 from torchfast.memory.moment import MemoryMoment
 from torchfast.memory.owners import BATCH, GRADIENTS, OPTIMIZER, PARAMETERS
 
@@ -56,6 +65,8 @@ def _advice(
             "Plan(cuda_graph=CUDAGraphOptions(max_graphs=...)) with a lower number, or "
             "Plan(cuda_graph=False)"
         )
+    if is_much(POOLS_KEPT):
+        yield "memory pools keep what is free in them: let go of one, and of its tensors, after use"
     in_activations = stage in ("forward", "backward", "capture", "step")
     if in_activations and (is_much(REST, GRAPHS) or not found.not_in_use):
         yield from _of_activations(found, facts)
@@ -65,7 +76,12 @@ def _advice(
             "on the host (Plan(offload='optimizer')), or " + _sharding(facts)
         )
     if is_much(PARAMETERS, GRADIENTS):
-        yield "parameters and gradients: " + _sharding(facts)
+        blocks = ""
+        offload = facts.get("offload")
+        are_on_host = offload == "parameters" or getattr(offload, "parameters", None) is not None
+        if "offload" in facts and not are_on_host and facts.get("shard") is None:
+            blocks = "those of blocks on the host (Plan(offload='parameters')), or "
+        yield f"parameters and gradients: {blocks}{_sharding(facts)}"
     if is_much(BATCH):
         yield "the batch: trainer.prefetch(loader, depth=1) holds fewer of them on the device"
 
@@ -93,6 +109,8 @@ def _of_activations(found: Found, facts: Mapping[str, Any]) -> Iterator[str]:
         yield "activations in half the bytes: Plan(precision='bf16'), which is close, not exact"
     if "recompute" in facts and not facts["recompute"]:
         yield "activations computed again in the backward pass: Plan(recompute='blocks')"
+    elif facts.get("recompute") == "selective":
+        yield "all of a block computed again, not only what is cheap: Plan(recompute='blocks')"
     if "offload" in facts and not facts["offload"]:
         yield "activations on the host until the backward pass: Plan(offload='activations')"
     elif _offloaded(offload := facts.get("offload")) == "auto":

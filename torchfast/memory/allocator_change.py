@@ -47,7 +47,7 @@ class AllocatorChange:
         settings: One entry for each.
         in_force: The text that torch has now.
         variable: The environment variable that holds it too, for processes started from here.
-        remarks: What is allowed, but does less than one may think.
+        remarks: What is allowed, but does less than one may think; variables that are ignored.
     """
 
     settings: tuple[SettingChange, ...]
@@ -129,6 +129,10 @@ def change(
     environment = read_environment(os.environ)
     variable = environment.winner or "PYTORCH_ALLOC_CONF"
     os.environ[variable] = text
+    remarks += tuple(
+        f"{name}={ignored!r} of the environment is ignored, since {environment.winner} beats it"
+        for name, ignored in environment.ignored.items()
+    )
     if not environment.caching:
         remarks += ("PYTORCH_NO_CUDA_MEMORY_CACHING is set, so no setting counts",)
     return AllocatorChange(settings=changes, in_force=text, variable=variable, remarks=remarks)

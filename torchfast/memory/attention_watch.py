@@ -8,17 +8,19 @@ leaves no node of its own, and calls within torch's own functions (`torch.nn.Mul
 are not seen by a mode: of these a report knows the one or the other.
 
 Code that torch.compile has made chose its kernels when it was compiled, and a function mode would
-have it compiled again. So where anything was compiled, what is known is what left a node outside of
-it, and the report says so. A capture is never looked at, nor a step that something else watches.
+have it compiled again. The inductor's code calls them by name, so of it is known which they are,
+and not why; of what other back-ends have made, nothing. A capture is never looked at, nor a step
+that something else watches.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import torch
@@ -39,7 +41,11 @@ _KERNELS: Final = {
     "ScaledDotProductFusedAttention": "fused",
 }
 _COMPILED: Final = "CompiledFunction"
+_CALLED: Final = re.compile(
+    r"torch\.ops\.aten\._scaled_dot_product_(flash|cudnn|efficient|fused)_attention\w*\.\w+\("
+)
 _MOST_KINDS = 8  # of calls that are told one by one
+_MOST_WRAPPERS = 8  # around compiled code
 _INPUTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # may come by position
 
 
@@ -69,16 +75,15 @@ class AttentionWatch:
 
     def __init__(self) -> None:
         self._num_seen = 0
-        self._kernels: Counter[str] = Counter()  # of the first forward, by what ran
+        self._ran = _Ran()  # in the first forward
         self._calls = _Calls()  # of the second
-        self._num_compiled = 0
         self._why_unseen: str | None = None
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
         if self._num_seen != 1 or _is_watched():
             return nullcontext()
-        if self._num_compiled or _has_compiled():
+        if self._ran.num_compiled or _has_compiled():
             self._why_unseen = "something was compiled, and looking at calls would compile it again"
             return nullcontext()
         return self._calls
@@ -90,15 +95,20 @@ class AttentionWatch:
         self._num_seen += 1
         if self._num_seen == 1:
             with suppress(Exception):  # a report is not worth a step
-                self._kernels, self._num_compiled = _kernels_of(loss)
+                self._ran = _ran_for(loss)
 
     def decisions(self) -> list[Decision]:
         """Say what was seen; nothing where no call of attention was."""
-        parts = [f"the first forward ran {_counted(self._kernels)}"] if self._kernels else []
+        ran = self._ran
+        parts = [f"the first forward ran {_counted(ran.kernels)}"] if ran.kernels else []
         kinds = sorted(self._calls.kinds.values(), key=lambda kind: -kind.count)
-        if self._num_compiled and parts:
+        if ran.compiled_kernels:
             parts.append(
-                f"compiled parts ({self._num_compiled}) chose their own when they were compiled"
+                f"its compiled parts ({ran.num_compiled}) ran {_counted(ran.compiled_kernels)}"
+            )
+        if ran.num_hidden and parts:
+            parts.append(
+                f"compiled parts ({ran.num_hidden}) chose their own when they were compiled"
             )
         parts += map(str, kinds[:_MOST_KINDS])
         if len(kinds) > _MOST_KINDS:
@@ -184,25 +194,56 @@ def _under_autocast(tensor: Tensor) -> Tensor:
     return room.requires_grad_(tensor.requires_grad)
 
 
-def _kernels_of(loss: Tensor) -> tuple[Counter[str], int]:
-    """Return the attention kernels in the graph of a loss, and how many compiled parts it has."""
-    found: Counter[str] = Counter()
-    num_compiled = 0
+@dataclass
+class _Ran:
+    """The attention that a forward ran.
+
+    Attributes:
+        kernels: By what left a node in the autograd graph.
+        compiled_kernels: By what the compiled parts call.
+        num_compiled: The compiled parts.
+        num_hidden: Those of them whose code cannot be read.
+    """
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    compiled_kernels: Counter[str] = field(default_factory=Counter)
+    num_compiled: int = 0
+    num_hidden: int = 0
+
+
+def _ran_for(loss: Tensor) -> _Ran:
+    """Return what a loss has run, by its graph."""
+    ran = _Ran()
     waiting, seen = [loss.grad_fn], {loss.grad_fn}
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
         name = node.name()
-        num_compiled += name.startswith(_COMPILED)
+        if name.startswith(_COMPILED):
+            ran.num_compiled += 1
+            code = _code_of(node)
+            ran.num_hidden += code is None
+            ran.compiled_kernels.update(_CALLED.findall(code or ""))
         kernel = next((word for start, word in _KERNELS.items() if name.startswith(start)), None)
         if kernel is not None:
-            found[kernel] += 1
+            ran.kernels[kernel] += 1
         for other, _ in node.next_functions:
             if other not in seen:
                 seen.add(other)
                 waiting.append(other)
-    return found, num_compiled
+    return ran
+
+
+def _code_of(node: Any) -> str | None:
+    """Return the code of the forward that a compiled part's node is of, if the inductor made it."""
+    found: Any = getattr(getattr(node, "_forward_cls", None), "compiled_fw", None)
+    for _ in range(_MOST_WRAPPERS):
+        code = getattr(found, "source_code", None)
+        if isinstance(code, str):
+            return code
+        found = getattr(found, "__wrapped__", None)
+    return None
 
 
 def _is_watched() -> bool:

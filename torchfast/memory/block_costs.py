@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from torchfast._core.reading import Mark, Marks
-from torchfast.memory.kept_calls import Stretch, Stretches
 from torchfast.memory.kept_norms import Norm
 from torchfast.memory.kept_results import OpClass, Result, flops_of, op_class
+from torchfast.memory.stretches import Stretch, Stretches
 
 Storages = dict[int, int]
 """Bytes by storage."""
@@ -37,7 +37,8 @@ class BlockCosts:
         result_storages: What each of these returned, as storages.
         made_in: In which stretch of the block each of these ran.
         order: All stretches.
-        norms: The norms among the results, which are the last ones.
+        norms: The norms among the results, which come behind the operations.
+        kept_inputs: The inputs of attention among the results, which are the last ones.
         attention: The numbers of the results that calls of torch's attention are.
     """
 
@@ -48,6 +49,7 @@ class BlockCosts:
     made_in: tuple[Stretch, ...]
     order: tuple[Stretch, ...]
     norms: tuple[Norm, ...]
+    kept_inputs: tuple[KeptInputs, ...]
     attention: tuple[int, ...]
 
     @property
@@ -59,6 +61,22 @@ class BlockCosts:
     def input_bytes(self) -> int:
         """What recompute saves of it."""
         return sum(self.inputs.values())
+
+
+class KeptInputs(NamedTuple):
+    """Attention whose inputs can be kept in place of what they are made from.
+
+    Attributes:
+        read_in: The stretch of the block in which attention is called.
+        layers: The calls of layers that are left out then.
+        result: What it would take to keep, and what it costs.
+        storages: What is kept.
+    """
+
+    read_in: Stretch
+    layers: tuple[Stretch, ...]
+    result: Result
+    storages: Storages
 
 
 @final
@@ -98,7 +116,7 @@ class CostMeter:
             num_saved += 1
             found = self.counted([tensor])
             saved.update(found)
-            stretches.saves(found)
+            stretches.saves(tensor, found)
             return tensor.detach()
 
         noting = _Noting(lambda: num_saved, self._marks, stretches)
@@ -111,20 +129,25 @@ class CostMeter:
         def costs() -> BlockCosts:
             norms = stretches.norms()
             noted = noting.noted
+            results = [one.result(num_saved, self._marks) for one in noted]
+            kept_inputs = noting.kept_inputs(results, inputs)
             return BlockCosts(
                 saved=saved,
                 inputs=inputs,
                 results=(
-                    *(one.result(num_saved, self._marks) for one in noted),
+                    *results,
                     *(norm.result for norm in norms),
+                    *(one.result for one in kept_inputs),
                 ),
                 result_storages=(
                     *(one.storages for one in noted),
                     *(norm.storages for norm in norms),
+                    *(one.storages for one in kept_inputs),
                 ),
                 made_in=tuple(noting.made_in),
                 order=tuple(stretches.order),
                 norms=tuple(norms),
+                kept_inputs=tuple(kept_inputs),
                 attention=tuple(noting.attention),
             )
 
@@ -196,15 +219,51 @@ class _Noting(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = op_class(func)
-        self._stretches.runs(tensors_in((args, kwargs)))
+        read = tensors_in((args, kwargs))
+        self._stretches.runs(read)
         if kind is None:
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            self._stretches.ran(func, read, tensors_in(out))
+            return out
         before = None if self._marks is None else self._marks.now()
         out = func(*args, **(kwargs or {}))
         num_saved = self._num_saved()
         marks = None if self._marks is None or before is None else (before, self._marks.now())
         self.noted.append(_Noted(kind, args, out, num_saved, marks))
         self.made_in.append(self._stretches.now)
+        self._stretches.ran(func, read, tensors_in(out))
         if kind == "attention" and self._stretches.is_in_attention:
             self.attention.append(len(self.made_in) - 1)
         return out
+
+    def kept_inputs(self, results: list[Result], arguments: Storages) -> list[KeptInputs]:
+        """Return the inputs of attention that can be kept, and what that takes and spares.
+
+        Args:
+            results: Of the operations.
+            arguments: What is there anyway.
+        """
+        found = []
+        for one in self._stretches.inputs():
+            attention = [n for n in self.attention if self.made_in[n] == one.read_in]
+            if self.made_in.count(one.read_in) != 1 or len(attention) != 1:
+                continue
+            own = self.noted[attention[0]].storages
+            held = {
+                key: size
+                for key, size in one.storages.items()
+                if key not in own and key not in arguments
+            }
+            spares = [n for n, stretch in enumerate(self.made_in) if stretch in one.layers]
+            spared = [results[number] for number in spares]
+            result = Result(
+                "inputs",
+                sum(held.values()),
+                sum(result.flops for result in spared),
+                ms=sum(result.ms for result in spared),
+                moved_bytes=one.moved_bytes + sum(result.moved_bytes for result in spared),
+                needs=attention[0],
+                spares=tuple(spares),
+            )
+            found.append(KeptInputs(one.read_in, one.layers, result, held))
+        return found

@@ -76,7 +76,12 @@ class BlockKind:
         choice = choose_kept(costs.results, costs.saved_bytes, costs.input_bytes, share)
         self.choice = choice
         self.places = KeptPlaces.of(
-            choice.kept, costs.made_in, costs.order, costs.norms, costs.attention
+            choice.kept,
+            costs.made_in,
+            costs.order,
+            costs.norms,
+            costs.attention,
+            costs.kept_inputs,
         )
         return result
 

@@ -17,6 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from torchfast.memory.deferred import Deferred
+
+_NAMES = ("query", "key", "value")
+
 
 def has_compiled() -> bool:
     """Whether torch has compiled anything in this process, or nobody can tell."""
@@ -40,9 +44,21 @@ class AtAttention(TorchFunctionMode):
 
 
 def inputs_of(args: Any, kwargs: Any) -> list[Tensor] | None:
-    """Return the tensors that attention is called with; None if some are not plain ones."""
+    """Return the tensors that attention is called with; None if some are of other classes."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    return tensors if tensors and all(type(tensor) is Tensor for tensor in tensors) else None
+    is_known = tensors and all(type(tensor) in (Tensor, Deferred) for tensor in tensors)
+    return tensors if is_known else None
+
+
+def queries_keys_values(args: Any, kwargs: Any) -> list[Tensor] | None:
+    """Return the three tensors that attention is called with at least; None if not as such."""
+    given = [*args[:3], *(kwargs.get(name) for name in _NAMES[len(args) :])]
+    return given if all(type(tensor) is Tensor for tensor in given) else None
+
+
+def is_in_parts(inputs: list[Tensor], result: Tensor, saved_bytes: int) -> bool:
+    """Whether attention was computed in parts, of which each saves something, by what it saved."""
+    return saved_bytes > sum(tensor.nbytes for tensor in inputs) + 2 * result.nbytes
 
 
 def draws(args: Any, kwargs: Any) -> bool:

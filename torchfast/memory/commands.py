@@ -61,7 +61,8 @@ def _env(arguments: argparse.Namespace) -> int:
     for other in beating:
         say(remove.format(name=other))
     say(assign.format(name=name, value=_quoted(text, arguments.shell)))
-    for line in _notes(config, environment, name):
+    why = [f"{arguments.preset}: {PRESETS[arguments.preset][1]}"] if arguments.preset else []
+    for line in (*why, *_notes(config, environment, name)):
         fail(f"# {line}", _TOLD)
     return 0
 

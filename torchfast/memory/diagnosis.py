@@ -83,6 +83,7 @@ def judge(
     has_segments: bool = True,
     expandable: bool = False,
     private_bytes: int = 0,
+    pools_free_bytes: int = 0,
 ) -> MemoryDiagnosis:
     """Tell a leak from fragmentation from a lack of memory.
 
@@ -93,6 +94,7 @@ def judge(
         has_segments: Whether memory is reserved in segments.
         expandable: Whether these grow.
         private_bytes: What pools of graphs have reserved.
+        pools_free_bytes: What is reserved in each `MemoryPool` and in no tensor.
     """
     if len(samples) < LEAST_SAMPLES:
         return MemoryDiagnosis(
@@ -140,7 +142,8 @@ def judge(
         )
         evidence += f", {retries} allocation retries in {span} steps" if retries else ""
         evidence += f", reserved grows by {held.slope:,.0f} bytes a step" if spreads else ""
-        return verdict("fragmentation", evidence, _setting(last, waste, expandable, private_bytes))
+        remedy = _setting(last, waste, expandable, private_bytes, pools_free_bytes)
+        return verdict("fragmentation", evidence, remedy)
     needed = peak if has_segments else last.reserved_bytes
     if ooms or retries or (limit_bytes is not None and needed >= _FULL * limit_bytes):
         evidence = f"{mega(needed)} are in use at once"
@@ -160,8 +163,15 @@ def judge(
     )
 
 
-def _setting(last: MemorySample, waste: int, expandable: bool, private_bytes: int) -> str:
+def _setting(
+    last: MemorySample, waste: int, expandable: bool, private_bytes: int, pools_free_bytes: int
+) -> str:
     """Return which setting helps, for this kind of waste."""
+    if pools_free_bytes > waste / 2:
+        return (
+            f"{mega(pools_free_bytes)} of it are free in memory pools, which keep what they have "
+            "had: let go of a pool, and of its tensors, when it is of no use any more"
+        )
     if private_bytes > waste / 2:
         return (
             f"{mega(private_bytes)} of it belong to pools of graphs, which keep what they captured "

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torchfast._core.user_code import owner_of
 from torchfast.memory.account import MemoryAccount, look
 from torchfast.memory.advice import advice
+from torchfast.memory.memory_pool import living_pools
 from torchfast.memory.moment import MemoryMoment, MomentSource, requested_of
 from torchfast.memory.out_of_memory_options import OutOfMemoryOptions
 from torchfast.memory.owners import known_owners, living_owners
@@ -92,7 +93,8 @@ class AccountTaker:
         moment = self._moments.take()
         known = known_owners(self._model, self._optimizer, pieces, self._others(), self._device)
         living = [] if moment.segments is None else living_owners(self._device)
-        found = look(moment, known, living, self._model)
+        pools = {number: pool.name for number, pool in living_pools().items()}
+        found = look(moment, known, living, self._model, pools)
         requested = moment.requested_bytes
         remarks = []
         if moment.segments is None:

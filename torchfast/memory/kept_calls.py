@@ -9,7 +9,9 @@ call, which runs without recompute, shows in which of them the results to keep a
   comes out. The second run leaves the call out, and tells autograd's places for it what they wait
   for: the layer's input, which has been computed again by then, and its weight, cast where
   autocast did.
-- Between leaves a call of torch's attention is noted alike, by `AtAttention`.
+- Between leaves a call of torch's attention is noted alike, by `AtAttention`. Where its inputs are
+  kept too, the layers that they come from are left out without a result: what stands for that is
+  computed when somebody looks, and attention does not.
 - Other results, of leaves of other kinds or between leaves, are seen by a dispatch mode, which
   stands for that stretch.
 
@@ -19,37 +21,26 @@ the dispatch mode stands around all of it, and under it what is compiled stays c
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from torchfast._core.rng import DrawnFrom
-from torchfast.memory.caller_mode import AtAttention, draws, has_compiled, inputs_of
-from torchfast.memory.kept_norms import Deferred, Norm, NormWatch
+from torchfast.memory.block_costs import KeptInputs
+from torchfast.memory.caller_mode import AtAttention, draws, has_compiled, inputs_of, is_in_parts
+from torchfast.memory.deferred import Deferred, Waiting
+from torchfast.memory.kept_norms import Norm
 from torchfast.memory.kept_results import KeptResults
 from torchfast.memory.noted_call import NotedCall, can_be_noted, sources_of
 from torchfast.memory.second_run import TwiceRun
-
-
-class Stretch(NamedTuple):
-    """A part of a block's run.
-
-    Attributes:
-        leaf: The path in the block of the leaf that was called last; ``""`` before the first one.
-        number: Of that call, among those of this leaf.
-        is_inside: Whether that call is under way.
-    """
-
-    leaf: str = ""
-    number: int = 0
-    is_inside: bool = False
+from torchfast.memory.stretches import Stretch, in_the_way
 
 
 @dataclass(frozen=True)
@@ -63,6 +54,8 @@ class KeptPlaces:
         readers: For each call that reads one of them, which.
         noted: The calls of leaves that are noted as they come out, if these are layers.
         attention: The stretches of which nothing is kept but what torch's attention returned.
+        inputs: Those of them of which the inputs of attention are kept as well.
+        feeders: For each call of a layer that nothing but these inputs are made from, which.
     """
 
     kept: dict[Stretch, tuple[bool, ...]]
@@ -71,6 +64,8 @@ class KeptPlaces:
     readers: dict[Stretch, Stretch]
     noted: frozenset[Stretch]
     attention: frozenset[Stretch]
+    inputs: frozenset[Stretch]
+    feeders: dict[Stretch, Stretch]
 
     @classmethod
     def of(
@@ -80,35 +75,42 @@ class KeptPlaces:
         order: Sequence[Stretch],
         norms: Sequence[Norm] = (),
         attention: Sequence[int] = (),
+        kept_inputs: Sequence[KeptInputs] = (),
     ) -> KeptPlaces:
         """Return the places of results.
 
         Args:
-            kept: For each expensive operation of a call, and for each norm, whether its result is
-                kept.
+            kept: For each expensive operation of a call, for each norm and for the inputs of each
+                call of attention, whether its result is kept.
             made_in: The stretch of each operation.
             order: All stretches of the call.
             norms: The norms.
             attention: The numbers of the operations that are calls of torch's attention.
+            kept_inputs: The inputs of such calls that can be kept.
         """
         by_stretch: dict[Stretch, list[bool]] = {}
         for keep, stretch in zip(kept, made_in, strict=False):
             by_stretch.setdefault(stretch, []).append(keep)
         places = {stretch: tuple(those) for stretch, those in by_stretch.items() if any(those)}
-        left_out = [norm for norm, keep in zip(norms, kept[len(made_in) :], strict=True) if keep]
+        behind = len(made_in) + len(norms)
+        left_out = [n for n, keep in zip(norms, kept[len(made_in) : behind], strict=True) if keep]
+        read = [one for one, keep in zip(kept_inputs, kept[behind:], strict=True) if keep]
+        feeders = {layer: one.read_in for one in read for layer in one.layers}
         readers = {reader: norm.made_in for norm in left_out for reader in norm.readers}
-        leaves = {stretch.leaf for stretch in (*places, *readers, *readers.values())}
+        leaves = {stretch.leaf for stretch in (*places, *readers, *readers.values(), *feeders)}
         for before, after in pairwise(order):
             if before in places and not before.is_inside:
                 leaves.add(after.leaf)
         paths = tuple((path, path.split(".")) for path in sorted(leaves - {""}))
         one = {s for s, those in places.items() if s.is_inside and those == (True,)}
-        noted = frozenset((*one, *readers, *readers.values()))
+        noted = frozenset((*one, *readers, *readers.values(), *feeders))
         called = {made_in[number] for number in attention}
         alone = frozenset(
             s for s, those in places.items() if s in called and not s.is_inside and len(those) == 1
         )
-        return cls(places, paths, frozenset(readers.values()), readers, noted, alone)
+        inputs = frozenset(feeders.values())
+        norms_out = frozenset(readers.values())
+        return cls(places, paths, norms_out, readers, noted, alone, inputs, feeders)
 
     def leaves_in(self, block: nn.Module) -> dict[str, nn.Module]:
         """Return the leaves of one of the blocks, as they stand there now."""
@@ -120,119 +122,6 @@ class KeptPlaces:
             if module is not None:
                 found[path] = module
         return found
-
-
-def leaves_of(block: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a block that have no children, by path; none if it has compiled parts.
-
-    What has a ``forward`` of its own is left as it is.
-    """
-    leaves = {}
-    for path, module in block.named_modules():
-        if module._compiled_call_impl is not None or any(map(_is_compiled, vars(module).values())):
-            return {}
-        if path and not module._modules and "forward" not in vars(module):
-            leaves[path] = module
-    return leaves
-
-
-def _is_compiled(value: Any) -> bool:
-    # Of what ``torch.compile`` returns for a function or a module.
-    return callable(value) and hasattr(value, "_torchdynamo_orig_callable")
-
-
-@contextmanager
-def _in_the_way(
-    leaves: dict[str, nn.Module], around: Callable[[str, nn.Module, Any, Any, Any], Any]
-) -> Iterator[None]:
-    """Let calls of leaves, on this thread, go through a function."""
-    thread = threading.get_ident()
-
-    def standing_in(path: str, module: nn.Module) -> Callable[..., Any]:
-        # By the class of now: sharding gives a module another one.
-        run: Any = type(module).forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return run(module, *args, **kwargs)
-            return around(path, module, run, args, kwargs)
-
-        return forward
-
-    changed = []
-    try:
-        for path, module in leaves.items():
-            attributes = vars(module)
-            if "forward" not in attributes:
-                attributes["forward"] = standing_in(path, module)
-                changed.append(attributes)
-        yield
-    finally:
-        for attributes in changed:
-            attributes.pop("forward", None)
-
-
-@final
-class Stretches:
-    """Notes the stretches of a call.
-
-    Attributes:
-        now: The one that is under way.
-        order: All so far.
-        is_in_attention: Whether a call of torch's attention is under way.
-    """
-
-    def __init__(self) -> None:
-        self.now = Stretch()
-        self.order = [self.now]
-        self._numbers: dict[str, int] = {}
-        self._norms = NormWatch()
-        self.is_in_attention = False
-
-    def saves(self, storages: dict[int, int]) -> None:
-        """Note what autograd saves now."""
-        self._norms.saves(self.now, storages)
-
-    def runs(self, tensors: list[Tensor]) -> None:
-        """Note what an operation reads that runs now."""
-        self._norms.runs(self.now, tensors)
-
-    def norms(self) -> list[Norm]:
-        """Return the norms that can be left out."""
-        return self._norms.found()
-
-    @contextmanager
-    def noting(self, block: nn.Module) -> Iterator[None]:
-        """Note those of the call in the body."""
-        leaves = leaves_of(block)
-        looks = bool(leaves) and not has_compiled()
-        with (
-            _in_the_way(leaves, self._around),
-            AtAttention(self._at_attention) if looks else nullcontext(),
-        ):
-            yield
-
-    def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.is_in_attention = inputs_of(args, kwargs) is not None
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.is_in_attention = False
-
-    def _around(self, path: str, module: nn.Module, run: Any, args: Any, kwargs: Any) -> Any:
-        number = self._numbers.get(path, 0)
-        self._numbers[path] = number + 1
-        inside = Stretch(path, number, is_inside=True)
-        self._is_in(inside)
-        self._norms.enters(inside, module, args)
-        result = run(module, *args, **kwargs)
-        self._norms.returned(inside, module, args, result)
-        self._is_in(Stretch(path, number))
-        return result
-
-    def _is_in(self, stretch: Stretch) -> None:
-        self.now = stretch
-        self.order.append(stretch)
 
 
 @final
@@ -274,7 +163,7 @@ class _Run:
 
     __slots__ = (
         "_depth", "_function_depth", "_is_again", "_kept", "_looking", "_mode", "_norms", "_now",
-        "_numbers", "_places", "_results", "_twice",
+        "_numbers", "_places", "_results", "_twice", "_waiting",
     )  # fmt: skip
 
     def __init__(
@@ -290,6 +179,7 @@ class _Run:
         # Of each norm what it returned, and what its readers keep of that, by the count of writes.
         self._norms: dict[Stretch, tuple[Any, dict[int, list[Tensor]]]] = {}
         self._is_again = is_again
+        self._waiting = Waiting()
         self._numbers: dict[str, int] = {}
         self._mode: TorchDispatchMode | None = None
         self._depth = torch._C._len_torch_dispatch_stack()
@@ -299,7 +189,7 @@ class _Run:
 
     @contextmanager
     def under_way(self, leaves: dict[str, nn.Module]) -> Iterator[None]:
-        with _in_the_way(leaves, self._around):
+        with in_the_way(leaves, self._around):
             try:
                 self._begin(Stretch())
                 yield
@@ -349,6 +239,7 @@ class _Run:
             self._results[inside] = NotedCall(
                 sources_of(module, x), result, position, taken,
                 keeps=self._kept.get(inside) == (True,), holds=holds,
+                waits=inside in self._places.norms or inside in self._places.feeders,
             )  # fmt: skip
             if inside in self._places.norms:
                 self._norms[inside] = result, {}
@@ -358,11 +249,15 @@ class _Run:
         twice, there = self._twice, self._results.get(inside)
         noted = there if isinstance(there, NotedCall) and there.fits(twice, x) else None
         if type(x) is Deferred and (noted is None or not noted.holds):
-            x = x.computed().detach().requires_grad_(x.requires_grad)
+            x = _looked_at(x)
         if noted is None:
             return run(module, x)
         if inside in self._places.norms:
             return noted.deferred(twice, module, x, run)
+        if inside in self._places.feeders:
+            attention = self._results.get(self._places.feeders[inside])
+            if isinstance(attention, NotedCall) and attention.keeps_inputs:
+                return noted.deferred(twice, module, x, run, self._waiting)
         if not noted.keeps:
             return run(module, noted.fed(x))
         del self._results[inside]  # its memory is free as soon as the backward has used it
@@ -375,10 +270,12 @@ class _Run:
             return func(*args, **kwargs)
         if self._is_again:
             if type(there) is not NotedCall or not there.fits(twice, inputs[0]):
+                # Plain ones, as in the first run: which kernel computes it depends on them.
+                args, kwargs = tree_map_only(Deferred, _looked_at, (args, kwargs))
                 return func(*args, **kwargs)
             del self._results[stretch]
             return there.given(twice, inputs)
-        if there is not None:
+        if there is not None or any(type(tensor) is Deferred for tensor in inputs):
             return func(*args, **kwargs)
         position = twice.position
         taken = twice.taken = []
@@ -386,12 +283,12 @@ class _Run:
             result = func(*args, **kwargs)
         finally:
             twice.taken = None
-        # Not where it is computed in parts, of which each saves something.
-        most = sum(tensor.nbytes for tensor in inputs) + 2 * result.nbytes
-        if type(result) is Tensor and sum(tensor.nbytes for _, tensor in taken) <= most:
+        saved_bytes = sum(tensor.nbytes for _, tensor in taken)
+        if type(result) is Tensor and not is_in_parts(inputs, result, saved_bytes):
             drawn = DrawnFrom() if result.device.type == "cpu" else DrawnFrom(result.device)
             self._results[stretch] = NotedCall(
                 inputs, result, position, taken, keeps=True,
+                keeps_inputs=stretch in self._places.inputs,
                 drawn=drawn if draws(args, kwargs) else None,
             )  # fmt: skip
         return result
@@ -430,3 +327,7 @@ class _Run:
             return new.keeping()
         results = self._results.get(stretch)
         return (results if isinstance(results, KeptResults) else KeptResults(kept)).giving()
+
+
+def _looked_at(x: Deferred) -> Tensor:
+    return x.computed().detach().requires_grad_(x.requires_grad)

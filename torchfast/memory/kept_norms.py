@@ -12,13 +12,11 @@ may do in a later call what it did not in the one that was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
-from typing_extensions import override
 
 from torchfast.memory.kept_results import Result
 
@@ -26,91 +24,6 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 # Of what a norm returns: more than its statistics, and it is not one operation.
 _MOST_STATISTICS = 8
-
-
-@final
-class Deferred(Tensor):
-    """A tensor that is computed when somebody looks at it.
-
-    Args:
-        compute: Computes it; called once, if at all.
-        like: The shape, strides, dtype and device that it will have.
-        requires_grad: Whether autograd is to take it for a part of the graph.
-    """
-
-    _compute: Callable[[], Tensor]
-    _real: Tensor | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, compute: Callable[[], Tensor], like: Like, *, requires_grad: bool) -> Deferred:
-        """Return a tensor without memory."""
-        shape, strides, dtype, device = like
-        made: Deferred = Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=dtype, device=device, requires_grad=requires_grad
-        )
-        made._compute, made._real = compute, None
-        return made
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Do nothing: it is made."""
-
-    def computed(self) -> Tensor:
-        """Return what it stands for, outside of the graph."""
-        if self._real is None:
-            with torch.no_grad():
-                self._real = self._compute().detach()
-        return self._real
-
-    # What reads the memory and not the tensor, as kernels of other libraries do.
-
-    @override
-    def data_ptr(self) -> int:
-        return self.computed().data_ptr()
-
-    @override
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.computed().untyped_storage()
-
-    @override
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.computed().numpy(*args, **kwargs)
-
-    @override
-    def tolist(self) -> Any:
-        return self.computed().tolist()
-
-    @override
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.computed().__dlpack__(*args, **kwargs)
-
-    @classmethod
-    @override
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            # What autograd does to it for its own sake.
-            (deferred,) = args
-            like = Like.of(deferred)
-            return Deferred(deferred.computed, like, requires_grad=False)
-        args, kwargs = tree_map_only(Deferred, cls.computed, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-class Like(NamedTuple):
-    """What a tensor will be."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Like:
-        """Return what a tensor is."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 class Norm(NamedTuple):

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
-OpClass: TypeAlias = Literal["attention", "product", "convolution", "norm"]
+OpClass: TypeAlias = Literal["attention", "product", "convolution", "norm", "inputs"]
 
 # About what a device computes in the time in which it moves a byte: an H100 or H200 in bf16.
 _FLOPS_PER_BYTE = 170
@@ -89,6 +89,8 @@ class Result(NamedTuple):
         is_needed: Whether the backward waits for it; the last product of a block often is not.
         ms: How long it took; 0 if that was not measured.
         moved_bytes: Read and written to compute it again.
+        needs: The number of the result without which it is not kept; None if it stands alone.
+        spares: The numbers of the results that nobody waits for if it is kept.
     """
 
     kind: OpClass
@@ -97,6 +99,8 @@ class Result(NamedTuple):
     is_needed: bool = True
     ms: float = 0.0
     moved_bytes: int = 0
+    needs: int | None = None
+    spares: tuple[int, ...] = ()
 
     @property
     def cost(self) -> float:
@@ -123,6 +127,12 @@ class KeptChoice:
         """What the kept results take."""
         return sum(r.size_bytes for r, kept in zip(self.results, self.kept, strict=True) if kept)
 
+    @property
+    def _num_inputs(self) -> int:
+        """How many calls of attention are kept with their inputs."""
+        pairs = zip(self.results, self.kept, strict=True)
+        return sum(kept for result, kept in pairs if result.kind == "inputs")
+
     def __str__(self) -> str:
         counted = []
         for kind, plural in (
@@ -136,6 +146,8 @@ class KeptChoice:
             ]
             if of_kind:
                 counted.append(f"{sum(of_kind)} of {len(of_kind)} {plural}")
+                if kind == "attention" and (num_inputs := self._num_inputs):
+                    counted[-1] += f" ({num_inputs} with its inputs, in place of products)"
         kept = ", ".join(counted) if counted else "nothing, since it has no expensive operation"
         return (
             f"keeps {kept}: {self.kept_bytes / 2**20:.1f} MiB beside its input, where "
@@ -165,13 +177,29 @@ def choose_kept(
     def worth(number: int) -> tuple[bool, int, int]:
         result = results[number]
         per_byte = result.cost / max(1, result.size_bytes)
+        replaced = [results[other] for other in result.spares]
+        if (more := result.size_bytes - sum(other.size_bytes for other in replaced)) > 0:
+            # Not before those that it takes the place of, unless what it adds is worth as much.
+            cost = result.cost - sum(other.cost for other in replaced)
+            per_byte = min(per_byte, cost / more)
         # Products of one depth cost the same for a byte: the largest first fill the room best.
         return result.kind == "attention", round(per_byte), result.size_bytes
 
+    spared: set[int] = set()
     for number in sorted(range(len(results)), key=worth, reverse=True):
-        if results[number].is_needed and results[number].size_bytes <= left:
+        result = results[number]
+        if not result.is_needed or number in spared:
+            continue
+        if result.needs is not None and not kept[result.needs]:
+            continue
+        given_up = [other for other in result.spares if kept[other]]
+        size = result.size_bytes - sum(results[other].size_bytes for other in given_up)
+        if size <= left:
             kept[number] = True
-            left -= results[number].size_bytes
+            left -= size
+            spared.update(result.spares)
+            for other in given_up:
+                kept[other] = False
     return KeptChoice(tuple(kept), tuple(results), plain_bytes)
 
 

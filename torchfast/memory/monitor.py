@@ -112,7 +112,12 @@ class MemoryMonitor:
         found = self._judge()
         if found.verdict == "fragmentation":
             # Worth a look at every segment, which a healthy run is spared.
-            found = self._judge(self._source.expandable(), self._source.private_bytes())
+            pools = self._source.pools().values()
+            found = self._judge(
+                self._source.expandable(),
+                self._source.private_bytes(),
+                sum(pool.reserved_bytes - pool.allocated_bytes for pool in pools),
+            )
         if found.verdict != "leak":
             return found
         evidence = found.evidence
@@ -132,6 +137,10 @@ class MemoryMonitor:
         if not self._samples:
             return {}
         last, found = self._samples[-1], self._judge()
+        named = {
+            name: {"reserved_bytes": pool.reserved_bytes, "allocated_bytes": pool.allocated_bytes}
+            for name, pool in self._source.pools().items()
+        }
         return {
             "allocated_bytes": last.allocated_bytes,
             "reserved_bytes": last.reserved_bytes,
@@ -139,6 +148,7 @@ class MemoryMonitor:
             "rounding": last.rounding,
             "retries": last.num_retries,
             "pools": dict(last.pools or {}),
+            "named_pools": named,
             "slope_bytes": found.slope_bytes,
             "reserved_slope_bytes": found.reserved_slope_bytes,
             "verdict": found.verdict,
@@ -164,7 +174,9 @@ class MemoryMonitor:
         """Say whose memory, and what of it."""
         return f"MemoryMonitor({self._source.name}, every={self._every}, {self._judge().verdict})"
 
-    def _judge(self, expandable: bool = False, private_bytes: int = 0) -> MemoryDiagnosis:
+    def _judge(
+        self, expandable: bool = False, private_bytes: int = 0, pools_free_bytes: int = 0
+    ) -> MemoryDiagnosis:
         return judge(
             tuple(self._samples),
             limit_bytes=self._source.limit_bytes,
@@ -172,6 +184,7 @@ class MemoryMonitor:
             has_segments=self._source.has_segments,
             expandable=expandable,
             private_bytes=private_bytes,
+            pools_free_bytes=pools_free_bytes,
         )
 
     def _look(self) -> None:

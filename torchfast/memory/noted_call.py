@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchfast._core.rng import DrawnFrom
-from torchfast.memory.kept_norms import NORMS, Deferred, Like
+from torchfast.memory.deferred import Deferred, Like, Waiting
+from torchfast.memory.kept_norms import NORMS
 from torchfast.memory.second_run import Saved, TwiceRun, autocast_as, autocast_state
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS)
@@ -69,16 +70,19 @@ class NotedCall:
         position: How many tensors autograd had saved before.
         taken: What autograd saved in it.
         keeps: Whether the result is kept.
+        keeps_inputs: Whether all that autograd saved is kept, the inputs too.
+        waits: Whether a second run puts what is computed when somebody looks in the result's place.
         holds: What other readers of its input have kept of it; None if it is not to be kept.
         drawn: Where the generators stand behind it, if it draws.
 
     Attributes:
         keeps: Whether the result is kept.
+        keeps_inputs: Whether the inputs are.
     """
 
     __slots__ = (
         "_drawn", "_dtype", "_held", "_like", "_position", "_recipes", "_requires_grad",
-        "_result", "_shape", "_stride", "_version", "keeps",
+        "_result", "_shape", "_stride", "_version", "keeps", "keeps_inputs",
     )  # fmt: skip
 
     def __init__(
@@ -89,6 +93,8 @@ class NotedCall:
         taken: list[tuple[Saved, Tensor]],
         *,
         keeps: bool,
+        keeps_inputs: bool = False,
+        waits: bool = False,
         holds: list[Tensor] | None = None,
         drawn: DrawnFrom | None = None,
     ) -> None:
@@ -96,19 +102,21 @@ class NotedCall:
         self._result = result.detach()
         if not keeps:  # the count of writes, and no memory
             self._result.data = result.new_empty(0)
-        self.keeps = keeps
+        self.keeps, self.keeps_inputs = keeps, keeps_inputs
         self._version = result._version
-        # A keeper's own shape tells; of what is left out there is nothing else that knows it.
-        self._like = None if keeps or holds is not None else Like.of(result)
+        self._like = Like.of(result) if waits else None
         self._requires_grad = result.requires_grad
         self._position = position
         x = sources[0]
         self._shape, self._stride, self._dtype = x.shape, x.stride(), x.dtype
         self._held: Tensor | None = None
         storages = [source.untyped_storage()._cdata for source in sources]
+        made = result.untyped_storage()._cdata
         self._recipes: list[_Recipe | None] = []
         for saved, tensor in taken:
-            recipe = _recipe(tensor, sources, storages)
+            # Attention saves what it returns, which can be of the size and dtype of a cast of one.
+            is_made = tensor.layout is torch.strided and tensor.untyped_storage()._cdata == made
+            recipe = None if is_made or keeps_inputs else _recipe(tensor, sources, storages)
             if recipe is None:
                 saved.keep(tensor)
             elif recipe.source == 0 and holds is not None:
@@ -139,17 +147,36 @@ class NotedCall:
             self._drawn.restore()
         return self._result.requires_grad_(self._requires_grad)
 
-    def deferred(self, twice: TwiceRun, module: nn.Module, x: Tensor, run: Any) -> Tensor:
-        """Give autograd's places what they wait for, and return what will be the result."""
+    def deferred(
+        self,
+        twice: TwiceRun,
+        module: nn.Module,
+        x: Tensor,
+        run: Any,
+        waiting: Waiting | None = None,
+    ) -> Tensor:
+        """Give autograd's places what they wait for, and return what will be the result.
+
+        Args:
+            twice: The second run.
+            module: The layer.
+            x: Its input.
+            run: Calls it.
+            waiting: What operations on the result belong to, if they are to wait as well.
+        """
         self._give(twice, sources_of(module, x))
         assert self._like is not None
-        autocast = autocast_state(x.device.type)
+        # Without its cache: what is cast here has no graph, and is nobody else's.
+        autocast = autocast_state(x.device.type)[0], False
+        fed = self.fed(x)
 
         def compute() -> Any:
             with autocast_as(autocast):  # whoever looks may have turned it off
-                return run(module, x)
+                return run(module, fed)
 
-        return Deferred(compute, self._like, requires_grad=self._requires_grad)
+        if waiting is None:
+            return Deferred(compute, self._like, requires_grad=self._requires_grad)
+        return waiting.deferred(compute, [fed], self._like, is_grad=self._requires_grad)
 
     def fed(self, x: Tensor) -> Tensor:
         """Return what is kept of the input in its place."""

@@ -172,6 +172,10 @@ class ParameterOffload(Closing):
         counts = {f"offload_{name}": count for name, count in engine.counts.items()}
         return {**counts, "offload_most_resident_blocks": engine.most_at_once}
 
+    def on_device(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that are on the device for now, by what they are."""
+        return {} if self._engine is None else self._engine.on_device()
+
     @torch.no_grad()
     def settle(self) -> None:
         """Pin parameters that were given other memory since, such as another layout."""

@@ -7,12 +7,16 @@ that does not fit without, too. What it takes is measured, as launched or as rep
 (`recompute_times`).
 
 Bytes are counted on the tensors that autograd saves, each storage once. What a step needs beside
-them and beside parameters, gradients and optimizer state is not counted: the largest temporary
-results, workspaces of libraries, fragmentation. Leave a tenth of a device for these.
+them and beside parameters, gradients and optimizer state (temporary results, such as the gradient
+of logits, and workspaces of libraries) a CUDA device tells: there each way runs forward and
+backward, whose peak is looked up, and that decides what fits. Elsewhere it is not counted, and
+neither are fragmentation and what the update needs for itself anywhere. Leave a tenth of a device
+for these.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,7 +36,7 @@ from torchfast.memory.kept_results import choose_kept
 from torchfast.memory.recompute import block_forwards, chosen_blocks, why_not
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.recompute_probe import BlockProbe, ProbedCall
-from torchfast.memory.recompute_times import MakeGraphs, timed, wait
+from torchfast.memory.recompute_times import MakeGraphs, device_bytes, peak_rises, timed, wait
 
 _EVERY = (4, 2, 1)
 
@@ -46,9 +50,13 @@ class RecomputeChoice:
         recompute: What ``Plan(recompute=...)`` takes.
         saved_bytes: What a forward keeps for the backward.
         step_ms: What forward and backward take.
-        fits: Whether a step fits into the memory.
+        fits: Whether a step fits into the memory. One that has run out of memory here does not,
+            unless there is to be more than the device has.
         is_measured: Whether ``step_ms`` is measured; it is estimated where a step did not fit into
             the device.
+        needed_bytes: What lives at the peak of a forward and backward, parameters, gradients and
+            optimizer state included; None where no device tells it, or the step did not fit into
+            it.
     """
 
     name: str
@@ -57,6 +65,7 @@ class RecomputeChoice:
     step_ms: float
     fits: bool
     is_measured: bool = True
+    needed_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +93,19 @@ class RecomputePlan:
     def __str__(self) -> str:
         """Return a table for a person."""
         plain = self._plain
-        lines = [f"{'recompute':<24} {'saved GiB':>10} {'of none':>8} {'ms':>9} {'of none':>8}"]
+        tells = any(choice.needed_bytes is not None for choice in self.choices)
+        lines = [
+            f"{'recompute':<24} {'saved GiB':>10} {'of none':>8} {'ms':>9} {'of none':>8}"
+            f"{'   peak GiB' if tells else ''}"
+        ]
         for choice in self.choices:
             share = choice.saved_bytes / max(1, plain.saved_bytes)
             mark = "  <- chosen" if choice is self.choice else "" if choice.fits else "  too large"
             mark = mark if choice.is_measured else f"{mark}  (time estimated)"
             lines.append(
                 f"{choice.name:<24} {choice.saved_bytes / 2**30:>10.4f} {share:>8.2f} "
-                f"{choice.step_ms:>9.2f} {choice.step_ms / plain.step_ms:>8.2f}{mark}"
+                f"{choice.step_ms:>9.2f} {choice.step_ms / plain.step_ms:>8.2f}"
+                f"{_peak(choice) if tells else ''}{mark}"
             )
         fixed, memory = self.fixed_bytes / 2**30, self.memory_bytes / 2**30
         lines.append(
@@ -103,11 +117,12 @@ class RecomputePlan:
         else:
             lines.append("times are of replays of CUDA graphs; eagerly recompute costs more")
         if self.choice is None:
-            least = min(self.choices, key=lambda choice: choice.saved_bytes)
-            needed = (self.fixed_bytes + least.saved_bytes) / 2**30
-            lines.append(
-                f"nothing fits: {least.name} needs {needed:.4f} GiB; take smaller micro-batches"
-            )
+            needs = [(_needed(choice, self.fixed_bytes), choice.name) for choice in self.choices]
+            # Of what should fit and has run out of memory nobody knows what it needs.
+            known = [need for need in needs if need[0] > self.memory_bytes]
+            needed, name = min(known, default=(0, ""))
+            why = f"{name} needs {needed / 2**30:.4f} GiB" if name else "all ran out of memory"
+            lines.append(f"nothing fits: {why}; take smaller micro-batches")
         return "\n".join(lines)
 
     @property
@@ -168,23 +183,32 @@ def measure_recompute(
             arms = [
                 [] if way is None else block_forwards(blocks[:: way.every], way) for way in ways
             ]
+            rises = peak_rises(step, moved, model, arms, where)
             times = timed(step, moved, arms, probe, where, repeats, graphs)
     finally:
         for module, training in modes:
             module.training = training
     fixed, memory_bytes = fixed_bytes(model, optimizer), int(size * 1e9)
+    most_bytes = device_bytes(where)
+    # The step makes the gradients, so that the peak has those that are there by then.
+    gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     found = []
-    for options, ms in zip(ways, times.by_way, strict=True):
+    for options, ms, rise in zip(ways, times.by_way, rises, strict=True):
         chosen = set(probe.paths[:: options.every]) if options is not None else set()
         saved, more_ms = _predicted(probe, times.by_call, chosen, options)
+        ran_out = rise == math.inf
+        needed = None if rise is None or ran_out else fixed - gradient_bytes + int(rise)
         found.append(
             RecomputeChoice(
                 name=_name(options),
                 recompute=False if options is None else options.shortest,
                 saved_bytes=saved,
                 step_ms=times.plain_ms + more_ms if ms is None else ms,
-                fits=fixed + saved <= memory_bytes,
+                # What is more than this device has may still fit into a larger one.
+                fits=(fixed + saved if needed is None else needed) <= memory_bytes
+                and not (ran_out and memory_bytes <= most_bytes),
                 is_measured=ms is not None,
+                needed_bytes=needed,
             )
         )
     found.sort(key=lambda choice: choice.step_ms)
@@ -194,6 +218,17 @@ def measure_recompute(
         memory_bytes=memory_bytes,
         is_eager=times.is_eager,
     )
+
+
+def _needed(choice: RecomputeChoice, fixed: int) -> int:
+    """Return what a step takes, as far as it is known."""
+    return fixed + choice.saved_bytes if choice.needed_bytes is None else choice.needed_bytes
+
+
+def _peak(choice: RecomputeChoice) -> str:
+    """Return a column."""
+    needed = choice.needed_bytes
+    return f" {'-':>10}" if needed is None else f" {needed / 2**30:>10.4f}"
 
 
 def _options(num_blocks: int) -> Iterable[RecomputeOptions]:

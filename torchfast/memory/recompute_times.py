@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from torchfast._core.errors import CaptureError
 from torchfast.memory.block_forward import BlockForward
@@ -106,6 +108,49 @@ def timed(
         plain_ms=plain_ms * scale,
         is_eager=is_eager,
     )
+
+
+def peak_rises(
+    step: Step, batch: Any, model: nn.Module, arms: list[Arm], device: torch.device
+) -> list[float | None]:
+    """Return by how much memory rises at the peak of an eager step of each way.
+
+    Infinity where the device had not enough, None on one that does not tell. What lives before is
+    all but the gradients. Torch's statistics of the peak begin anew.
+
+    Args:
+        step: Runs forward and backward of a batch, with gradients made anew.
+        batch: The batch.
+        model: Whose gradients it makes.
+        arms: What stands in the way of blocks.
+        device: Where.
+    """
+    if device.type != "cuda":
+        return [None] * len(arms)
+    return [_peak_rise(step, batch, model, arm, device) for arm in arms]
+
+
+def _peak_rise(
+    step: Step, batch: Any, model: nn.Module, arm: Arm, device: torch.device
+) -> float | None:
+    outer = sys.exception()
+    try:
+        with _standing(arm):
+            step(batch)  # in which selective chooses, and libraries make their workspaces
+            model.zero_grad(set_to_none=True)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            step(batch)
+            return torch.cuda.max_memory_allocated(device) - before or None
+    except torch.OutOfMemoryError as error:
+        let_go(error, outer)
+    gc.collect()
+    return math.inf
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return how much memory a device has; 0 where it does not tell."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def _replayed(

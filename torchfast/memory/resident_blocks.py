@@ -306,6 +306,16 @@ class ResidentBlocks:
         """How many blocks are there, or on their way."""
         return len(self._residents)
 
+    def on_device(self) -> dict[str, list[Tensor]]:
+        """Return what is on the device now, by what it is."""
+        with self._lock:
+            copies = [copy for r in self._residents.values() for copy in r.copies.values()]
+            gradients = [flight.gradient for flight in self._flights]
+        return {
+            "parameters brought from the host": [copy.tensor for copy in copies],
+            "gradients on their way to the host": gradients,
+        }
+
     def drop_all(self) -> None:
         """Let all blocks go that are not in use."""
         for block in list(self._residents):

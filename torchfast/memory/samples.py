@@ -28,7 +28,8 @@ class MemorySample:
         peak_bytes: The most that tensors held at once.
         num_retries: How often everything free had to be returned before there was room.
         num_ooms: How often there was none then.
-        pools: Reserved bytes by pool: ``"small"`` (tensors up to 1 MB) and ``"large"``.
+        pools: Reserved bytes by pool: ``"small"`` (tensors up to 1 MB), ``"large"``, and, from
+            torch 2.13 on, how much of both is ``"private"``: of graphs and of `MemoryPool`.
     """
 
     step: int
@@ -60,6 +61,10 @@ def sample_of(step: int, stats: Mapping[str, Any]) -> MemorySample:
     def number(name: str, pool: str = "all", kind: str = "current") -> int:
         return int(stats.get(name, {}).get(pool, {}).get(kind, 0))
 
+    pools = {pool: number("reserved_bytes", f"{pool}_pool") for pool in ("small", "large")}
+    private = stats.get("reserved_bytes_by_private_pools")
+    if private is not None:
+        pools["private"] = sum(int(held["all"]["current"]) for held in private.values())
     return MemorySample(
         step=step,
         allocated_bytes=number("allocated_bytes"),
@@ -69,7 +74,7 @@ def sample_of(step: int, stats: Mapping[str, Any]) -> MemorySample:
         peak_bytes=number("allocated_bytes", kind="peak"),
         num_retries=int(stats.get("num_alloc_retries", 0)),
         num_ooms=int(stats.get("num_ooms", 0)),
-        pools={pool: number("reserved_bytes", f"{pool}_pool") for pool in ("small", "large")},
+        pools=pools,
     )
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchfast._core.rng import DrawnFrom
-from torchfast.memory.kept_norms import Deferred
+from torchfast.memory.deferred import Deferred, fail_written
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -128,7 +128,7 @@ class TwiceRun:
         self.has_backward |= self._is_first
         if saved.kept is not None:
             if saved.kept._version != saved.version:
-                _fail_written("what a block keeps", saved.kept, saved.version)
+                fail_written("what a block keeps", saved.kept, saved.version)
             return saved.kept
         value = saved.value
         if value is None:
@@ -232,14 +232,6 @@ def _fail(found: str) -> NoReturn:
     )
 
 
-def _fail_written(what: str, tensor: Tensor, version: int) -> NoReturn:
-    raise RuntimeError(
-        f"{what} that is recomputed has been modified by an inplace operation before its backward: "
-        f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected "
-        f"{version}; write to a clone instead"
-    )
-
-
 @final
 class _Inputs:
     """What a block was called with, as autograd would save it.
@@ -300,7 +292,7 @@ class _Input:
     def restored(self, unpack: Any) -> Tensor:
         tensor: Tensor = self._packed if unpack is None else unpack(self._packed)
         if self._version is not None and tensor._version != self._version:
-            _fail_written("an input of a block", tensor, self._version)
+            fail_written("an input of a block", tensor, self._version)
         return tensor.detach().requires_grad_() if self._requires_grad else tensor
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, final
 
 import torch
 
+from torchfast.memory.memory_pool import NO_POOL, PoolStatistics, living_pools
 from torchfast.memory.samples import MemorySample, sample_of
 
 _HIDDEN = tuple(
@@ -42,7 +43,10 @@ class MemorySource(Protocol):
         """Whether segments grow."""
 
     def private_bytes(self) -> int:
-        """Return what pools of graphs and of users have reserved; slow."""
+        """Return what pools of graphs have reserved; slow."""
+
+    def pools(self) -> Mapping[str, PoolStatistics]:
+        """Return what each `MemoryPool` holds, by its name."""
 
     def start_trace(self) -> str | None:
         """Begin to note which lines allocate; return why not, if not."""
@@ -82,17 +86,27 @@ class CUDAMemory:
         return any(segment.get("is_expandable") for segment in self._segments())
 
     def private_bytes(self) -> int:
-        """Return what private pools have reserved."""
+        """Return what private pools have reserved that are no `MemoryPool`."""
+        others = {NO_POOL, *living_pools()}
         return sum(
             segment["total_size"]
             for segment in self._segments()
-            if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+            if tuple(segment.get("segment_pool_id", NO_POOL)) not in others
         )
 
+    def pools(self) -> Mapping[str, PoolStatistics]:
+        """Return what each `MemoryPool` of the device holds; those of one name together."""
+        found: dict[str, PoolStatistics] = {}
+        for pool in living_pools().values():
+            if pool.device == self._device:
+                told = pool.statistics()
+                found[pool.name] = found[pool.name] + told if pool.name in found else told
+        return found
+
     def start_trace(self) -> str | None:
-        """Begin to note lines, unless somebody else does."""
+        """Begin to note lines; where somebody does already, what is noted there is read."""
         if torch._C._cuda_isHistoryEnabled():
-            return "the program records the history of memory itself"
+            return None
         torch.cuda.memory._record_memory_history(
             enabled="state", context="state", stacks="python", max_entries=1, device=self._device
         )
@@ -155,6 +169,10 @@ class ProcessMemory:
     def private_bytes(self) -> int:
         """There are no pools."""
         return 0
+
+    def pools(self) -> Mapping[str, PoolStatistics]:
+        """There are no pools."""
+        return {}
 
     def start_trace(self) -> str | None:
         """Say that lines cannot be told."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
@@ -145,6 +145,10 @@ class StepOffload:
         parts = (self._activations, self._parameters)
         counts = [part.counters() for part in parts if part is not None]
         return {name: count for found in counts for name, count in found.items()}
+
+    def on_device(self) -> dict[str, list[Tensor]]:
+        """Return what of parameters that wait on the host is on the device now."""
+        return {} if self._parameters is None else self._parameters.on_device()
 
     def close(self, optimizer: Optimizer) -> None:
         """Let go of the pinned memory of activations and of hooks; put parameters back."""

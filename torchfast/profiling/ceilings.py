@@ -19,6 +19,9 @@ from torchfast._core.errors import UnsupportedDeviceError
 _SIZE: Final = 8192
 _COPY_BYTES: Final = 1 << 30
 _RUNS: Final = 5
+_FLOAT8: Final = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+# From this compute capability on a device has float8.
+_FLOAT8_CAPABILITY: Final = (8, 9)
 # The matrices and the copy must fit beside the model that is being trained.
 _MOST_OF_FREE: Final = 0.25
 
@@ -31,7 +34,8 @@ class Ceilings:
     Attributes:
         device: Its name.
         flops: Floating-point operations a second, by type of the inputs: ``"float32"``,
-            ``"tf32"``, ``"bfloat16"``, ``"float16"``.
+            ``"tf32"``, ``"bfloat16"``, ``"float16"``, and where the device has float8
+            ``"float8_e4m3fn"`` and ``"float8_e5m2"``, which is multiplied by the former.
         bytes_a_second: Bytes read and written a second by a copy within the device.
     """
 
@@ -84,12 +88,28 @@ def measure_ceilings(device: torch.device | str | int | None = None) -> Ceilings
                 del one, product
         finally:
             torch.backends.cuda.matmul.fp32_precision = precision
+        if torch.cuda.get_device_capability(where) >= _FLOAT8_CAPABILITY:
+            for name, dtype in _FLOAT8.items():
+                flops[name] = 2.0 * size**3 / _best_s(float8_product(size, dtype, where))
         num = max(1 << 20, min(_COPY_BYTES, room // 2))
         source = torch.empty(num, dtype=torch.uint8, device=where)
         target = torch.empty_like(source)
         seconds = _best_s(lambda: target.copy_(source))
     return Ceilings(
         device=torch.cuda.get_device_name(where), flops=flops, bytes_a_second=2.0 * num / seconds
+    )
+
+
+def float8_product(size: int, dtype: torch.dtype, where: torch.device) -> Callable[[], Any]:
+    """Return what multiplies square matrices, one of a float8 type by one of ``float8_e4m3fn``.
+
+    The second is stored by columns and the sums are kept short, as a device is fastest.
+    """
+    one = torch.randn(size, size, device=where).to(dtype)
+    other = torch.randn(size, size, device=where).to(torch.float8_e4m3fn).t()
+    scale = torch.ones((), device=where)
+    return partial(
+        torch._scaled_mm, one, other, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 

@@ -7,8 +7,7 @@ casts, small kernels and copies that are not worth a change.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from torchfast._core.shell import size
@@ -22,7 +21,7 @@ from torchfast.profiling.figures import (
 )
 from torchfast.profiling.gaps import find_gaps
 from torchfast.profiling.kernels import TINY_US
-from torchfast.profiling.places import Places, most_common
+from torchfast.profiling.places import Places, heaviest, most_common
 from torchfast.profiling.projection import Launched, phase_of, project
 from torchfast.profiling.trace import Trace
 from torchfast.profiling.waits import WaitSite, pageable_copies, wait_sites
@@ -34,7 +33,8 @@ _WAIT_SHARE: Final = 0.02
 # More waits in a step than a log line needs are a fault, even where the profiler hides their cost.
 _WAITS_A_STEP: Final = 3.0
 _DATA_SHARE: Final = 0.05
-_CAST_SHARE: Final = 0.05
+# Autocast around all of a transformer, as it is meant to be, takes up to a tenth.
+_CAST_SHARE: Final = 0.15
 _FP32_SHARE: Final = 0.10
 _LAYOUT_SHARE: Final = 0.02
 _PAGEABLE_SHARE: Final = 0.01
@@ -217,7 +217,7 @@ class _Seen:
         return [
             Finding(
                 "tiny-kernels",
-                self._line_of_work(is_tiny),
+                self._line_of_work(is_tiny, by_count=True),
                 len(small) / len(run),
                 f.share(sum(e.work.end - e.work.start for e in small) + launch_us),
                 f"{len(small) / len(run):.0%} of {len(run) / f.num_steps:.0f} kernels a "
@@ -243,7 +243,7 @@ class _Seen:
         return [
             Finding(
                 "unfused-optimizer",
-                self._line_of("Optimizer.step#"),
+                self._line_of_update(),
                 launches,
                 f.share(us),
                 f"the update takes {launches:.0f} launches a step and {ms:.2f} ms",
@@ -321,25 +321,41 @@ class _Seen:
     def _gap_line(self, cause: str) -> str | None:
         if self.lined is None or not self.places:
             return None
-        weights: dict[str, float] = defaultdict(float)
-        for gap in find_gaps(self.lined, self.lined_work) if self.lined_work else []:
-            if gap.cause == cause:
-                place = self.places.near(gap.thread, gap.start, gap.end)
-                if place:
-                    weights[place] += gap.length
-        return max(weights, key=lambda place: weights[place]) if weights else None
+        gaps = find_gaps(self.lined, self.lined_work) if self.lined_work else []
+        return heaviest(
+            (self.places.near(gap.thread, gap.start, gap.end), gap.length)
+            for gap in gaps
+            if gap.cause == cause
+        )
 
-    def _line_of_work(self, wanted: Callable[[Launched], bool]) -> str | None:
-        """Return the line that launches most of the kernels that are wanted.
+    def _line_of_update(self) -> str | None:
+        """Return the line of an optimizer of the user's own; of torch's that which calls it."""
+        within = [e for e in self.lined_work if e.phase == "update" and _in_optimizer_step(e)]
+        return self._line_that_launches(within) or self._line_of("Optimizer.step#")
+
+    def _line_of_work(
+        self, wanted: Callable[[Launched], bool], *, by_count: bool = False
+    ) -> str | None:
+        """Return the line whose kernels, of those wanted, take longest, or are the most.
 
         Of the forward, if some are: what a backward launches has the line of the backward.
         """
-        if not self.places:
-            return None
         run = [e for e in self.lined_work if e.work.kind == "kernel" and wanted(e)]
         own = [e for e in run if e.phase not in ("backward", "update")]
-        return most_common(
-            self.places.at(e.call.thread, e.call.start) for e in own or run if e.call is not None
+        return self._line_that_launches(own or run, by_count=by_count)
+
+    def _line_that_launches(
+        self, launched: Iterable[Launched], *, by_count: bool = True
+    ) -> str | None:
+        if not self.places:
+            return None
+        return heaviest(
+            (
+                self.places.at(each.call.thread, each.call.start),
+                1 if by_count else each.work.end - each.work.start,
+            )
+            for each in launched
+            if each.call is not None
         )
 
 

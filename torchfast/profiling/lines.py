@@ -43,10 +43,12 @@ class UserLines:
     Attributes:
         left_out: The functions, by file and first line, of which some lines are not noted since
             there are very many.
+        is_full: Whether there was no room for more, so that later ones are missing.
     """
 
     def __init__(self) -> None:
         self.left_out: list[str] = []
+        self.is_full = False
         self._noted: list[tuple[str, int, int, int]] = []  # file, line, begin and end in ns
         self._open: dict[FrameType, tuple[str, int, int]] = {}  # file, line and begin
         self._entered: list[FrameType] = []  # that ran already at the start
@@ -130,7 +132,7 @@ class UserLines:
         if was is not None and not (frame is self._begun and event == "line"):
             self._noted.append((*was, now))
             if len(self._noted) >= _MOST:
-                self.stop()
+                self._end_full(now)
                 return None
             self._counts[frame.f_code] += 1
             if self._counts[frame.f_code] >= _MOST_OF_A_FUNCTION:
@@ -139,6 +141,15 @@ class UserLines:
         if event != "return" and (file := self._file_of(frame.f_code)) is not None:
             self._open[frame] = (file, frame.f_lineno, time.time_ns())
         return self._note
+
+    def _end_full(self, now: int) -> None:
+        """Note no more lines at all.
+
+        Those that are open end here: the long one that all others ran in is what is looked for.
+        """
+        self.is_full = True
+        self._noted += [(*opened, now) for opened in self._open.values()]
+        self.stop()
 
     def _leave_out(self, frame: FrameType) -> None:
         """Note no more lines of a function that has very many: its caller's stands for them."""

@@ -12,9 +12,9 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 from torchfast._core.shell import size
+from torchfast.profiling.gap_lines import idle_by_line
 from torchfast.profiling.kernels import TINY_US, short
 from torchfast.profiling.memory_drawing import MEMORY_COLOURS, areas_of
-from torchfast.profiling.places import Places
 from torchfast.profiling.timeline import IDLE_COLOUR, PHASE_COLOURS, timeline_of
 from torchfast.profiling.verdict import largest_gaps
 
@@ -132,6 +132,20 @@ def _time(report: ProfileReport) -> Iterator[str]:
             for cause, us in sorted(f.idle_by_cause.items(), key=lambda item: -item[1])
         ],
     )
+    if lines := idle_by_line(f.gaps)[:12]:
+        yield "<h2>Idle by line</h2>" + _table(
+            ("cause", "ms a step#", "of the step#", "gaps a step#", "line"),
+            [
+                (
+                    row.cause,
+                    f"{f.per_step_ms(row.total_us):.3f}",
+                    f"{f.share(row.total_us):.1%}",
+                    f"{row.num / f.num_steps:.1f}",
+                    row.line,
+                )
+                for row in lines
+            ],
+        )
     if f.communication_us:
         yield "<h2>Collectives</h2>" + _table(
             ("ms a step#", "of the step#", "hidden behind other work#", "exposed ms#"),
@@ -144,7 +158,6 @@ def _time(report: ProfileReport) -> Iterator[str]:
                 )
             ],
         )
-    places = Places(report.trace)
     yield "<h2>Longest gaps</h2>" + _table(
         ("at ms#", "ms#", "cause", "what", "line"),
         [
@@ -153,7 +166,7 @@ def _time(report: ProfileReport) -> Iterator[str]:
                 f"{g.length / 1e3:.3f}",
                 g.cause,
                 g.what,
-                (places.at(g.thread, g.moment) if g.thread else None) or "",
+                g.line or "",
             )
             for g in largest_gaps(f, 12)
         ],

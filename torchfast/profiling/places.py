@@ -11,10 +11,11 @@ from __future__ import annotations
 import bisect
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final, final
 
+from torchfast._core.user_code import is_compiled
 from torchfast.profiling.trace import HostSpan, Trace
 from torchfast.profiling.trace_events import FORWARD_THREAD, SEQUENCE
 
@@ -22,7 +23,10 @@ _FRAME: Final = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): ")
 # Packages whose frames are not the user's; the paths in a trace begin at the package.
 _LIBRARIES: Final = frozenset(
     {"torch", "torchfast", "torchvision", "torchaudio", "torchao", "torchdata", "triton", "numpy"}
-    | {"accelerate", "lightning", "transformers", "pytorch_lightning", "_pytest", "pluggy"}
+    | {"accelerate", "lightning", "transformers", "pytorch_lightning", "_pytest", "pluggy", "tqdm"}
+    # What torch is made with: a compilation runs hundreds of thousands of their lines.
+    | {"sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock", "fsspec", "packaging"}
+    | {"typing_extensions", "setuptools", "optree", "yaml", "psutil"}
 )
 
 
@@ -34,6 +38,8 @@ def is_users(path: str) -> bool:
         (True, False, False)
     """
     if path.startswith("<") or "site-packages" in path or "dist-packages" in path:
+        return False
+    if is_compiled(path):
         return False
     parts = path.replace("\\", "/").lstrip("./").split("/")
     top = parts[0].removesuffix(".py")
@@ -127,8 +133,16 @@ def place_of(span: HostSpan) -> str:
 
 def most_common(places: Iterable[str | None]) -> str | None:
     """Return the place named most often, None if there is none."""
-    counted = Counter(place for place in places if place)
-    return counted.most_common(1)[0][0] if counted else None
+    return heaviest((place, 1) for place in places)
+
+
+def heaviest(weighted: Iterable[tuple[str | None, float]]) -> str | None:
+    """Return the place whose weights are the most together, None if there is none."""
+    totals: dict[str, float] = defaultdict(float)
+    for place, weight in weighted:
+        if place:
+            totals[place] += weight
+    return max(totals, key=lambda place: totals[place], default=None)
 
 
 def _users_frame(name: str) -> bool:

@@ -348,6 +348,11 @@ class Profile:
                     "line that calls it"
                     for each in self._calls.left_out
                 ]
+                if self._calls.is_full:
+                    self._remarks.append(
+                        "your code ran more lines than a trace has room for: what came after the "
+                        "first of them has no line"
+                    )
             if self._stretch == TRACE and self._held is not None:
                 self._held.write_into(plain)
             with (

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 from torchfast.profiling.ceilings import Ceilings
 from torchfast.profiling.figures import Figures, measure_trace
 from torchfast.profiling.findings import Finding, find_faults
+from torchfast.profiling.gap_lines import gaps_with_lines, idle_by_line
 from torchfast.profiling.kernels import copy_direction, is_pageable_copy, short
 from torchfast.profiling.memory import MemoryUse, memory_use
 from torchfast.profiling.page import page_of
@@ -23,7 +24,7 @@ from torchfast.profiling.places import Places
 from torchfast.profiling.roofline import RooflineRow, roofline
 from torchfast.profiling.table import table_of
 from torchfast.profiling.trace import Trace, read_trace
-from torchfast.profiling.verdict import Verdict, in_order, judge
+from torchfast.profiling.verdict import Verdict, in_order, judge, largest_gaps
 
 _MOST_ROWS = 20
 # Below this a step with a log line or a slow batch is a good part of all.
@@ -72,6 +73,25 @@ class ProfileReport:
             "communication_ms": f.per_step_ms(f.communication_us),
             "exposed_communication_ms": f.per_step_ms(f.exposed_communication_us),
             "idle_ms_by_cause": {c: f.per_step_ms(us) for c, us in f.idle_by_cause.items()},
+            "idle_by_line": [
+                {
+                    "cause": row.cause,
+                    "line": row.line,
+                    "ms": f.per_step_ms(row.total_us),
+                    "count": row.num / f.num_steps,
+                }
+                for row in idle_by_line(f.gaps)[:_MOST_ROWS]
+            ],
+            "longest_gaps": [
+                {
+                    "start_ms": gap.start / 1e3,
+                    "ms": gap.length / 1e3,
+                    "cause": gap.cause,
+                    "what": gap.what,
+                    "line": gap.line,
+                }
+                for gap in largest_gaps(f, _MOST_ROWS)
+            ],
             "phases": [
                 {
                     "phase": p.phase,
@@ -163,7 +183,7 @@ def analyse_trace(
     Synchronizes: Never.
     """
     trace = read_trace(path, progress=progress)
-    lined = read_trace(lines) if lines is not None else trace
+    lined = read_trace(lines) if lines is not None else None
     return report_on(trace, lined, ceilings)
 
 
@@ -173,8 +193,13 @@ def report_on(
     ceilings: Ceilings | None = None,
     untraced_us: float | None = None,
 ) -> ProfileReport:
-    """Return the report on a trace that was read; `measure_trace` says what `untraced_us` is."""
+    """Return the report on a trace that was read; `measure_trace` says what `untraced_us` is.
+
+    Lines are those of `lined`, or else its own where it has any.
+    """
+    lined = trace if lined is None else lined
     figures = measure_trace(trace, untraced_us)
+    figures = replace(figures, gaps=gaps_with_lines(trace, figures, lined))
     findings = find_faults(trace, figures, lined)
     verdict = judge(figures, findings)
     memory = tuple(memory_use(trace, figures.launched))
@@ -191,7 +216,7 @@ def report_on(
 
 
 def _remarks(
-    trace: Trace, figures: Figures, lined: Trace | None, memory: Sequence[MemoryUse]
+    trace: Trace, figures: Figures, lined: Trace, memory: Sequence[MemoryUse]
 ) -> list[str]:
     remarks = list(trace.remarks)
     if not figures.launched:
@@ -208,7 +233,7 @@ def _remarks(
             f"{len(trace.steps)} steps are few: one that is unlike the others moves every figure; "
             f"measure {_FEW_STEPS} or more"
         )
-    if lined is None or not Places(lined):
+    if not Places(lined):
         remarks.append("the trace has no Python frames, so lines are not known")
     if any(p.phase == "replay" for p in figures.phases):
         remarks.append(

@@ -100,10 +100,11 @@ class _Part:
 
 @dataclass(eq=False, slots=True)
 class _Sample:
-    """A step that is taken apart."""
+    """A step that is taken apart, or several that a replay has done at once."""
 
     start: Mark
     stop: Mark | None = None
+    num_steps: int = 1
     is_first: bool = False
     kind: Literal["eager", "replay"] = "eager"
     parts: list[_Part] = field(default_factory=list)
@@ -211,12 +212,17 @@ class StepTimer:
             self._collectives.observe(sample.collectives)
         sample.spent_s += time.perf_counter() - started
 
-    def end_step(self) -> None:
-        """Say that the step is enqueued, and take up what has been measured by now."""
+    def end_step(self, num_steps: int = 1) -> None:
+        """Say that the step is enqueued, and take up what has been measured by now.
+
+        Args:
+            num_steps: How many it was, in one replay; each is told as that part of it.
+        """
         sample, self._sample = self._sample, None
-        self._num_steps += 1
-        self._until_next -= 1
+        self._num_steps += num_steps
+        self._until_next -= num_steps
         if sample is not None:
+            sample.num_steps = num_steps
             self._until_next = self._every
             self._stop_recording(sample)
             started = time.perf_counter()
@@ -365,6 +371,8 @@ class StepTimer:
             times |= self._communication(sample)
             self._talks = True
         times[OTHER] = max(0.0, total_ms - inside_ms)
+        times = {name: spent_ms / sample.num_steps for name, spent_ms in times.items()}
+        total_ms /= sample.num_steps
         if sample.kind == "replay":
             self._replays.append(times)
             self._since_replay = 0

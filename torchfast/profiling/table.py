@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from torchfast._core.shell import size
+from torchfast.profiling.gap_lines import idle_by_line
 from torchfast.profiling.kernels import TINY_US, short
-from torchfast.profiling.places import Places
 from torchfast.profiling.verdict import largest_gaps
 
 if TYPE_CHECKING:
     from torchfast.profiling.report import ProfileReport
 
 _ROWS: Final = 8
+# What a line costs in idle time below that is not worth a row.
+_LEAST_SHARE: Final = 0.005
 _MEANING: Final = {
     "data": "waiting for a batch",
     "sync": "after a wait of the host",
@@ -70,18 +72,18 @@ def _time(report: ProfileReport) -> Iterator[str]:
     names = report.trace.device_names
     on = names[f.device] if 0 <= f.device < len(names) else "the host alone"
     yield f"time of a step, over {f.num_steps} steps, {on}"
-    yield f"  {'step':<27} {f.step_us / 1e3:>9.3f} ms"
+    yield f"  {'step':<30} {f.step_us / 1e3:>9.3f} ms"
     if not f.launched:
         return
-    yield f"  {'busy':<27} {_ms(report, f.busy_us)}"
-    yield f"  {'idle':<27} {_ms(report, f.idle_us)}"
+    yield f"  {'busy':<30} {_ms(report, f.busy_us)}"
+    yield f"  {'idle':<30} {_ms(report, f.idle_us)}"
     for cause, us in sorted(f.idle_by_cause.items(), key=lambda item: -item[1]):
         num = sum(1 for gap in f.gaps if gap.cause == cause)
-        yield f"    {_MEANING[cause]:<25} {_ms(report, us)}  {num / f.num_steps:>7.1f} gaps a step"
+        yield f"    {_MEANING[cause]:<28} {_ms(report, us)}  {num / f.num_steps:>7.1f} gaps a step"
     if f.waits_us or f.pace < 1.0:
-        yield f"  idle at the host's own pace {_own_ms(report, f.waits_us + f.late_us)}"
-        yield f"    {'for waits of the host':<25} {_own_ms(report, f.waits_us)}"
-        yield f"    {'it is late all the same':<25} {_own_ms(report, f.late_us)}"
+        yield f"  idle at the host's own pace    {_own_ms(report, f.waits_us + f.late_us)}"
+        yield f"    {'for waits of the host':<28} {_own_ms(report, f.waits_us)}"
+        yield f"    {'it is late all the same':<28} {_own_ms(report, f.late_us)}"
     yield (
         f"  {f.num_launches / f.num_steps:.0f} launches and {f.num_kernels / f.num_steps:.0f} "
         f"kernels a step, {_part(f.num_tiny, f.num_kernels)} of them below {TINY_US:.0f} us"
@@ -123,18 +125,24 @@ def _phases(report: ProfileReport) -> Iterator[str]:
 
 def _gaps(report: ProfileReport) -> Iterator[str]:
     f = report.figures
+    if lines := [row for row in idle_by_line(f.gaps) if f.share(row.total_us) >= _LEAST_SHARE]:
+        yield ""
+        yield "idle, by the line of the host           ms   of step   gaps"
+        for row in lines[:_ROWS]:
+            yield (
+                f"  {_MEANING[row.cause]:<30} {f.per_step_ms(row.total_us):>9.3f} "
+                f"{f.share(row.total_us):>9.1%} {row.num / f.num_steps:>6.1f}  {row.line}"
+            )
     longest = [gap for gap in largest_gaps(f, 5) if gap.length >= TINY_US]
     if not longest:
         return
-    places = Places(report.trace)
     yield ""
     yield "longest gaps         ms  cause"
     for gap in longest:
-        line = places.at(gap.thread, gap.moment) if gap.thread else None
         what = f": {gap.what}" if gap.what else ""
         yield (
             f"  at {gap.start / 1e3:>9.3f} {gap.length / 1e3:>8.3f}  {_MEANING[gap.cause]}{what}"
-            f"{' at ' + line if line else ''}"
+            f"{' at ' + gap.line if gap.line else ''}"
         )
 
 

@@ -172,7 +172,8 @@ def _idle_bars(report: ProfileReport, scale: _Scale) -> list[Bar]:
             scale.x(g.start),
             scale.x(g.end) - scale.x(g.start),
             IDLE_COLOUR,
-            f"idle {g.length / 1e3:.3f} ms: {g.cause}{' ' + g.what if g.what else ''}",
+            f"idle {g.length / 1e3:.3f} ms: {g.cause}{' ' + g.what if g.what else ''}"
+            f"{' at ' + g.line if g.line else ''}",
         )
         for g in long
     ]

@@ -32,8 +32,9 @@ _ANY_GZIP: Final = zlib.MAX_WBITS | 16
 # Between two events; and how many braces from the end may belong to one event.
 _LONGEST_GAP: Final = 32
 _TRIES: Final = 64
-# Part of the message on a file that is no JSON.
+# Parts of the message on a file that is no JSON.
 _TOO_DEEP: Final = "it is nested too deeply"
+_TOO_LONG: Final = "a value of it is longer than any of a trace"
 _SPACE: Final = " \t\r\n"
 _SEPARATORS: Final = " \t\r\n,"
 _REMEDY: Final = (
@@ -97,6 +98,8 @@ class TraceFile:
         if first == "[":  # the other form of a Chrome trace: the list alone
             text.skip(1)
             return True
+        if not first:
+            raise self._cut_before_events()
         if first != "{":
             raise TraceError(f"{self.path} is not JSON, it begins with {first!r}; {_REMEDY}")
         text.skip(1)
@@ -122,9 +125,7 @@ class TraceFile:
             except ValueError as error:
                 raise self._not_json(error) from None
         if text.cut_short:
-            raise TraceError(
-                f"{self.path} ends before its first event: it was cut short; {_REMEDY}"
-            )
+            raise self._cut_before_events()
         raise TraceError(
             f"{self.path} is JSON without traceEvents (it has "
             f"{', '.join(sorted(self.header)[:5]) or 'nothing'}); {_REMEDY}"
@@ -156,6 +157,9 @@ class TraceFile:
             number += 1
             if isinstance(event, dict):
                 yield [event]
+
+    def _cut_before_events(self) -> TraceError:
+        return TraceError(f"{self.path} ends before its first event: it was cut short; {_REMEDY}")
 
     def _not_json(self, error: ValueError) -> TraceError:
         return TraceError(f"{self.path} is not a whole JSON file ({error}); {_REMEDY}")
@@ -232,8 +236,10 @@ class _Text:
                 raise ValueError(_TOO_DEEP) from None
             except json.JSONDecodeError as error:
                 # It may only be that the rest of it has not been read.
-                if self._is_wrong(error) or len(self._held) - self._at > _LONGEST_EVENT:
+                if self._is_wrong(error):
                     raise
+                if len(self._held) - self._at > _LONGEST_EVENT:
+                    raise ValueError(_TOO_LONG) from None
                 if not self._more():
                     self.cut_short = True
                     raise

@@ -16,6 +16,7 @@ known what a step took before the profiler began, the host's idle time is that o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -41,6 +42,8 @@ WAITS_FIRST: Final = 0.5
 EXPOSED_SHARE: Final = 0.10
 # A model whose kernels are half arithmetic gains more from faster arithmetic than from fusion.
 ARITHMETIC_SHARE: Final = 0.5
+# A line that no fault was found at is named where it costs this much of the idle time of a class.
+LINE_SHARE: Final = 0.5
 # On a machine without a device: a host that waits longer for batches than this is short of them.
 HOST_DATA_SHARE: Final = 0.2
 
@@ -48,6 +51,7 @@ _IDLE_CLASSES: Final[dict[Class, tuple[str, ...]]] = {
     "input-bound": ("data",),
     "launch-bound": ("launch", "python", "compile", "allocation"),
 }
+_CAUSES: Final[dict[Class, tuple[str, ...]]] = {**_IDLE_CLASSES, "sync-bound": ("sync",)}
 _KINDS: Final[dict[str, tuple[str, ...]]] = {
     "input-bound": ("slow-data", "pageable-copies"),
     "sync-bound": ("host-sync", "boolean-mask", "big-log-sync"),
@@ -160,7 +164,18 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
             return found._replace(lever=_UNKNOWN_LEVER)
         if not moves_data and not findings:
             name = "fine"
-    return _verdict(name, evidence, _text(name, f, classes), findings)
+    found = _verdict(name, evidence, _text(name, f, classes), findings)
+    return found if found.line else found._replace(line=_line_of_most(f, _CAUSES.get(name, ())))
+
+
+def _line_of_most(figures: Figures, causes: Sequence[str]) -> str | None:
+    """Return the line that costs most idle time of some causes, if it costs a good part of it."""
+    gaps = [gap for gap in figures.gaps if gap.cause in causes]
+    totals: dict[str | None, float] = defaultdict(float)
+    for gap in gaps:
+        totals[gap.line] += gap.length
+    line = max(totals, key=lambda line: totals[line], default=None)
+    return line if totals[line] >= LINE_SHARE * sum(gap.length for gap in gaps) else None
 
 
 def in_order(findings: Sequence[Finding], verdict: Verdict) -> list[Finding]:

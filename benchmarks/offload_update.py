@@ -1,0 +1,206 @@
+"""What an update on the host costs, and what clipping makes it wait for: a Llama with AdamW.
+
+    PYTHONPATH=. python benchmarks/offload_update.py [--accumulate 1 8] [--size smoke]
+        [--device cpu] [--out FILE]
+
+A step is forward, backward, clipping and update, in a plain loop. "device" updates there; "host" by
+an `OffloadedOptimizer`. Under "early" gradients are copied in the backward already, which clipping
+makes worthless: each is copied again. So "host, early, unclipped" beside "host" is the most that
+could be won by an update that does not wait for the norm, but has to be taken back where it was
+wrong. The plain arm stays, and each other one takes turns with it: a time is the median of its
+turns, the ratio the median of the quotients turn by turn. "update" is what clipping and update take
+in steps of their own, in which the device is waited for before: in the others an early copy, and
+what is updated by it, may go on beside each other.
+
+"same" says of an arm on the host that losses are those of the first there that clips alike, bit for
+bit. Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.arms import (
+    Arm,
+    parser_of,
+    settings_of,
+    steps_of_a_turn,
+    take_turns,
+    use_deterministic_algorithms,
+)
+from benchmarks.result_rows import ResultRows
+from benchmarks.workloads import Workload, workload
+from torchfast import OffloadedOptimizer
+
+FIRST_STEPS = 3  # memory is pinned, and libraries make their workspaces
+FEW = 3  # steps whose update is timed by itself
+
+
+class How(NamedTuple):
+    """How an arm updates."""
+
+    on_host: bool
+    is_early: bool = False
+    clips: bool = True
+
+
+ARMS = {
+    "device": How(on_host=False),
+    "host": How(on_host=True),
+    "host, early": How(on_host=True, is_early=True),
+    "host, unclipped": How(on_host=True, clips=False),
+    "host, early, unclipped": How(on_host=True, is_early=True, clips=False),
+}
+
+
+class Training(Arm):
+    """Training with an update in one place."""
+
+    def __init__(self, name: str, made: Workload, accumulate: int, device: str) -> None:
+        super().__init__(device)
+        self.name, self.how, self.accumulate = name, ARMS[name], accumulate
+        self.loss_fn = made.loss_fn
+        torch.manual_seed(0)
+        self.batch = tuple(tensor.to(torch.device(device)) for tensor in made.batches()[0])
+        self.model = made.build().to(device)
+        make = partial(torch.optim.AdamW, lr=made.lr, fused=True)
+        parameters = self.model.parameters()
+        self.optimizer: Any = (
+            OffloadedOptimizer(parameters, make, copy_early=self.how.is_early)
+            if self.how.on_host
+            else make(parameters)
+        )
+        self.losses = [self.run() for _ in range(FIRST_STEPS)]
+
+    def run(self) -> Tensor:
+        """Train one step, in which nobody waits but who has to."""
+        loss = self._forward_backward()
+        self._update()
+        return loss
+
+    def update_ms(self) -> float:
+        """Return what the update takes by itself, once the backward is over."""
+        times_ms = []
+        for _ in range(FEW):
+            self._forward_backward()
+            self.synchronize()
+            start = time.perf_counter()
+            self._update()
+            self.synchronize()
+            times_ms.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times_ms)
+
+    def _forward_backward(self) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        for _ in range(self.accumulate):
+            with self._autocast():
+                loss = self.loss_fn(self.model, self.batch)
+            (loss / self.accumulate).backward()
+        return loss.detach().clone()
+
+    def _update(self) -> None:
+        if self.how.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext()
+
+    def peak_bytes(self) -> int:
+        """Return what lives at the peak of a step; 0 where the device does not tell."""
+        if self.device != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        self.run()
+        return torch.cuda.max_memory_allocated()
+
+    def close(self) -> None:
+        """Take hooks off."""
+        if self.how.on_host:
+            self.optimizer.close()
+
+
+def measured(args: argparse.Namespace, accumulate: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each arm."""
+    first: dict[bool, list[Tensor]] = {}
+    for name in ARMS:
+        found = measured_arm(name, args, accumulate, first)
+        gc.collect()  # what the next arm's peak is measured beside
+        yield found
+
+
+def measured_arm(
+    name: str, args: argparse.Namespace, accumulate: int, first: dict[bool, list[Tensor]]
+) -> dict[str, Any]:
+    """Return the row of an arm, which takes turns with the plain one.
+
+    Args:
+        name: Which.
+        args: How it is measured.
+        accumulate: Micro-batches of a step.
+        first: The losses of the first arm on the host that clips, and of the first that does not.
+    """
+    made = workload("llama", args.size)
+    arm = Training(name, made, accumulate, args.device)
+    peak_bytes = arm.peak_bytes()
+    same_bits = None  # an update on the device is another implementation
+    if arm.how.on_host:
+        losses = first.setdefault(arm.how.clips, arm.losses)
+        same_bits = all(map(torch.equal, losses, arm.losses))
+    # Two at a time, or memory on the host would not do.
+    plain = arm if name == "device" else Training("device", made, accumulate, args.device)
+    pair = list(dict.fromkeys((plain, arm)))
+    try:
+        steps = steps_of_a_turn(plain, args.block_s, fewest=2, most=50)
+        take_turns(pair, args.rounds, 1 if args.size == "smoke" else steps)
+        update_ms = arm.update_ms()
+    finally:
+        for each in pair:
+            each.close()
+    ratios = [after / before for before, after in zip(plain.times_ms, arm.times_ms, strict=True)]
+    return {
+        "arm": arm.name,
+        "accumulate": arm.accumulate,
+        "ms": statistics.median(arm.times_ms),
+        "time_ratio": statistics.median(ratios),
+        "update_ms": update_ms,
+        "peak_bytes": peak_bytes,
+        "same_bits": same_bits,
+        "turns_ms": list(arm.times_ms),
+    }
+
+
+def main() -> None:
+    """Measure every arm, print a table and write the figures."""
+    parser = parser_of(__doc__, rounds=3)
+    parser.add_argument("--size", choices=("full", "smoke"), default="full")
+    parser.add_argument("--accumulate", nargs="+", type=int, default=[1], metavar="N")
+    parser.add_argument("--block-s", type=float, default=2.0, help="seconds of a turn")
+    args = parser.parse_args()
+    use_deterministic_algorithms()
+    rows = ResultRows(args.out, ("arm", "accumulate"), settings_of(args))
+    print(f"{'accumulate':>10} {'arm':<23} {'ms':>9} {'ratio':>7} {'update ms':>10} {'peak GB':>8}")
+    for accumulate in args.accumulate:
+        for found in measured(args, accumulate):
+            rows.add(found)  # after each: whoever interrupts keeps what there is
+            bits = {None: "", True: "same", False: "OTHER"}[found["same_bits"]]
+            print(
+                f"{accumulate:>10} {found['arm']:<23} {found['ms']:>9.2f} "
+                f"{found['time_ratio']:>7.3f} {found['update_ms']:>10.2f} "
+                f"{found['peak_bytes'] / 1e9:>8.2f}  {bits}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
