@@ -305,7 +305,8 @@ SCRIPT = """
     batches = iter(loader)
     for _ in range(5):
         next(batches)
-    print([t.name for t in threading.enumerate()], flush=True)
+    print([t.name for t in threading.enumerate()])
+    print(time.monotonic(), flush=True)
     {end}
 """
 
@@ -322,12 +323,12 @@ SCRIPT = """
 )
 def test_python_exits_with_a_live_iteration(end, code):
     script = textwrap.dedent(SCRIPT).format(tests=os.path.dirname(__file__), end=end)
-    start = time.monotonic()
     done = warm_python.run(script, timeout=60)
+    over = time.monotonic()
     assert "torchfast-stager" in done.stdout
     assert done.returncode in (code, -2 if code == 130 else code)
     assert "Fatal" not in done.stderr
-    assert time.monotonic() - start < 30
+    assert over - float(done.stdout.split()[-1]) < 20  # not to a timeout, nor for ever
 
 
 # --- what a trainer takes -----------------------------------------------------------------------
