@@ -135,6 +135,40 @@ def test_a_compiled_module_measures_anew_for_another_loss(searching, tmp_path):
         tried.clear()
 
 
+def test_a_compiled_module_measures_anew_for_what_else_is_asked(searching, tmp_path):
+    """Of named regions and of the whole model the candidates have the same names."""
+    tried, _ = searching
+    named = {"regions": ("blocks.*",)}
+    for options, is_known in (
+        (named, False),
+        ({"regions": "whole"}, False),
+        ({"regions": "whole", "dynamic": True}, False),
+        ({"regions": "whole", "budget_s": 900.0}, False),
+        (named, True),
+        (named | {"on_failure": "raise"}, True),
+    ):
+        torch.manual_seed(0)
+        model = Deep()
+        with CompiledModule(model, mode="auto", cache=tmp_path, **options) as compiled:
+            compiled.search(mean_loss, BATCHES[0])
+            assert bool(tried) != is_known, options
+        tried.clear()
+
+
+def test_the_answer_is_found_where_the_folder_has_gone(searching, tmp_path):
+    """Nodes that share a folder may see it under different paths."""
+    tried, _ = searching
+    here, there = tmp_path / "here", tmp_path / "there"
+    for path, is_known in ((here, False), (there, True)):
+        if is_known:
+            here.replace(there)
+        plan = Plan(compile=CompileOptions(mode="auto", cache=str(path)))
+        with make_trainer(plan=plan) as trainer:
+            trainer.step(BATCHES[0])
+            assert bool(tried) != is_known
+        tried.clear()
+
+
 def test_what_steps_change_of_a_loss_does_not_make_it_another(searching, tmp_path):
     class Counting:
         def __init__(self):

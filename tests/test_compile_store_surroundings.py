@@ -8,9 +8,13 @@ import resource
 import subprocess
 
 import pytest
+from torch import nn, optim
 
-from compile_stores import IS_ROOT, folder_with_one, key, needs_root, process, stored
+from compile_stores import IS_ROOT, Compiler, folder_with_one, key, needs_root, process, stored
 from faults import faulty
+from models import mean_loss
+from torchfast import CompiledModule, CompileOptions, Plan, Trainer
+from torchfast.compiler import store as store_module
 from torchfast.compiler.store_contents import list_entries
 
 
@@ -166,3 +170,31 @@ def test_the_working_directory_may_go(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert store.save(key()).status == "saved"
     assert stored(tmp_path / "store") == {"a"}
+
+
+def module_of(options):
+    return CompiledModule(nn.Linear(2, 3), **options)
+
+
+def trainer_of(options):
+    model = nn.Linear(2, 3)
+    plan = Plan(compile=CompileOptions(**options), cuda_graph=False)
+    return Trainer(model, optim.SGD(model.parameters(), lr=0.1), mean_loss, plan)
+
+
+@pytest.mark.parametrize("make", [module_of, trainer_of])
+@pytest.mark.parametrize(
+    ("changes", "is_found"),
+    [({}, True), ({"timeout_s": 60.0, "on_failure": "raise"}, True), ({"dynamic": True}, False)],
+)
+def test_an_entry_is_found_where_the_folder_has_gone(
+    tmp_path, monkeypatch, make, changes, is_found
+):
+    """Nodes see a folder that they share under different paths, and a folder can be copied."""
+    compiler = Compiler().compile("a")
+    monkeypatch.setattr(store_module, "TorchArtifacts", lambda: compiler)
+    make({"cache": tmp_path / "here", "backend": "eager"}).close()
+    assert not compiler.payloads
+    (tmp_path / "here").replace(tmp_path / "there")
+    make({"cache": tmp_path / "there", "backend": "eager", **changes}).close()
+    assert bool(compiler.payloads) == is_found

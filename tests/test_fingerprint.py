@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.sizes = [1, 2]
         self.activation = F.gelu
         self.names = {"b", "a", "c"}
-        self.config = types.SimpleNamespace(attention="sdpa", layers=2)
+        self.config = types.SimpleNamespace(attention="sdpa", layers=2, _own_hash=hash("sdpa"))
 
     def forward(self, x):
         return x + F.dropout(self.activation(self.linear(x)), self.p, self.training)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -73,7 +74,7 @@ class CompiledLoss(Closing):
     def __init__(self, model: nn.Module, loss_fn: LossFn, plan: Plan, device: torch.device) -> None:
         self._model, self._loss_fn, self._device = model, loss_fn, device
         self._function = loss_fn
-        self._plan_text = plan.to_json()
+        self._plan_text = _beside_compiling(plan)
         self._in_graph = plan.graph_options is not None and device.type == "cuda"
         self._compiled: Compiled | None = None
         self._has_own_graphs = False  # torch's, by the mode
@@ -247,3 +248,10 @@ class CompiledLoss(Closing):
         why = f"mode {options.mode!r} makes graphs of its own; within the step's it is {other!r}"
         self._decisions.append(compile_decision("applied", why))
         return dataclasses.replace(options, mode=other)
+
+
+def _beside_compiling(plan: Plan) -> str:
+    """Return what a plan does to a step, but for how it compiles, which is told apart."""
+    fields = json.loads(plan.to_json())
+    fields.pop("compile", None)
+    return json.dumps(fields, sort_keys=True)

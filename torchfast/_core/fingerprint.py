@@ -170,8 +170,13 @@ def _fields(value: Any, depth: int) -> str:
         if len(value) > LONGEST:
             return f"of {len(value)}"
         return str([described(v, depth) for v in value])
-    fields = getattr(value, "__dict__", {})
-    return str([(name, described(v, depth)) for name, v in sorted(fields.items())])
+    fields = sorted(getattr(value, "__dict__", {}).items())
+    return str([(name, described(v, depth)) for name, v in fields if not _keeps_a_hash(name)])
+
+
+def _keeps_a_hash(name: str) -> bool:
+    """Whether a private field holds a ``hash()``, as that of transformers' GenerationConfig."""
+    return name.startswith("_") and "hash" in name
 
 
 def _code_of_class(kind: type) -> Iterator[str]:

@@ -12,7 +12,12 @@ from typing_extensions import override
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
 from torchfast.compiler.early_keys import work_out_keys
-from torchfast.compiler.options import CompileOptions, compile_decision
+from torchfast.compiler.options import (
+    HOW_LONG,
+    WHERE_AND_IF,
+    CompileOptions,
+    compile_decision,
+)
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.steady_watch import SteadyWatch
 from torchfast.compiler.summary import CompileSummary
@@ -56,7 +61,8 @@ class CompileAccount(Closing):
 
             self._store = CacheStore(options.cache)
             # Now, for what is compiled already stays as it is, and looks otherwise.
-            self._key = store_key(model, options=options.changed, plan=context)
+            told = options.changed_without(WHERE_AND_IF | HOW_LONG)
+            self._key = store_key(model, options=told, plan=context)
             self._store.load(self._key)
 
     def after_step(self) -> None:

@@ -12,6 +12,7 @@ will be.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torchfast._core.blocks import find_blocks
 from torchfast.compiler import Compiled, CompileOptions
 from torchfast.compiler.candidates import Candidate, ModeChoice, mode_choices
+from torchfast.compiler.options import WHERE_AND_IF
 from torchfast.compiler.receipts import Receipt, ReceiptKey, find_receipt, save_receipt
 from torchfast.compiler.replays import Graphs
 from torchfast.compiler.search import search
@@ -99,7 +101,7 @@ def search_mode(
         batch: The first batch.
         device: Where.
         in_graph: Whether a graph will hold the step.
-        plan: What else is done to the step, as text.
+        plan: What is done to the step beside compiling, as text.
         loss: The `function_fingerprint` of the loss function.
         graphs: What captures the work as the step will be, where it will be.
 
@@ -109,7 +111,8 @@ def search_mode(
     choices = _choices(model, options, device, in_graph=in_graph)
     names = [choice.name for choice in choices]
     when = "measured now"
-    key = ReceiptKey.of(model, batch, device, {"plan": plan}, loss=loss)
+    asked = json.dumps(options.changed_without(WHERE_AND_IF), sort_keys=True)
+    key = ReceiptKey.of(model, batch, device, {"compile": asked, "plan": plan}, loss=loss)
     ways = {c.name: _Way(make, use, _options_of(options, c)) for c in choices if c.mode is not None}
     if options.cache is not None:
         known, reason = find_receipt(options.cache, key, names)

@@ -27,6 +27,11 @@ Regions: TypeAlias = (
     Literal["auto", "blocks", "whole"] | tuple[str | type[nn.Module], ...] | list[Any]
 )
 
+# Where things are kept, and what becomes of a failure: what is kept is found again without.
+WHERE_AND_IF = frozenset(("cache", "on_failure"))
+# And how long one waits, of which compiled code knows nothing, but a measurement does.
+HOW_LONG = frozenset(("timeout_s", "budget_s"))
+
 MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune", "auto")
 _REGION_WORDS = ("auto", "blocks", "whole")
 
@@ -113,7 +118,12 @@ class CompileOptions:
     @property
     def changed(self) -> dict[str, object]:
         """The options that are not as by default, JSON-ready: classes and callables by name."""
-        return {name: json_ready(value) for name, value in changed_fields(self).items()}
+        return self.changed_without(frozenset())
+
+    def changed_without(self, names: frozenset[str]) -> dict[str, object]:
+        """What is `changed`, but for some options."""
+        fields = changed_fields(self)
+        return {name: json_ready(fields[name]) for name in fields if name not in names}
 
     def __repr__(self) -> str:
         """Return the call that makes these options, defaults left out."""
