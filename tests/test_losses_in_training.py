@@ -277,11 +277,26 @@ def build_model(kind, **changes):
             **sizes, **heads, head_dim=8, final_logit_softcapping=0.5, **changes
         )
         return transformers.Gemma2ForCausalLM(config).eval()
+    if kind == "recurrent gemma":
+        sizes["num_hidden_layers"] = 3  # the third has attention
+        config = transformers.RecurrentGemmaConfig(
+            **sizes, **heads, logits_soft_cap=0.5, lru_width=16, attention_window_size=8, **changes
+        )
+        return transformers.RecurrentGemmaForCausalLM(config).eval()
+    if kind == "bert":
+        config = transformers.BertConfig(**sizes, num_attention_heads=2, is_decoder=True, **changes)
+        return transformers.BertLMHeadModel(config).eval()
+    if kind == "bart":
+        config = transformers.BartConfig(
+            vocab_size=99, d_model=16, decoder_layers=1, decoder_attention_heads=2,
+            decoder_ffn_dim=32, **changes
+        )  # fmt: skip
+        return transformers.BartForCausalLM(config).eval()
     config = transformers.GraniteConfig(**sizes, **heads, logits_scaling=4.0, **changes)
     return transformers.GraniteForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2", "recurrent gemma"])
 def test_the_loss_of_a_transformers_model_is_its_own(kind):
     model = build_model(kind).double()
     input_ids = torch.randint(99, (2, 12))
@@ -325,6 +340,36 @@ def test_models_of_another_kind_are_refused():
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="a loss of its router"):
         causal_lm_loss(model, ids, ids)
+    with pytest.raises(ValueError, match="num_items_in_batch changes the loss that Llama"):
+        causal_lm_loss(build_model("llama"), ids, ids, num_items_in_batch=3)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bart", "BartForCausalLM has a loss of its own"),
+        ("bert", r"parameters outside of its base_model .* \(in cls\)"),
+    ],
+)
+def test_models_with_another_loss_are_refused(kind, words, is_compiled):
+    """Of both the output layer is an nn.Linear, and what came out was another loss."""
+    model = build_model(kind)
+    ids = torch.randint(3, 99, (2, 8))
+    function = causal_lm_loss
+    if is_compiled:
+        torch._dynamo.reset()
+        function = torch.compile(causal_lm_loss, backend="eager")
+    with pytest.raises(ValueError, match=words):
+        function(model, ids, ids)
+
+
+def test_the_checks_of_a_model_break_no_graph():
+    model = build_model("llama")
+    ids = torch.randint(99, (2, 12))
+    torch._dynamo.reset()
+    function = torch.compile(causal_lm_loss, backend="eager", fullgraph=True)
+    torch.testing.assert_close(function(model, ids, ids), causal_lm_loss(model, ids, ids))
 
 
 # -- The measurement -------------------------------------------------------------------------------

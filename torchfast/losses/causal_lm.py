@@ -11,6 +11,7 @@ that, and leave gradients as they are on each rank, silently; so a wrapper is re
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -19,7 +20,17 @@ from torch import Tensor, nn
 from torchfast.losses.linear_cross_entropy import linear_cross_entropy
 
 # Attributes of configurations by which models change their logits otherwise than by softcapping.
-OTHER_LOGITS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "mup_width_multiplier")
+OTHER_LOGITS = (
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "mup_width_multiplier",
+    "logits_mup_width_multiplier",
+)
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Arguments by which the model itself would change its loss. The part without the output layer takes
+# them without a word.
+OF_THE_LOSS = ("logits_to_keep", "num_items_in_batch", "output_router_logits", "shift_labels")
 
 
 def causal_lm_loss(
@@ -57,7 +68,8 @@ def causal_lm_loss(
 
     Raises:
         TypeError: Not such a model, or a wrapper.
-        ValueError: A model whose logits or loss are more than the output layer and cross entropy.
+        ValueError: A model whose logits or loss are more than the output layer and cross entropy of
+            shifted labels, or an argument of ``model_inputs`` that would change that loss.
 
     Numerics: Close to the model's own loss, as `linear_cross_entropy` says.
     Synchronizes: Never of its own.
@@ -88,6 +100,25 @@ def causal_lm_loss(
             f"{type(model).__name__} adds a loss of its router (config.output_router_logits), "
             "which causal_lm_loss does not know; call linear_cross_entropy and add it"
         )
+    if not _shifts_labels(type(model)):
+        raise ValueError(
+            f"{type(model).__name__} has a loss of its own: its forward neither calls "
+            "loss_function nor shifts the logits, as models of causal language modelling do; call "
+            "linear_cross_entropy with the labels as this model takes them"
+        )
+    for name, child in model.named_children():
+        if child is not base and child is not head and next(child.parameters(), None) is not None:
+            raise ValueError(
+                f"{type(model).__name__} has parameters outside of its base_model and its output "
+                f"layer (in {name}), so its logits may be made otherwise; call "
+                "linear_cross_entropy with what goes into the output layer"
+            )
+    for name in OF_THE_LOSS:
+        if name in model_inputs:
+            raise ValueError(
+                f"{name} changes the loss that {type(model).__name__} itself computes, and "
+                "causal_lm_loss does not know it; leave it out, or call linear_cross_entropy"
+            )
     hidden: Tensor = base(input_ids=input_ids, **model_inputs)[0]
     return linear_cross_entropy(
         hidden,
@@ -98,6 +129,25 @@ def causal_lm_loss(
         reduction=reduction,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=next(filter(None, (getattr(config, name, None) for name in SOFTCAPS)), None),
         chunk_size=chunk_size,
     )
+
+
+def _shifts_labels(kind: type) -> bool:
+    """Whether models of a class compute the usual loss, by what stands in their forward.
+
+    Those of BART's family and XLNet judge position i by label i.
+    """
+    for base in kind.__mro__:
+        forward = vars(base).get("forward")
+        code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
+        # What transformers calls by now, and what each model did by itself before.
+        if code and ("loss_function" in code.co_names or "shift_logits" in code.co_varnames):
+            return True
+    return False
+
+
+# Asked while the compiler traces, and not a part of the graph. It is what
+# torch.compiler.assume_constant_result does, which would import the compiler here.
+_shifts_labels._dynamo_marked_constant = True  # type: ignore[attr-defined]
