@@ -101,7 +101,11 @@ def test_what_is_no_number_of_bytes(command, text, capsys):
     with pytest.raises(SystemExit) as ended:
         command("prune", f"--max-bytes={text}")
     assert ended.value.code == 2
-    assert "--max-bytes" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        f"--max-bytes: must be a number of bytes, or one with kB, MB, GB or TB behind it, got "
+        f"{text!r}" in said
+    )
 
 
 def test_clear_removes_what_is_ours_and_nothing_else(command, folder):

@@ -76,8 +76,9 @@ def test_raise_raises_at_each_call():
         for _ in range(2):
             with pytest.raises(
                 CompileError, match=r"the whole model \(Block\) cannot be compiled: No"
-            ):
+            ) as caught:
                 model(ROWS)
+            assert "no such kernel" in str(caught.value.__cause__)
     assert issubclass(CompileError, TorchFastError)
     assert issubclass(CompileError, RuntimeError)
     with pytest.raises(CompileError) as caught:

@@ -144,6 +144,27 @@ def test_replaced_parameters_and_loaded_state_are_used():
         torch.testing.assert_close(model(tokens()), other(tokens()))
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_block_that_was_replaced_is_not_called_compiled(keep):
+    model = Net()
+    kept = model.blocks[1] if keep else None
+    with compiled(model) as handle:
+        model(tokens())
+        assert set(handle.status.values()) == {"compiled"}
+        model.blocks[1] = Net().blocks[1]
+        del model.blocks[3]
+        handle.suspend()
+        expected = model(tokens())
+        handle.resume()
+        torch.testing.assert_close(model(tokens()), expected)
+        assert handle.status["blocks.0"] == handle.status["blocks.2"] == "compiled"
+        for path in ("blocks.1", "blocks.3"):
+            assert handle.status[path].startswith("eager: the module that was compiled there has")
+            assert f"{path} runs eager: the module" in str(handle.report())
+        assert handle.report().counters["compiled"] == 2
+    assert kept is None or "_compiled_call_impl" not in vars(kept)
+
+
 def test_close_takes_everything_back():
     model = Net()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
@@ -262,7 +283,16 @@ def test_a_model_of_which_nothing_is_compiled_is_not_called_compiled():
             model(torch.ones(2, 8))
             model(torch.ones(2, 8))
             assert handle.status[""].startswith("eager: ")
+            assert "torch.compiler.disable" in handle.status[""]
             assert handle.decisions()[0].outcome == "stepped aside"
+    for model in (nn.LSTM(8, 8), nn.Identity()):
+        with compiled(model, regions="whole") as handle:
+            model(torch.ones(2, 8))
+            status = handle.status[""]
+            assert ("cannot follow it, as it cannot nn.LSTM" in status) == isinstance(
+                model, nn.LSTM
+            )
+            assert "\n" not in status
 
 
 def mean_loss(model, batch):

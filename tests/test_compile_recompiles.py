@@ -247,6 +247,10 @@ def test_the_limit_under_fullgraph_is_noted_too(record):
             "hasattr(x, '_dynamo_dynamic_indices') == False",
             ("dynamic marking", "x", None, None, None),
         ),
+        (
+            "0/0: _has_dynamo_dim_marking is present on runtime tensor but was absent at compile",
+            ("dynamic marking", "the dimensions marked as dynamic of a tensor", None, None, None),
+        ),
         ("something else", ("other", "something else", None, None, None)),
         ("", ("other", "", None, None, None)),
     ],

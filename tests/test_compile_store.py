@@ -416,6 +416,8 @@ def test_bad_arguments(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(TypeError, match="folder must be the path of a folder, got 3"):
         CacheStore(3)
+    with pytest.raises(ValueError, match="folder='' names no folder"):
+        CacheStore("")  # it would be the working directory
     with pytest.raises(ValueError, match=r"begins with '~'"):
         CacheStore("~/cache")
     with pytest.raises(ValueError, match="is a file, expected a folder"):

@@ -163,3 +163,26 @@ def test_modules_of_torch_are_really_compiled():
             module(x)
             assert handle.report().counters["graphs"] == 1
             assert handle.status == {"": "compiled"}
+
+
+def test_a_graph_that_is_kept_needs_its_saved_tensors_to_be_left_alone():
+    """What the docs say of it: torch's error names the setting, and the setting is enough."""
+    model, eager = Net(), Net()
+    eager.load_state_dict(model.state_dict())
+    expected = eager(tokens()).square().mean()
+    for _ in range(2):
+        expected.backward(retain_graph=True)
+    with compiled(model):
+        loss = model(tokens()).square().mean()
+        with pytest.raises(
+            RuntimeError, match=r"set torch\._functorch\.config\.donated_buffer=False"
+        ):
+            loss.backward(retain_graph=True)
+    model.zero_grad()
+    with torch._functorch.config.patch(donated_buffer=False), compiled(model) as handle:
+        loss = model(tokens()).square().mean()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        assert set(handle.status.values()) == {"compiled"}
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -57,6 +57,11 @@ class StandIn:
             del vars(module)[self.ATTRIBUTE]
 
     @property
+    def module(self) -> nn.Module | None:
+        """The module; None if it is gone."""
+        return self._module()
+
+    @property
     def behind(self) -> Any:
         """What the object itself had there; None if nothing."""
         return self._before[0] if self._before else None

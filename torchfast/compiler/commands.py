@@ -12,6 +12,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,19 @@ def _short(name: str) -> str:
 
 
 def _bytes(text: str) -> int:
-    """Return ``"20GB"`` as a number of bytes; what argparse reports if it cannot be."""
+    """Return ``"20GB"`` as a number of bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
     number, power = text, 0
     for index, unit in enumerate(UNITS):
         if index and text.lower().endswith(unit.lower()):
             number, power = text[: -len(unit)], index
-    value = float(number) * 1000**power
-    if not 0 <= value < math.inf:
-        raise ValueError(text)
-    return int(value)
+    with suppress(ValueError):
+        value = float(number) * 1000**power
+        if 0 <= value < math.inf:
+            return int(value)
+    raise argparse.ArgumentTypeError(
+        f"must be a number of bytes, or one with kB, MB, GB or TB behind it, got {text!r}"
+    )

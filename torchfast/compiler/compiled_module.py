@@ -160,7 +160,7 @@ class CompiledModule(Closing):
     @property
     def status(self) -> dict[str, str]:
         """Of each region ``"not called"``, ``"compiled"``, or ``"eager: "`` and why."""
-        return {region.path: region.status for region in self._regions}
+        return {region.path: self._missing(region) or region.status for region in self._regions}
 
     @property
     def explanation(self) -> str:
@@ -266,6 +266,11 @@ class CompiledModule(Closing):
         return [
             compile_decision("applied" if self._is_applied else "stepped aside", asked),
             *(decision_of(kind, self._of(kind)) for kind in self._kinds),
+            *(
+                compile_decision("stepped aside", f"{region.path} runs {missing}")
+                for region in self._regions
+                if (missing := self._missing(region))
+            ),
             *([] if self._around is None else [self._around.decision()]),
             *self._account.decisions(self._code_names),
         ]
@@ -280,7 +285,7 @@ class CompiledModule(Closing):
 
     def report(self) -> Report:
         """Return the decisions and the counts, for a person or as JSON."""
-        states = [region.status for region in self._regions]
+        states = list(self.status.values())
         counters: dict[str, int | float | str] = {
             "regions": len(states),
             "kinds": len(self._kinds),
@@ -316,7 +321,8 @@ class CompiledModule(Closing):
         self._check_open()
         self.suspend()
         for region in self._regions:
-            region.install(self)
+            if region.module is not None:  # or it was replaced meanwhile
+                region.install(self)
         self._is_suspended = False
         if self._around is not None:
             self._around.is_in_force = bool(self._regions)
@@ -363,6 +369,21 @@ class CompiledModule(Closing):
     def _code_names(self) -> list[str]:
         names = [kind.code_name for kind in self._kinds]
         return names if self._around is None else [*names, self._around.code_name]
+
+    def _missing(self, region: Region) -> str | None:
+        """Return what is wrong where a region stood, if another module stands there by now."""
+        model = self._model()
+        if model is None or self._is_closed:
+            return None
+        try:
+            if model.get_submodule(region.path) is region.module:
+                return None
+        except AttributeError:
+            pass
+        return (
+            "eager: the module that was compiled there has been replaced or taken out. Remedy: "
+            "make the CompiledModule, or the Trainer, when the model is complete"
+        )
 
     def _of(self, kind: RegionKind) -> list[Region]:
         return [region for region in self._regions if region.kind is kind]

@@ -53,9 +53,15 @@ logger = logging.getLogger(__name__)
 State: TypeAlias = Literal["not called", "compiled", "eager"]
 
 _NOTHING = (
-    "no graph came of it, as where a graph break lies within a module of torch's own class, such "
-    "as Sequential, whose frames torch leaves alone"
+    "no graph came of it, as where its forward is kept out by torch.compiler.disable, or where a "
+    "graph break lies within a module of torch's own class, such as Sequential, whose frames torch "
+    "leaves alone"
 )
+# What torch says of frames that it leaves alone, where that says little.
+_SKIPPED = {
+    "an error was suppressed during compilation": "torch.compile cannot follow it, as it cannot "
+    "nn.LSTM and nn.GRU or a ScriptModule"
+}
 _NOTHING_AROUND = (
     "no graph came of it: what stands around the blocks is in the function with the loop over "
     "them, or compiled by somebody else; move the loop to a method of its own"
@@ -136,6 +142,7 @@ class RegionKind:
             else None
         )
         self._raises = False
+        self._cause: BaseException | None = None  # of what is raised from then on
         self._eager: Callable[..., Any] = template
         self._is_watched = False
         self._compiled: Callable[..., Any] = template
@@ -192,7 +199,7 @@ class RegionKind:
 
     def _run_eagerly(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
         if self._raises:
-            raise self._error()
+            raise self._error() from self._cause
         if self.eager_because is None:
             self.eager_for_now = (
                 "global module hooks are registered, and while they are regions run eagerly: "
@@ -210,7 +217,7 @@ class RegionKind:
         assert error is not None
         if is_graph_break(error):
             self._explain(error)
-            self._raises = True
+            self._raises, self._cause = True, error
             raise self._error() from error
         self._fail(error)
         return result
@@ -232,13 +239,14 @@ class RegionKind:
             self._remark(self.eager_for_now)
         elif not conversion.graphs:
             self._leave_eager(region)
-            reason = conversion.skip_reason or _NOTHING
+            # The further lines of torch's are for its own developers.
+            reason = (conversion.skip_reason or "").partition("\n")[0]
+            around = _NOTHING_AROUND + (f" (torch: {reason})" if reason else "")
+            reason = _SKIPPED.get(reason, reason) or _NOTHING
             self.eager_because = f"{reason}. Remedy: compile other regions, to leave it out"
             self.is_empty = self._is_around  # where regions are all that there is, all is well
             if self.is_empty:
-                # The further lines of torch's are for its own developers.
-                reason, _, _ = (conversion.skip_reason or "").partition("\n")
-                self.eager_because = _NOTHING_AROUND + (f" (torch: {reason})" if reason else "")
+                self.eager_because = around
             else:
                 logger.warning("%s is not compiled: %s.", self, self.eager_because)
         elif reached_limit:
@@ -259,6 +267,7 @@ class RegionKind:
         self._explain(error)
         self._compiled = self._eager  # what was compiled is of no more use
         if self._options.on_failure == "raise":
+            self._cause = error
             raise self._error() from error
         logger.warning("%s runs eagerly: %s.", self, self.eager_because)
 

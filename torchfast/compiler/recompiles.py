@@ -191,6 +191,8 @@ def _state(guard: str, version: str | None, guards: Guards | None) -> Change | N
     if "'_dynamo_" in guard and guard.startswith(("hasattr", "not hasattr")):
         source = re.search(r"hasattr\((.*), '_dynamo", guard)
         return _change("dynamic marking", readable(source[1]) if source else guard)
+    if "_dynamo_" in guard and "on runtime tensor" in guard:  # as later versions say it, unnamed
+        return _change("dynamic marking", "the dimensions marked as dynamic of a tensor")
     if guard.startswith("BACKEND_MATCH"):
         return _change("backend", "torch.compile")
     return None

@@ -118,7 +118,7 @@ class CacheStore:
 
     Raises:
         TypeError: ``folder`` is no path, or another argument is of the wrong type.
-        ValueError: ``folder`` is a file or begins with ``~``, or a number is too small.
+        ValueError: ``folder`` is empty, a file or begins with ``~``, or a number is too small.
 
     Synchronizes: Never.
 
@@ -351,6 +351,8 @@ def _folder_path(folder: object) -> Path:
             f"folder must be the path of a folder, got {folder!r} ({type(folder).__name__})"
         )
     text = os.fsdecode(os.fspath(folder))
+    if not text:  # such as a variable of the environment that is not set
+        raise ValueError("folder='' names no folder; pass its path, or None for no cache")
     if text.startswith("~"):
         raise ValueError(
             f"folder={text!r} begins with '~', which only a shell expands; pass "
