@@ -300,6 +300,14 @@ def test_any_message_is_read(message):
     assert reading.remedy
 
 
+def test_a_line_that_torch_gives_no_reason_for():
+    reading = read_break("step_unsupported")
+    assert "rest of the function runs as it is" in reading.reason
+    assert "graph break of its own" in reading.remedy
+    assert not reading.on_purpose
+    assert read_break("torch._dynamo.step_unsupported() with empty checkpoint").on_purpose
+
+
 def test_what_came_first_is_the_cause():
     message = (
         "Failed to trace builtin operator\n  Explanation: Dynamo does not know how to trace "

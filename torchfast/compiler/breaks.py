@@ -62,6 +62,14 @@ _CAUSES = (
         True,
     ),
     _Cause(
+        # The title is all that torch says of it.
+        "no way back",
+        r"^step_unsupported$",
+        "torch cannot compile this line nor begin again after it, so the rest of the function "
+        "runs as it is",
+        "the cause is told as a graph break of its own, in what the line calls: mend that one",
+    ),
+    _Cause(
         "data-dependent branch",
         r"data-dependent branching|^generic_jump|data-dependent assertion",
         "an if, while or assert on the value of a tensor: which way to go is known only when the "
