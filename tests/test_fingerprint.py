@@ -68,6 +68,7 @@ def test_the_values_of_weights_and_a_trained_step_leave_it_alone():
         for parameter in model.parameters():
             parameter += 1.0
     model.register_forward_hook(lambda *_: None)
+    model[0].name_or_path = model[0].config._name_or_path = "checkpoints/step-2000"
     assert model_fingerprint(model) == before
 
 
@@ -97,6 +98,7 @@ CHANGES = {
     "function": lambda m: setattr(m[1], "activation", F.relu),
     "partial": lambda m: setattr(m[1], "activation", functools.partial(F.gelu)),
     "config": lambda m: setattr(m[1].config, "attention", "eager"),
+    "config's number": lambda m: setattr(m[1].config, "num_hashes", 2),
     "frozen": lambda m: m[1].linear.weight.requires_grad_(False),
     "strides": lambda m: setattr(m[1].linear.weight, "data", m[1].linear.weight.data.t()),
     "buffer": lambda m: m[1].register_buffer("more", torch.zeros(1)),

@@ -7,7 +7,7 @@ weights, and for nothing else. So the fingerprint of a model covers what its cod
 - shapes, strides, dtypes and device types of parameters and buffers, which of them are one object,
   and which take gradients;
 - train or eval, and plain attributes: numbers, strings, dtypes, functions, containers of them, and
-  the fields of configuration objects.
+  the fields of configuration objects; not ``name_or_path``, which tells where weights came from.
 
 Not seen: functions that a method calls, global variables, hooks, attributes of modules whose names
 begin with an underscore, and what only native code knows. Values of tensors are not read. No
@@ -34,6 +34,8 @@ from torch.optim import Optimizer
 
 DEPTH = 4
 LONGEST = 256  # of longer containers only the kind and the length are told
+# The file that a model of transformers was loaded from: another one after each checkpoint.
+_FROM_WHERE = frozenset(("name_or_path", "_name_or_path"))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 
 
@@ -126,7 +128,7 @@ def model_lines(root: nn.Module, *, code: bool) -> Iterator[str]:
                 known = -1 if tensor is None else tensors.setdefault(id(tensor), len(tensors))
                 yield f"{kind} {name} {known} {_tensor(tensor)}"
         for name, value in sorted(vars(module).items()):
-            if not name.startswith("_"):
+            if not name.startswith("_") and _is_told(name):
                 yield f"attribute {name} {described(value, DEPTH)}"
     if code:
         for base in dict.fromkeys(base for c in classes for base in c.__mro__):
@@ -171,12 +173,13 @@ def _fields(value: Any, depth: int) -> str:
             return f"of {len(value)}"
         return str([described(v, depth) for v in value])
     fields = sorted(getattr(value, "__dict__", {}).items())
-    return str([(name, described(v, depth)) for name, v in fields if not _keeps_a_hash(name)])
+    return str([(name, described(v, depth)) for name, v in fields if _is_told(name)])
 
 
-def _keeps_a_hash(name: str) -> bool:
-    """Whether a private field holds a ``hash()``, as that of transformers' GenerationConfig."""
-    return name.startswith("_") and "hash" in name
+def _is_told(name: str) -> bool:
+    """Whether a field is a property of the model, and the same in the next process."""
+    # A private one may hold a ``hash()``, as transformers' GenerationConfig does.
+    return name not in _FROM_WHERE and not (name.startswith("_") and "hash" in name)
 
 
 def _code_of_class(kind: type) -> Iterator[str]:
