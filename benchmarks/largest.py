@@ -5,12 +5,14 @@
 
 "batch" trains a Llama of 1.1 billion parameters on as many sequences at once as fit; "model" trains
 a wider Llama of as many layers as fit, on one sequence. Both have their head, their loss and AdamW
-with float32 parameters under bf16. A size fits if two whole steps of it do: the second one has the
-optimizer's state from the beginning. Sizes double until one does not fit, and are halved in between
-then. Each set of levers has a process of its own. One that dies, or is not done in time, counts as
-a size that does not fit, and the next size gets another process.
+with float32 parameters under bf16, but where the levers say that weights are bf16 themselves. A
+size fits if two whole steps of it do: the second one has the optimizer's state from the beginning.
+Sizes double until one does not fit, and are halved in between then. Each set of levers has a
+process of its own. One that dies, or is not done in time, counts as a size that does not fit, and
+the next size gets another process.
 
-``--limit-gb`` leaves a process only so much of the GPU. On a CPU it is what tensors may take.
+``--limit-gb`` leaves a process only so much of the GPU. On a CPU it is what tensors may take. What
+waits on the host takes the host's memory, so the file says how much of that there is.
 
 Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`). One whose
 search ran out of time says so: its figure is a lower bound.
@@ -28,6 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +40,11 @@ from benchmarks.arms import parser_of, settings_of
 from benchmarks.result_rows import ResultRows
 from benchmarks.simulated_memory import SimulatedMemory
 from benchmarks.workloads.definition import Batch, Size
-from benchmarks.workloads.llama import SIZES, Llama, LlamaSize
+from benchmarks.workloads.llama import SIZES, Llama, LlamaSize, rotary_table
 from benchmarks.workloads.tokens import next_token_loss
-from torchfast import Plan, TrainStep
+from torchfast import LowBitOptions, Plan, TrainStep
 from torchfast.losses import linear_cross_entropy
+from torchfast.memory.host_pool import default_host_bytes
 
 STEPS = 2
 RESOLUTION = 0.03  # of the largest size, and never finer than one
@@ -48,24 +52,45 @@ TRY_LIMIT_S = 120.0
 
 
 class Levers(NamedTuple):
-    """What is done about memory: fields of the plan, and whether logits are made in chunks."""
+    """What is done about memory.
+
+    Attributes:
+        plan: Fields of the plan.
+        chunked_loss: Whether logits are made in chunks.
+        bf16_weights: Whether parameters are bf16 themselves.
+    """
 
     plan: dict[str, Any]
     chunked_loss: bool = False
+    bf16_weights: bool = False
+
+    @property
+    def home(self) -> str | None:
+        """Where the model is built, if not on the device: that may have no room for all of it."""
+        return "cpu" if self.plan.get("offload") == "parameters" else None
 
 
 LEVERS = {
     "plain": Levers({}),
     "low-bit": Levers({"optimizer": "adamw8bit"}),
     "offload": Levers({"offload": "activations"}),
+    "selective recompute": Levers({"recompute": "selective"}),
     "recompute": Levers({"recompute": "blocks"}),
     "recompute, offload": Levers({"recompute": "blocks", "offload": "activations"}),
     "recompute, chunked loss": Levers({"recompute": "blocks"}, chunked_loss=True),
     "recompute, chunked loss, low-bit": Levers(
         {"recompute": "blocks", "optimizer": "adamw8bit"}, chunked_loss=True
     ),
+    "recompute, chunked loss, low-bit, bf16 weights": Levers(
+        {"recompute": "blocks", "optimizer": LowBitOptions(stochastic_rounding=True)},
+        chunked_loss=True,
+        bf16_weights=True,
+    ),
     "recompute, chunked loss, offload of all": Levers(
         {"recompute": "blocks", "offload": "all"}, chunked_loss=True
+    ),
+    "recompute, chunked loss, offload of parameters": Levers(
+        {"recompute": "blocks", "offload": "parameters"}, chunked_loss=True
     ),
 }
 WIDE = LlamaSize(1, 4096, 32, 8, 14336, vocabulary=32_000, batch=1, context=4096, lr=1e-4)
@@ -137,19 +162,41 @@ class Try:
     peak_bytes: int = 0
 
 
+def built(size: LlamaSize, levers: Levers, device: str) -> Llama:
+    """Return the model, where the levers want it.
+
+    Its numbers are drawn on the device: billions of them would take the host minutes.
+    """
+    with torch.device("meta"):
+        model = Llama(size)
+    if levers.bf16_weights:
+        model.to(torch.bfloat16)
+    model.to_empty(device=levers.home or device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            parameter.copy_(drawn.fill_(1.0) if drawn.dim() == 1 else drawn.normal_(std=0.02))
+        for buffer, table in zip(
+            (model.cos, model.sin),
+            rotary_table(size.width // size.heads, size.context),
+            strict=True,
+        ):
+            buffer.copy_(table)
+    return model
+
+
 def train(size: LlamaSize, levers: Levers, device: str) -> tuple[int, float]:
     """Train some steps, and return the number of parameters and what the last step took."""
     is_cuda = device == "cuda"
     torch.manual_seed(0)
-    with torch.device(device):
-        model = Llama(size)
-        tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1))
+    model = built(size, levers, device)
+    tokens = torch.randint(size.vocabulary, (size.batch, size.context + 1), device=device)
     plan = Plan(precision="bf16" if is_cuda else "as_given", **levers.plan)
     # A low-bit optimizer takes the place of the one that is built here, and knows no other form.
     others = {} if "optimizer" in levers.plan else {"fused": True}
     optimizer = partial(torch.optim.AdamW, lr=size.lr, **others)
     loss_fn = chunked_loss if levers.chunked_loss else next_token_loss
-    step = TrainStep(model, optimizer, loss_fn, plan, max_grad_norm=1.0)
+    step = TrainStep(model, optimizer, loss_fn, plan, max_grad_norm=1.0, device=device)
     try:
         batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         took = 0.0
@@ -190,6 +237,9 @@ def tried(number: int, search: Search, levers: Levers, device: str, limit_gb: fl
 
 def serve(pipe: Connection, search: Search, name: str, device: str, limit_gb: float | None) -> None:
     """Answer sizes with what became of them, until the other end is gone."""
+    with contextlib.suppress(OSError):  # no Linux
+        # Where the host's memory is short, this process shall end, and not the search.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if device == "cuda" and limit_gb is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gb * 1e9 / total))
@@ -278,6 +328,8 @@ def searched(name: str, search: Search, trier: Trier, deadline: float) -> dict[s
         "shape": size._asdict(),
         "largest": best.number if best else 0,
         "settled": settled,
+        # Of the machine or of the container: of which a process takes as much as it may.
+        "host_bytes": 2 * default_host_bytes(),
         "num_parameters": best.num_parameters if best else None,
         "peak_bytes": best.peak_bytes if best else None,
         "tokens_per_s": size.batch * size.context / best.step_s if best else None,

@@ -51,7 +51,7 @@ def offload_training(result: dict[str, Any]) -> list[str]:
         f"{result['title']}; AdamW, gradients clipped.",
         "",
         "| step | levers | ms | times plain (quartiles) | peak, GB | of the plain peak | sent, GB "
-        f"| of what the bus ({bus / 1e9:.0f} GB/s) allows | same bits |",
+        f"| of what the bus ({bus / 1e9:.0f} GB/s) allows | same bits, or losses apart by |",
         "|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in result["rows"]:
@@ -63,7 +63,29 @@ def offload_training(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {row['mode']} | {row['arm']} | {baseline_tables.figure(row['ms'])} "
             f"| {row['time_ratio']:.3f} ({low:.3f} to {high:.3f}) | {peak} | {share} "
-            f"| {row['sent_bytes'] / 1e9:.2f} | {carried} | {_yes(row['same_bits'])} |"
+            f"| {row['sent_bytes'] / 1e9:.2f} | {carried} | {_alike(row)} |"
+        )
+    return lines
+
+
+def offload_update(result: dict[str, Any]) -> list[str]:
+    """Return a line for each number of micro-batches and each place where the update is made."""
+    lines = [
+        f'{result["title"]}; AdamW. "Update" is clipping and update by themselves, once the '
+        "backward is over.",
+        "",
+        "| micro-batches | update on | ms a step | times the device (quartiles) | update, ms "
+        "| peak, GB | same bits as the first of its kind |",
+        "|---:|---|---:|---:|---:|---:|---|",
+    ]
+    for row in result["rows"]:
+        low, high = row["time_ratio_quartiles"]
+        same = "" if row["same_bits"] is None else _yes(row["same_bits"])
+        lines.append(
+            f"| {row['accumulate']} | {row['arm']} | {baseline_tables.figure(row['ms'])} "
+            f"| {row['time_ratio']:.3f} ({low:.3f} to {high:.3f}) "
+            f"| {baseline_tables.figure(row['update_ms'])} | {row['peak_bytes'] / 1e9:.2f} "
+            f"| {same} |"
         )
     return lines
 
@@ -80,6 +102,8 @@ def largest(result: dict[str, Any]) -> list[str]:
     ):
         shapes = [row["shape"] for (kind, _), row in rows.items() if kind == search]
         what += [text.format(**shape) for shape in shapes[:1]]
+    host_gb = min(row["host_bytes"] for row in rows.values()) / 1e9
+    what.append(f"The host has {host_gb:,.0f} GB, for what waits there.")
     lines = [
         f"On one device{limit}. {' '.join(what)}",
         "",
@@ -110,6 +134,12 @@ def _largest(row: dict[str, Any] | None, plain: dict[str, Any] | None, key: str)
 
 def _mib(num_bytes: int | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 2**20:,.0f}"
+
+
+def _alike(row: dict[str, Any]) -> str:
+    if row["same_bits"] is None:
+        return f"{row['loss_difference']:.2%}"
+    return _yes(row["same_bits"])
 
 
 def _yes(is_so: bool) -> str:

@@ -1,7 +1,7 @@
 """What an update on the host costs, and what clipping makes it wait for: a Llama with AdamW.
 
-    PYTHONPATH=. python benchmarks/offload_update.py [--accumulate 1 8] [--size smoke]
-        [--device cpu] [--out FILE]
+    PYTHONPATH=. python benchmarks/offload_update.py [--accumulate 1 8] [--arms device host]
+        [--limit-s 500] [--size smoke] [--device cpu] [--out FILE]
 
 A step is forward, backward, clipping and update, in a plain loop. "device" updates there; "host" by
 an `OffloadedOptimizer`. Under "early" gradients are copied in the backward already, which clipping
@@ -13,7 +13,8 @@ in steps of their own, in which the device is waited for before: in the others a
 what is updated by it, may go on beside each other.
 
 "same" says of an arm on the host that losses are those of the first there that clips alike, bit for
-bit. Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`).
+bit; of that one it says nothing. Each row is written as it comes, beside those of earlier runs
+(`benchmarks.result_rows`). What the limit leaves no time for is named in the file.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks.arms import (
     Arm,
+    median_and_quartiles,
     parser_of,
     settings_of,
     steps_of_a_turn,
@@ -130,10 +132,17 @@ class Training(Arm):
             self.optimizer.close()
 
 
-def measured(args: argparse.Namespace, accumulate: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each arm."""
+def measured(
+    args: argparse.Namespace, accumulate: int, deadline: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each arm; one with "left_out" for what there was no time for."""
     first: dict[bool, list[Tensor]] = {}
     for name in ARMS:
+        if name not in args.arms:
+            continue
+        if time.monotonic() > deadline:
+            yield {"arm": name, "left_out": "no time was left"}
+            continue
         found = measured_arm(name, args, accumulate, first)
         gc.collect()  # what the next arm's peak is measured beside
         yield found
@@ -153,10 +162,11 @@ def measured_arm(
     made = workload("llama", args.size)
     arm = Training(name, made, accumulate, args.device)
     peak_bytes = arm.peak_bytes()
-    same_bits = None  # an update on the device is another implementation
-    if arm.how.on_host:
-        losses = first.setdefault(arm.how.clips, arm.losses)
-        same_bits = all(map(torch.equal, losses, arm.losses))
+    same_bits = None  # an update on the device is another implementation, the first is itself
+    if arm.how.on_host and arm.how.clips in first:
+        same_bits = all(map(torch.equal, first[arm.how.clips], arm.losses))
+    elif arm.how.on_host:
+        first[arm.how.clips] = arm.losses
     # Two at a time, or memory on the host would not do.
     plain = arm if name == "device" else Training("device", made, accumulate, args.device)
     pair = list(dict.fromkeys((plain, arm)))
@@ -167,12 +177,14 @@ def measured_arm(
     finally:
         for each in pair:
             each.close()
-    ratios = [after / before for before, after in zip(plain.times_ms, arm.times_ms, strict=True)]
+    pairs = zip(plain.times_ms, arm.times_ms, strict=True)
+    ratio, quartiles = median_and_quartiles([after / before for before, after in pairs])
     return {
         "arm": arm.name,
         "accumulate": arm.accumulate,
         "ms": statistics.median(arm.times_ms),
-        "time_ratio": statistics.median(ratios),
+        "time_ratio": ratio,
+        "time_ratio_quartiles": quartiles,
         "update_ms": update_ms,
         "peak_bytes": peak_bytes,
         "same_bits": same_bits,
@@ -185,14 +197,22 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--size", choices=("full", "smoke"), default="full")
     parser.add_argument("--accumulate", nargs="+", type=int, default=[1], metavar="N")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--block-s", type=float, default=2.0, help="seconds of a turn")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing later")
     args = parser.parse_args()
+    deadline = time.monotonic() + args.limit_s
     use_deterministic_algorithms()
     rows = ResultRows(args.out, ("arm", "accumulate"), settings_of(args))
+    about = {"title": workload("llama", args.size).title}
     print(f"{'accumulate':>10} {'arm':<23} {'ms':>9} {'ratio':>7} {'update ms':>10} {'peak GB':>8}")
     for accumulate in args.accumulate:
-        for found in measured(args, accumulate):
-            rows.add(found)  # after each: whoever interrupts keeps what there is
+        for found in measured(args, accumulate, deadline):
+            if "left_out" in found:
+                rows.leave_out(found["arm"], str(accumulate), found["left_out"], **about)
+                print(f"left out: {found['arm']}, {accumulate}: {found['left_out']}")
+                continue
+            rows.add(found, **about)  # after each: whoever interrupts keeps what there is
             bits = {None: "", True: "same", False: "OTHER"}[found["same_bits"]]
             print(
                 f"{accumulate:>10} {found['arm']:<23} {found['ms']:>9.2f} "

@@ -63,7 +63,7 @@ class ResultRows:
     def leave_out(self, first: str, second: str, why: str, **others: Any) -> None:
         """Note what was not measured, unless an earlier run has, and write the file."""
         name = f"{first}, {second}"
-        if not any(key[:2] == (first, second) for key in self._rows):
+        if not any([str(part) for part in key[:2]] == [first, second] for key in self._rows):
             self._left_out[name] = f"{name}: {why}"
         self._write(others)
 

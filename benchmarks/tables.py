@@ -194,6 +194,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "many gpus": (MANY_GPUS, parallel_tables.many_gpus),
     "communication": (MANY_GPUS, parallel_tables.communication),
     "offload training": ("offload_training_h200.json", memory_tables.offload_training),
+    "offload update": ("offload_update_h200.json", memory_tables.offload_update),
     "largest": ("largest_h200.json", memory_tables.largest),
     "watching": ("watching_h200.json", profiling_tables.watching),
     "first replay": ("first_replay_h200.json", profiling_tables.first_replay),

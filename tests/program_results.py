@@ -114,7 +114,25 @@ def offload_training():
         "machine": dict(MACHINE),
         "title": "Llama, made up",
         "bus_bytes_per_s": 55e9,
-        "rows": [{**row, "arm": a, "of_allowed": share, "same_bits": True} for a, share in arms],
+        "rows": [
+            *({**row, "arm": a, "of_allowed": share, "same_bits": True} for a, share in arms),
+            {**row, "arm": "offload optimizer", "of_allowed": None}
+            | {"same_bits": None, "loss_difference": 0.00123},
+        ],
+    }
+
+
+def offload_update():
+    """Return what an update on the host costs."""
+    row = {"accumulate": 8, "ms": 2500.0, "time_ratio": 1.25, "time_ratio_quartiles": [1.2, 1.3]}
+    row |= {"update_ms": 450.0, "peak_bytes": 41_250_000_000}
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/offload_update.py",
+        "machine": dict(MACHINE),
+        "title": "Llama, made up",
+        "rows": [{**row, "arm": "host", "same_bits": None}]
+        + [{**row, "arm": "host, early", "same_bits": same} for same in (True, False)],
     }
 
 
@@ -122,6 +140,7 @@ def largest():
     """Return the largest batch and model, one of each that was not settled or not found."""
     shape = {"layers": 16, "width": 2048, "batch": 1, "context": 4096}
     row = {"shape": shape, "settled": True, "peak_bytes": 130_000_000_000}
+    row["host_bytes"] = 137_400_000_000
     found = {
         ("batch", "plain"): (12, 1_140_000_000, 51_000.0),
         ("batch", "recompute"): (42, 1_140_000_000, 43_210.0),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -153,11 +155,26 @@ def test_offloaded_updates(run):
     assert arms == [(number, name) for number in (1, 2) for name in offload_update.ARMS]
     assert all(row["ms"] > row["update_ms"] > 0 for row in rows)
     # There is nothing on the host that an update on the device is held against.
-    assert [row["same_bits"] for row in rows] == [None, True, True, True, True] * 2
+    # Nor is the first there that clips, or the first that does not, held against itself.
+    assert [row["same_bits"] for row in rows] == [None, None, True, None, True] * 2
     assert "OTHER" not in printed
-    more, _ = run(offload_update, "--block-s", "0.01", "--accumulate", "3")
+    few = ("--block-s", "0.01", "--accumulate", "3", "--arms", "host, early")
+    more, _ = run(offload_update, *few)
     assert more[:10] == rows
-    assert {row["accumulate"] for row in more[10:]} == {3}
+    assert [(row["accumulate"], row["arm"], row["same_bits"]) for row in more[10:]] == [
+        (3, "host, early", None)
+    ]
+
+
+def test_updates_for_which_no_time_is_left_are_named(run, tmp_path):
+    few = ("--block-s", "0.01", "--arms", "device")
+    rows, _ = run(offload_update, *few)
+    again, printed = run(offload_update, "--block-s", "0.01", "--limit-s", "-1")
+    assert again == rows
+    assert "left out: host, 1: no time was left" in printed
+    left_out = json.loads((tmp_path / "figures.json").read_text())["left_out"]
+    names = [name for name in offload_update.ARMS if name != "device"]
+    assert left_out == [f"{name}, 1: no time was left" for name in names]
 
 
 def test_an_update_is_not_waited_for_within_a_step_that_is_timed(monkeypatch):
@@ -214,10 +231,47 @@ def test_offload_in_training(run, tmp_path):
     assert left_out == ["offload, eager: no time was left"]
 
 
+def test_training_with_its_update_on_the_host_is_not_held_to_the_bits_of_the_device(run):
+    options = ("--block-s", "0.01", "--arms", "plain", "offload optimizer", "offload parameters")
+    rows, printed = run(offload_training, *options)
+    assert [row["same_bits"] for row in rows] == [True, None, None]
+    # Here the device is the host.
+    assert [row["loss_difference"] for row in rows] == [0.0] * 3
+    assert "to 0.0e+00" in printed
+
+
+def test_what_goes_to_the_host_for_an_update_is_sent(monkeypatch):
+    """Gradients of all parameters, or of those that are there."""
+    host, device = torch.ones(3), torch.empty(5, device="meta")
+    arm = SimpleNamespace(is_cuda=True, batch=None, name="offload optimizer")
+    report = SimpleNamespace(counters={"offload_sent_bytes": 100})
+    arm.step = SimpleNamespace(
+        report=lambda: report,
+        forward_backward=lambda _: report.counters.update(offload_sent_bytes=150),
+        model=SimpleNamespace(parameters=lambda: iter([device, device])),
+    )
+    sent = partial(offload_training.Training._sent, arm)
+    assert sent() == 50 + 2 * 5 * 4
+    arm.step.model = SimpleNamespace(parameters=lambda: iter([host, device]))
+    report.counters["offload_sent_bytes"] = 100
+    arm.name = "offload parameters"
+    assert sent() == 50 + 3 * 4
+    report.counters["offload_sent_bytes"] = 100
+    arm.name = "offload"
+    assert sent() == 50
+
+
+def test_parameters_on_the_host_are_not_trained_in_a_graph():
+    args = SimpleNamespace(size="smoke", arms=["offload parameters"], bus=None)
+    found = list(offload_training.measured("graph", args, time.monotonic() + 60.0))
+    assert found == [{"arm": "offload parameters", "left_out": "no graph can hold it"}]
+
+
 @pytest.mark.parametrize(("saved", "allowed"), [(10**9, 10**9), (10**12, 5 * 10**9), (0, None)])
 def test_what_the_bus_allows_is_no_more_than_is_saved(saved, allowed):
     losses = [torch.ones(())]
-    figures = {"times_ms": [1.0], "peak_bytes": None, "seen": losses, "mode": "eager"}
+    figures = {"times_ms": [1.0], "peak_bytes": None, "mode": "eager"}
+    figures |= {"losses": losses, "norms": losses}
     plain = SimpleNamespace(name="plain", sent_bytes=0, **figures)
     arm = SimpleNamespace(name="offload auto", sent_bytes=10**9, **figures)
     found = offload_training.row(arm, plain, 50e9, (0.1, 0.2), saved)
@@ -250,6 +304,37 @@ def test_the_largest_batch_of_a_small_memory(run):
         assert not fits[row["largest"] + 1]
         assert 0 < row["peak_bytes"] <= 2e6
     assert "out of memory" in printed
+
+
+def test_the_largest_model_of_a_small_memory(run):
+    levers = ["low-bit", "recompute, chunked loss, low-bit, bf16 weights"]
+    rows, _ = run(largest, "--searches", "model", "--levers", *levers, "--limit-gb", "0.001")
+    low_bit, few_bytes = rows
+    assert 2 <= low_bit["largest"] < few_bytes["largest"] < 64
+    assert low_bit["num_parameters"] < few_bytes["num_parameters"]
+    assert all(row["host_bytes"] > 1e9 for row in rows)
+
+
+@pytest.mark.parametrize("name", largest.LEVERS)
+def test_every_set_of_levers_trains(name):
+    search = largest.SEARCHES["smoke"]["model"]
+    found = largest.tried(2, search, largest.LEVERS[name], "cpu", None)
+    assert found.fits
+    assert found.num_parameters > 10_000
+
+
+def test_a_model_is_built_where_and_in_what_its_levers_want_it():
+    size = largest.SEARCHES["smoke"]["model"].size
+    for name, levers in largest.LEVERS.items():
+        model = largest.built(size, levers, "cpu")
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        assert dtypes == {torch.bfloat16 if "bf16 weights" in name else torch.float32}
+        assert levers.home == ("cpu" if "parameters" in name else None)
+    plain = largest.Llama(size)
+    assert torch.equal(model.cos, plain.cos)
+    assert torch.equal(model.norm.weight, plain.norm.weight)
+    weight = model.blocks[0].up.weight
+    assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.1)
 
 
 def test_a_size_whose_process_dies_or_hangs_does_not_fit():
