@@ -12,36 +12,82 @@ def steps(result: dict[str, Any]) -> list[str]:
     """Return a line for each method of each group that takes turns."""
     lines = [
         "| group | method | ms | tokens a second | times the first of the group (quartiles) "
-        "| held, GiB | optimizer state, GiB |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| held, GiB | optimizer state, GiB | of the first one's |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in result["rows"]:
-        if row["group"] == "curves":
+    rows = {(row["group"], row["method"]): row for row in result["rows"]}
+    for (group, method), row in rows.items():
+        if group == "curves":
             continue
         low, high = row["ratio_quartiles"]
-        state = f"{row['state_bytes'] / 2**30:.2f}" if "state_bytes" in row else ""
+        # What is by hand does not say.
+        first = rows.get((group, row["reference"]), {}).get("state_bytes")
+        own = row.get("state_bytes")
+        state = "" if own is None else f"{own / 2**30:.2f}"
+        part = f"{own / first:.1%}" if own and first else ""
         lines.append(
-            f"| {row['group']} | {row['method']} | {baseline_tables.figure(row['ms'])} "
+            f"| {group} | {method} | {baseline_tables.figure(row['ms'])} "
             f"| {row['items_per_s']:,.0f} | {row['ratio']:.3f} ({low:.3f} to {high:.3f}) "
-            f"| {row['held_bytes'] / 2**30:.1f} | {state} |"
+            f"| {row['held_bytes'] / 2**30:.1f} | {state} | {part} |"
         )
     return lines
 
 
 def curves(result: dict[str, Any]) -> list[str]:
-    """Return a line for each plan that trained on real text."""
-    rows = {row["method"]: row for row in result["rows"] if row["group"] == "curves"}
-    ends = {name: _end(row["losses"]) for name, row in rows.items()}
+    """Return a line for each plan that trained on real text, beside bf16 as far as both go."""
+    losses = {row["method"]: row["losses"] for row in result["rows"] if row["group"] == "curves"}
+    # A run may have measured another plan alone.
+    plain = losses.get(_PLAIN, [])
+    drifts = {name: _drifts(own, plain) for name, own in losses.items() if plain}
+    ends = [abs(found[-1]) for name, found in drifts.items() if name.startswith(_OTHER)]
     lines = [
-        "| plan | steps | loss, mean of the last tenth | from bf16 |",
-        "|---|---:|---:|---:|",
+        "| plan | steps | loss, mean of the last tenth | from bf16 | furthest tenth "
+        "| within the noise |",
+        "|---|---:|---:|---:|---:|---|",
     ]
-    for name, row in rows.items():
-        # A run may have measured another plan alone.
-        drift = f"{ends[name] / ends['bf16'] - 1:+.2%}" if "bf16" in ends else ""
-        lines.append(f"| {name} | {len(row['losses'])} | {ends[name]:.4f} | {drift} |")
+    for name, own in losses.items():
+        last = statistics.fmean(own[-max(1, len(own) // _PARTS) :])
+        found = drifts.get(name, [])
+        cells = [f"{part:+.2%}" for part in (found[-1], max(found, key=abs))] if found else ["", ""]
+        is_judged = ends and not name.startswith(_PLAIN)
+        cells.append(_yes(abs(found[-1]) <= max(ends)) if is_judged else "")
+        lines.append(f"| {name} | {len(own)} | {last:.4f} | {' | '.join(cells)} |")
+    if ends:
+        noise = f"{max(ends):.2%}, with {len(ends)} of them"
+        lines += ["", f"The noise is how far bf16 ends from itself with other weights: {noise}."]
     return lines
 
 
-def _end(losses: list[float]) -> float:
-    return statistics.fmean(losses[-max(1, len(losses) // 10) :])
+def choice(result: dict[str, Any]) -> list[str]:
+    """Return a line for each model and step: what was chosen, and what that takes beside bf16."""
+    lines = [
+        "| model | a step's | step | choice | bf16, ms | ms | times bf16 (quartiles) "
+        "| at most 2 % slower |",
+        "|---|---:|---|---|---:|---:|---:|---|",
+    ]
+    for row in result["rows"]:
+        low, high = row["ratio_quartiles"]
+        lines.append(
+            f"| {row['model']} | {row['items']:,} {row['unit']} | {row['step']} "
+            f"| {row['choice'].partition(';')[0]} | {baseline_tables.figure(row['bf16_ms'])} "
+            f"| {baseline_tables.figure(row['ms'])} | {row['ratio']:.3f} ({low:.3f} to {high:.3f}) "
+            f"| {_yes(row['ratio'] <= 1.02)} |"
+        )
+    return lines
+
+
+_PLAIN, _OTHER = "bf16", "bf16, weights"
+_PARTS = 10
+
+
+def _drifts(own: list[float], plain: list[float]) -> list[float]:
+    """Return how far a curve is from another, tenth by tenth of the steps that both have."""
+    steps = min(len(own), len(plain))
+    size = max(1, steps // _PARTS)
+    starts = range(steps % size, steps, size)
+    means = [[statistics.fmean(x[at : at + size]) for at in starts] for x in (own, plain)]
+    return [mine / other - 1 for mine, other in zip(*means, strict=True)]
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else "**no**"

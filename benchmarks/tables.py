@@ -189,6 +189,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "losses": ("losses_h200.json", compile_tables.losses),
     "below bf16": ("below_bf16_h200.json", below_bf16_tables.steps),
     "below bf16 curves": ("below_bf16_h200.json", below_bf16_tables.curves),
+    "float8 choice": ("float8_choice_h200.json", below_bf16_tables.choice),
     "recompute": ("recompute_h200.json", memory_tables.recompute),
     "offload": ("offload_h200.json", memory_tables.offload),
     "many gpus": (MANY_GPUS, parallel_tables.many_gpus),

@@ -27,6 +27,7 @@ FILES = {
     "loader_h200.json": program_results.loader,
     "many_gpus_2xh200.json": parallel_results.many_gpus,
     "losses_h200.json": compile_results.losses,
+    "float8_choice_h200.json": program_results.float8_choice,
     "largest_h200.json": program_results.largest,
     "offload_h200.json": program_results.offload,
     "offload_training_h200.json": program_results.offload_training,
@@ -95,14 +96,21 @@ def test_a_changed_figure_changes_the_page(made_up):
         ("branches", "| 4, 8, 16 | graph | 2.50 | 1.80 times | 1 MiB and 2 MiB | yes |"),
         (
             "below bf16",
-            "| float8 | by hand, float8 | 195 | 84,021 | 1.000 (1.000 to 1.000) | 48.0 |  |",
+            "| torchfast float8 | 195 | 84,021 | 0.985 (0.980 to 0.990) | 48.0 | 8.00 |  |",
         ),
+        ("below bf16", "| 8 bit | 195 | 84,021 | 0.985 (0.980 to 0.990) | 48.0 | 2.00 | 25.0% |"),
+        ("below bf16 curves", "| bf16 | 20 | 2.0000 | +0.00% | +0.00% |  |"),
+        ("below bf16 curves", "| bf16, weights 2 | 20 | 2.0200 | +1.00% | +1.00% |  |"),
+        ("below bf16 curves", "| 8 bit | 20 | 2.0100 | +0.50% | +5.00% | yes |"),
+        ("below bf16 curves", "| 4 bit | 20 | 2.0400 | +2.00% | +2.00% | **no** |"),
+        ("below bf16 curves", "| float8 | 10 | 4.0400 | +1.00% | +1.00% |"),  # of ten steps each
+        ("below bf16 curves", "bf16 ends from itself with other weights: 1.00%, with 2 of them."),
         (
-            "below bf16",
-            "| torchfast float8 | 195 | 84,021 | 0.985 (0.980 to 0.990) | 48.0 | 8.00 |",
+            "float8 choice",
+            "| one | 8,192 tokens | captured | 8 of 29 linear layers (8 tensorwise) | 25.0 "
+            "| 20.0 | 0.800 (0.790 to 0.810) | yes |",
         ),
-        ("below bf16 curves", "| bf16 | 20 | 2.0000 | +0.00% |"),
-        ("below bf16 curves", "| 8 bit | 20 | 2.0100 | +0.50% |"),
+        ("float8 choice", "| no layer | 25.0 | 25.8 | 1.030 (1.020 to 1.040) | **no** |"),
         ("checkpoint cost", "| a save holds training up for | 0.250 s (0.240 to 0.270, 3 saves) |"),
         ("compile cold", "| by blocks | 8.00 | 20.0 | 2 | 7.5 |"),
         ("compile cold", "| not compiled | 1.00 | 30.0 | 0 |  |"),
@@ -200,12 +208,12 @@ def test_a_table_of_some_rows_names_the_runs_of_these(made_up):
         row["run"] = {"date": "2026-11-20", "commit": f"c{number}", "command": f"run {number}"}
     made_up("below_bf16_h200.json", result)
     block = tables.render("below bf16")
-    assert "in 2 runs on 2026-11-20" in block
+    assert "in 4 runs on 2026-11-20" in block
     assert "commit c0, by ``run 0``\n- 2026-11-20, commit c1, by ``run 1``" in block
-    assert "run 2" not in block
+    assert "run 4" not in block
     block = tables.render("below bf16 curves")
-    assert "commit c2, by ``run 2``\n- 2026-11-20, commit c3, by ``run 3``" in block
-    assert "run 1" not in block
+    assert "commit c4, by ``run 4``\n- 2026-11-20, commit c5, by ``run 5``" in block
+    assert "run 3" not in block
 
 
 def test_a_table_whose_rows_are_not_there_yet_is_none(made_up):

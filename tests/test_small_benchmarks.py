@@ -10,10 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torchao.optim import AdamW4bit, AdamW8bit
 
 from benchmarks import (
-    below_bf16,
     compare_check,
     figures,
     first_replay,
@@ -109,44 +107,6 @@ def test_offload(run):
     assert [row["arm"] for row in rows] == list(offload.ARMS)
     assert all(row["same_bits"] and row["ms"] > 0 for row in rows)
     assert "OTHER" not in printed
-
-
-def test_below_bf16_holds_each_method_against_the_first(monkeypatch, tmp_path, capsys):
-    out = tmp_path / "figures.json"
-    options = ["--device", "cpu", "--smoke", "--rounds", "2", "--turn-steps", "1", "--steps", "3"]
-
-    def run(*more):
-        monkeypatch.setattr("sys.argv", ["benchmark.py", *options, "--out", str(out), *more])
-        below_bf16.main()
-        return json.loads(out.read_text())["rows"]
-
-    rows = run("--groups", "state", "curves", "--methods", "fused AdamW", "8 bit")
-    there = [("state", "fused AdamW"), ("state", "8 bit"), ("curves", "8 bit")]
-    assert [(row["group"], row["method"]) for row in rows] == there
-    assert rows[1]["reference"] == "fused AdamW"
-    assert rows[1]["state_bytes"] <= rows[0]["state_bytes"]  # weights so small keep theirs
-    assert len(rows[1]["turns_ms"]) == 2
-    assert len(rows[2]["losses"]) == 3
-    # Another run adds the one it is asked for, beside the same first one.
-    more = run("--groups", "state", "--methods", "4 bit")
-    assert more[:3] == rows
-    assert (more[3]["method"], more[3]["reference"]) == ("4 bit", "fused AdamW")
-    assert "4 bit" in capsys.readouterr().out
-
-
-def test_the_state_of_few_bits_is_counted_as_it_lies_in_memory():
-    def bytes_with(kind):
-        layer = torch.nn.Linear(256, 256, bias=False)
-        optimizer = kind(layer.parameters())
-        layer(torch.ones(2, 256)).sum().backward()
-        optimizer.step()
-        return below_bf16.state_bytes(optimizer)
-
-    moment = 256 * 256 * 4
-    assert bytes_with(torch.optim.AdamW) == 2 * moment + 4
-    # A scale of 4 bytes for 256 numbers, and a table of what each code stands for.
-    assert 0.25 < bytes_with(AdamW8bit) / (2 * moment) < 0.27
-    assert 0.125 < bytes_with(AdamW4bit) / (2 * moment) < 0.16
 
 
 def test_offloaded_updates(run):
