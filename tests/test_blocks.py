@@ -247,3 +247,17 @@ def test_paths_are_abbreviated():
     assert abbreviated(["h.0", "h.1", "h.2", "h.4"]) == "h.0 to h.2, h.4"
     assert abbreviated(["a.0", "b.1"]) == "a.0, b.1"
     assert abbreviated([f"m.{n}" for n in range(0, 40, 2)]).endswith("m.8, ..., m.38")
+
+
+class Masked(nn.Linear):
+    """A layer with a forward of its own, and nothing within."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_layers_derived_from_those_of_torch_are_no_blocks():
+    layers = [Masked(8, 8), nn.ReLU(), Masked(8, 8), nn.ReLU()]
+    assert found(nn.Sequential(*layers)) == []
+    chains = [nn.Sequential(Masked(8, 16), nn.ReLU(), Masked(16, 8)) for _ in range(2)]
+    assert found(nn.Sequential(*chains)) == [("Sequential", ("0", "1"))]

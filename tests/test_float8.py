@@ -20,6 +20,7 @@ from float8_models import (
     loss_fn,
 )
 from torchfast import Float8Linears, Float8Options, Plan, PlanError, Trainer
+from torchfast._core.blocks import find_blocks
 from torchfast._core.compare import differences
 from torchfast._core.device import float8_obstacle
 from torchfast._core.errors import UnsupportedDeviceError
@@ -221,6 +222,31 @@ def test_an_optimizer_of_another_model_is_refused():
         float8.check_optimizer(optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(PlanError, match=r"lacks the weight of 'blocks\.0\.0'"):
             float8.check_optimizer(optim.SGD(mixed, lr=0.1))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_blocks_are_the_same_with_their_layers_in_float8(shards, repeated):
+    """Or layers would be compiled and recomputed one by one, and their casts fused with nothing."""
+    chain = [nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)]
+    model = nn.Sequential(*chain, *copy.deepcopy(chain))
+    if repeated:
+        model = nn.Sequential(*(nn.Sequential(*copy.deepcopy(chain)) for _ in range(3)))
+    plain = find_blocks(model)
+    assert [group.class_name for group in plain] == ["Sequential"] * repeated
+    float8 = Float8Linears(model, EMULATED, is_sharded=shards)
+    float8.apply()
+    assert len(float8.recipes) >= 4
+    assert find_blocks(model) == plain
+
+
+def test_layers_without_sizes_yet_are_an_error():
+    model = nn.Sequential(nn.Linear(32, 32), nn.LazyLinear(32))
+    with pytest.raises(PlanError, match=r"'1' is a LazyLinear .* call the model once"):
+        Float8Linears(model, EMULATED).apply()
+    model(torch.ones(1, 32))
+    with Float8Linears(model, EMULATED) as float8:
+        assert set(float8.recipes) == {"0", "1"}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ layers of a mixture and not the experts inside each. A list whose members all di
 stages of a Swin transformer, is passed through to the blocks inside. Only if there are none are its
 members taken, each a group of its own.
 
-Not blocks: single layers of ``torch.nn`` (a list of ``Linear``), which are too small to be handled
-by the piece, and lists themselves, which cannot be called.
+Not blocks: single layers of ``torch.nn`` (a list of ``Linear``) and of classes derived from them,
+which are too small to be handled by the piece, and lists themselves, which cannot be called.
 """
 
 from __future__ import annotations
@@ -172,9 +172,15 @@ def _may_be_block(module: nn.Module) -> bool:
     """Whether it can be called and is more than one layer of torch's."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
-    own = type(module).__module__
-    is_torch_own = own == "torch.nn" or own.startswith("torch.nn.")
-    return bool(module._modules) or not is_torch_own
+    # One derived from torch's is a single layer as well: float8 and shards change the class.
+    kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
+    is_layer_of_torch = any(_is_torch_own(kind) for kind in kinds if kind is not nn.Module)
+    return bool(module._modules) or not is_layer_of_torch
+
+
+def _is_torch_own(kind: type) -> bool:
+    own = kind.__module__
+    return own == "torch.nn" or own.startswith("torch.nn.")
 
 
 def _equal(

@@ -70,10 +70,16 @@ def survey(model: nn.Module, options: Float8Options) -> list[Layer]:
     """Return the linear layers of a model, in its order, each with what speaks against float8.
 
     Raises:
-        PlanError: The model is in float8 already; a name that fits no layer; or a layer that
-            ``only`` names and that cannot be converted.
+        PlanError: The model is in float8 already; a layer has no sizes yet; a name that fits no
+            layer; or a layer that ``only`` names and that cannot be converted.
     """
     found = list(_linears(model))
+    for layer in found:
+        if isinstance(layer.module.weight, nn.UninitializedParameter):
+            raise PlanError(
+                f"layer {layer.name!r} is a {type(layer.module).__name__} and has no sizes yet, on "
+                "which float8 depends; call the model once with a batch before"
+            )
     done = next((layer.name for layer in found if is_float8(layer.module)), None)
     if done is not None:
         raise PlanError(
