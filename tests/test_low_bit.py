@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 import ranks
+from eager_torch import EagerTorch
 from tape import Twins, drifts, taped, without_check
 from torchfast import (
     LowBitAdamW,
@@ -50,17 +51,6 @@ def train(model, optimizer, data):
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
-
-
-class EagerTorch:
-    """torch, but for torch.compile, which does nothing: torchao's update as it is written."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    @staticmethod
-    def compile(function, **_):
-        return function
 
 
 # --- the numbers ---------------------------------------------------------------------------------

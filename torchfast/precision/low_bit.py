@@ -39,13 +39,20 @@ from torchfast.precision.low_bit_codes import (
     empty_codes,
     rounder,
 )
+from torchfast.precision.low_bit_saved import (
+    KIND,
+    MOMENTS,
+    SCALE,
+    VARIANTS,
+    check_kind,
+    check_of_adamw,
+    in_full,
+)
 from torchfast.precision.low_bit_shards import can_be_coded, spread_as
 from torchfast.precision.low_bit_update import compiled_update, make_update
 
 logger = logging.getLogger(__name__)
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_SCALE = "_scale"
 _OWN = ("kind", "stochastic_rounding", "compiled")
 # What an AdamW has in its groups beside, which says how it computes. Any other key is a scheduler's
 # or the user's: OneCycleLR keeps its bounds there, timm the part of the rate that a layer takes.
@@ -79,6 +86,7 @@ class LowBitAdamW(Optimizer):
             or weight decay go on changing, with a warning.
 
     Raises:
+        TypeError: Betas that are not two.
         ValueError: A state that does not exist, or a number out of range.
         ImportError: torchao is missing or too old.
 
@@ -119,6 +127,8 @@ class LowBitAdamW(Optimizer):
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not isinstance(value, Tensor) and not value >= 0.0:
                 raise ValueError(f"{name} must be >= 0, got {value}")
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise TypeError(f"betas must be two numbers, as (0.9, 0.999), got {betas!r}")
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas must be at least 0 and below 1, got {betas}")
         own = {"kind": state, "stochastic_rounding": stochastic_rounding, "compiled": compiled}
@@ -129,6 +139,7 @@ class LowBitAdamW(Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "capturable": True,
+            KIND: state,
         }
         super().__init__(params, defaults)
         for parameter in self._parameters():
@@ -157,7 +168,7 @@ class LowBitAdamW(Optimizer):
                 "give an AdamW, or optimizer='as_given'"
             )
         groups = optimizer.param_groups
-        variant = next((f for f in ("amsgrad", "maximize") if any(g.get(f) for g in groups)), None)
+        variant = next((f for f in VARIANTS if any(g.get(f) for g in groups)), None)
         if variant is not None:
             raise PlanError(
                 f"low-bit state is to be had for AdamW as it is, but the optimizer has {variant}="
@@ -198,7 +209,13 @@ class LowBitAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict()`` returned, or that of an AdamW, whose moments are coded."""
+        """Load what ``state_dict()`` returned, or that of an AdamW, whose moments are coded.
+
+        Raises:
+            ValueError: It is of an optimizer that computes otherwise, or of other low bits.
+        """
+        check_of_adamw(state_dict)
+        check_kind(state_dict, self.kind)
         super().load_state_dict(dict(state_dict))
         # torch casts state to the dtype of its parameter, which codes and scales are not.
         given = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -209,7 +226,7 @@ class LowBitAdamW(Optimizer):
         for group in self.param_groups:
             for name in {*_OF_ADAMW} - {*self.defaults}:
                 group.pop(name, None)
-            group["capturable"] = True
+            group |= {"capturable": True, KIND: self.kind}
 
     def dense_state_dict(self) -> dict[str, Any]:
         """Return the state as an AdamW takes it, its moments in fp32."""
@@ -217,9 +234,11 @@ class LowBitAdamW(Optimizer):
         dense = {}
         for index, parameter in enumerate(self._parameters()):
             if parameter in self.state:
-                moments = {m: self._moment(parameter, m).clone() for m in _MOMENTS}
+                moments = {m: self._moment(parameter, m).clone() for m in MOMENTS}
                 dense[index] = {"step": self.state[parameter]["step"].cpu(), **moments}
         groups = [{**group, "capturable": False} for group in state["param_groups"]]
+        for group in groups:
+            group.pop(KIND)
         return {"state": dense, "param_groups": groups}
 
     def decision(self) -> Decision:
@@ -266,12 +285,12 @@ class LowBitAdamW(Optimizer):
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             if can_be_coded(self.kind, parameter):
                 # A scale of zero: not every table has a code for it.
                 codes, scales = empty_codes(self.kind, local(parameter))
                 state[moment] = spread_as(parameter, codes.zero_())
-                state[moment + _SCALE] = spread_as(parameter, scales.zero_())
+                state[moment + SCALE] = spread_as(parameter, scales.zero_())
             else:
                 state[moment] = torch.zeros_like(
                     parameter, dtype=torch.float32, requires_grad=False
@@ -288,18 +307,18 @@ class LowBitAdamW(Optimizer):
         new_codes, new_scales = self._codec.encode(own.float().reshape(-1), table)
         codes.copy_(new_codes.view(codes.shape))
         scales.copy_(new_scales)
-        whole = {moment: codes, moment + _SCALE: scales}
+        whole = {moment: codes, moment + SCALE: scales}
         return {name: spread_as(parameter, part) for name, part in whole.items()}
 
     def _moment(self, parameter: Tensor, moment: str) -> Tensor:
         """Return a moment in full."""
         state = self.state[parameter]
-        if moment + _SCALE not in state:
+        if moment + SCALE not in state:
             values: Tensor = state[moment]
             return values
         assert self._codec is not None
         table = self._table(moment, parameter.device)
-        codes, scales = local(state[moment]), local(state[moment + _SCALE])
+        codes, scales = local(state[moment]), local(state[moment + SCALE])
         flat = self._codec.decode(codes.reshape(-1), scales, table)
         return spread_as(parameter, flat.view(local(parameter).shape))
 
@@ -307,11 +326,11 @@ class LowBitAdamW(Optimizer):
         """Return saved state in the form that this optimizer keeps."""
         device = parameter.device
         state = {"step": torch.as_tensor(saved["step"]).to(device, torch.float32, copy=True)}
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             value = saved[moment]
-            is_full = moment + _SCALE not in saved
+            is_full = moment + SCALE not in saved
             if is_full:
-                full = value.to(device, torch.float32, copy=True)
+                full = in_full(value).to(device, torch.float32, copy=True)
                 state |= self._coded(moment, parameter, full)
             elif can_be_coded(self.kind, parameter):
                 expected, _ = empty_codes(self.kind, local(parameter))
@@ -322,7 +341,7 @@ class LowBitAdamW(Optimizer):
                         f"{tuple(expected.shape)}; build LowBitAdamW with the state= it had"
                     )
                 state[moment] = value.to(device, copy=True)
-                state[moment + _SCALE] = saved[moment + _SCALE].to(device, copy=True)
+                state[moment + SCALE] = saved[moment + SCALE].to(device, copy=True)
             else:
                 raise ValueError(
                     "the optimizer state holds moments in low bits, but this LowBitAdamW keeps "
@@ -342,10 +361,10 @@ class LowBitAdamW(Optimizer):
             local(gradient),
             state["step"],
             rate,
-            tuple(local(state[moment]) for moment in _MOMENTS),
-            tuple(local(state.get(moment + _SCALE, empty)) for moment in _MOMENTS),
-            tuple(self._table(moment, device) for moment in _MOMENTS),
-            is_coded=_MOMENTS[0] + _SCALE in state,
+            tuple(local(state[moment]) for moment in MOMENTS),
+            tuple(local(state.get(moment + SCALE, empty)) for moment in MOMENTS),
+            tuple(self._table(moment, device) for moment in MOMENTS),
+            is_coded=MOMENTS[0] + SCALE in state,
             betas=tuple(float(beta) for beta in group["betas"]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
@@ -370,7 +389,7 @@ class LowBitAdamW(Optimizer):
             tables = ((), ()) if self._codec is None else (self._codec.signed, self._codec.unsigned)
             signed, unsigned = (torch.tensor(table, device=device) for table in tables)
             self._tables[device] = signed, unsigned
-        return self._tables[device][_MOMENTS.index(moment)]
+        return self._tables[device][MOMENTS.index(moment)]
 
     def _note_numbers(self) -> None:
         """Give up compiling where betas or weight decay go on changing: each is a constant there.

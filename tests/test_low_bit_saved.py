@@ -1,0 +1,112 @@
+"""State that a LowBitAdamW takes over goes on as it was, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+
+from eager_torch import EagerTorch
+from torchfast import LowBitAdamW
+
+KINDS = ("8bit", "4bit", "fp8", "full")
+
+
+def stepped(kind, *, steps=2, **options):
+    """Return a weight that an optimizer of a kind has updated, and the optimizer."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 128))
+    optimizer = kind([weight], lr=1e-2, **options)
+    for _ in range(steps):
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    return weight, optimizer
+
+
+@pytest.mark.parametrize("other", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_of_another_kind_are_no_codes_of_this_one(kind, other):
+    """Those of 8 bits and of float8 have the same shapes and dtypes, and other values."""
+    weight, saved = stepped(LowBitAdamW, state=kind)
+    low = LowBitAdamW([weight], state=other)
+    if other not in (kind, "full") and kind != "full":
+        with pytest.raises(ValueError, match=f"saved by other low bits than '{other}': by '{kind}"):
+            low.load_state_dict(saved.state_dict())
+        return
+    if other == "full" and kind != "full":
+        with pytest.raises(ValueError, match="but this LowBitAdamW keeps them in 'full'"):
+            low.load_state_dict(saved.state_dict())
+        return
+    low.load_state_dict(saved.state_dict())
+    expected, found = (o.dense_state_dict()["state"][0] for o in (saved, low))
+    gap = (found["exp_avg"] - expected["exp_avg"]).abs().max() / expected["exp_avg"].abs().max()
+    assert gap < 0.15
+
+
+def test_small_tensors_go_from_any_kind_to_any_other():
+    weight = nn.Parameter(torch.randn(8))
+    saved, low = (LowBitAdamW([weight], state=kind) for kind in ("8bit", "fp8"))
+    weight.grad = torch.ones(8)
+    saved.step()
+    low.load_state_dict(saved.state_dict())
+    assert torch.equal(low.state[weight]["exp_avg"], saved.state[weight]["exp_avg"])
+    # What it is now is what it says.
+    assert low.param_groups[0]["state_kind"] == "fp8"
+
+
+def test_an_adamw_is_given_no_word_that_it_does_not_know():
+    weight, low = stepped(LowBitAdamW)
+    plain = optim.AdamW([weight])
+    plain.load_state_dict(low.dense_state_dict())
+    assert set(plain.param_groups[0]) == set(optim.AdamW([weight]).param_groups[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (optim.AdamW, {"maximize": True}, "is of one with maximize=True"),
+        (optim.AdamW, {"amsgrad": True}, "is of one with amsgrad=True"),
+        (optim.Adam, {"weight_decay": 0.1}, "weight decay within the gradient, as Adam has it"),
+        (optim.SGD, {"momentum": 0.9}, r"has no 'step' but \['momentum_buffer'\]"),
+        (optim.RMSprop, {}, r"has no 'exp_avg' but \['square_avg', 'step'\]"),
+    ],
+)
+def test_state_of_what_trains_otherwise_is_refused(kind, options, message):
+    weight, other = stepped(kind, **options)
+    low = LowBitAdamW([weight], lr=0.5)
+    with pytest.raises(ValueError, match=message):
+        low.load_state_dict(other.state_dict())
+    # Nothing of it was taken.
+    assert low.param_groups[0]["lr"] == 0.5
+    assert not low.state
+
+
+def test_adam_without_weight_decay_is_an_adamw_without():
+    weight, adam = stepped(optim.Adam)
+    low = LowBitAdamW([weight])
+    low.load_state_dict(adam.state_dict())
+    assert low.param_groups[0]["weight_decay"] == 0
+    assert float(low.state[weight]["step"]) == 2
+
+
+@pytest.mark.parametrize(("name", "kind"), [("AdamW8bit", "8bit"), ("AdamWFp8", "fp8")])
+def test_state_of_torchao_is_taken_over(name, kind, monkeypatch):
+    import torchao.optim
+    from torchao.optim import adam
+
+    monkeypatch.setattr(adam, "torch", EagerTorch())
+    weight, theirs = stepped(getattr(torchao.optim, name))
+    low = LowBitAdamW([weight], state=kind)
+    low.load_state_dict(theirs.state_dict())
+    moments = low.dense_state_dict()["state"][0]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        expected = theirs.state[weight][moment].dequantize()
+        torch.testing.assert_close(moments[moment], expected, rtol=0.02, atol=1e-6)
+    assert type(low.state[weight]["exp_avg"]) is torch.Tensor
+    assert float(low.state[weight]["step"]) == 2
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), None])
+def test_betas_are_two(betas):
+    with pytest.raises(TypeError, match=r"betas must be two numbers, as \(0\.9, 0\.999\), got "):
+        LowBitAdamW([nn.Parameter(torch.ones(2))], betas=betas)
