@@ -240,6 +240,19 @@ def test_blocks_are_the_same_with_their_layers_in_float8(shards, repeated):
     assert find_blocks(model) == plain
 
 
+def test_weights_with_products_of_their_own_keep_them():
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+    from torchao.quantization import quantize_
+
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    quantize_(model[0], Int8MixedPrecisionTrainingConfig(module_swap=False))
+    assert type(model[0]) is nn.Linear
+    with Float8Linears(model, EMULATED) as float8:
+        assert set(float8.recipes) == {"1"}
+        reason = "'0' (its weight is a Int8MixedPrecisionTrainingLinearWeight, which has products"
+        assert reason in float8.decision().detail
+
+
 def test_layers_without_sizes_yet_are_an_error():
     model = nn.Sequential(nn.Linear(32, 32), nn.LazyLinear(32))
     with pytest.raises(PlanError, match=r"'1' is a LazyLinear .* call the model once"):

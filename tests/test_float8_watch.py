@@ -92,6 +92,25 @@ def test_values_that_are_not_finite_are_named(caplog):
     assert "before update 1 layer 'blocks.0.3' does not fit float8: its weight has values" in (
         caplog.text
     )
+    # In bf16 the loss is no number either, so it is not float8 that is far away.
+    assert "from that in bf16" not in caplog.text
+
+
+def test_a_bad_batch_leaves_the_warning_to_what_is_far_away(caplog):
+    model = gpt()
+    options = Float8Options(recipe="tensorwise", smallest=16, emulate=True, loss_drift=1e-9)
+    watch = Float8Watch(model, applied(model, options))
+
+    def forward(factor):
+        return bf16_loss(model, batches(1)[0]) * factor
+
+    with caplog.at_level(logging.WARNING, "torchfast"):
+        watch.look(1, lambda: forward(torch.nan))
+        watch.decisions()
+        assert "the loss in float8 is" not in caplog.text
+        watch.look(10, lambda: forward(1.0))
+        watch.decisions()
+    assert "before update 10 the loss in float8 is" in caplog.text
 
 
 def test_drift_beyond_the_limit_warns_once(caplog):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchfast._core.arguments import suggestion
 from torchfast._core.errors import PlanError
+from torchfast._core.local import local
 from torchfast.precision.float8_options import Float8Options
 
 # The float8 units multiply tiles whose sides are multiples of it.
@@ -154,6 +155,9 @@ def _obstacle(module: nn.Linear) -> str | None:
         return "it has hooks, which the converted layer would not have"
     if "forward" in vars(module):
         return "its forward was replaced"
+    own = type(local(module.weight))
+    if own not in (Tensor, nn.Parameter):
+        return f"its weight is a {own.__name__}, which has products of its own"
     if module.weight.dtype not in _DTYPES:
         return f"its weight is {module.weight.dtype}"
     sizes = module.in_features, module.out_features

@@ -252,10 +252,12 @@ class Float8Watch:
         return self._float8.recipes.get(name, "tensorwise")  # closed meanwhile
 
     def _warn(self, drift: Drift) -> None:
-        for what, found, limit in (
-            ("loss", drift.loss_drift, self._options.loss_drift),
-            ("gradient norm", drift.norm_drift, self._options.norm_drift),
+        for what, found, limit, plain in (
+            ("loss", drift.loss_drift, self._options.loss_drift, drift.plain_loss),
+            ("gradient norm", drift.norm_drift, self._options.norm_drift, drift.plain_norm),
         ):
+            if not math.isfinite(plain):
+                continue  # no format is the cause, and what is told once is left for what is
             if not abs(found) <= limit and what not in self._warned:
                 self._warned.add(what)
                 logger.warning(
