@@ -99,6 +99,7 @@ class Float8Linears(Closing):
         self._forms: dict[str, Form] = {}  # by the layer's name
         self._is_in, self._is_sharded = False, is_sharded
         self._gather: Float8Gather | None = None
+        self._bypassed: list[str] = []  # layers in float8 of which the plain form is called
         self.recipes: dict[str, str] = {}  # of the layers in float8, by name
         self.receipt: Float8Receipt | None = None  # what `decide` measured
         # By layer: those of `decide`; of what is in bf16, when there were far more, and how many.
@@ -236,6 +237,30 @@ class Float8Linears(Closing):
             if use.rows > _FEW * self._measured_rows[name]:
                 self._later_rows.setdefault(name, (step, use.rows))
 
+    @contextmanager
+    def seeing_plain_calls(self) -> Iterator[None]:
+        """Note, for the report, converted layers that the body calls as they were.
+
+        The other form stands where modules hold the layer. A Python list or a closure of the model
+        still has the plain one.
+        """
+        plain = {
+            layer.name: layer.module
+            for layer in self._layers
+            if layer.name in self._forms and self._forms[layer.name].module is not layer.module
+        }
+        with noting_uses(Layer(name=n, places=(), module=m) for n, m in plain.items()) as uses:
+            yield
+        if new := [name for name in uses if name not in self._bypassed]:
+            self._bypassed += new
+            logger.warning(
+                "layer %r%s is called in bf16 by what holds it beside its parent module, so it "
+                "does not compute in float8; hold it in an nn.ModuleList, or find it by its "
+                "parent's attribute",
+                new[0],
+                f" and {len(new) - 1} more" if new[1:] else "",
+            )
+
     def gather(self) -> Float8Gather | None:
         """Gather weights in float8 from now on, if the options say so. The model is sharded."""
         if self.options.all_gather and self._gather is None:
@@ -256,7 +281,7 @@ class Float8Linears(Closing):
             self._gather.close()
             self._gather = None
         self._leave()
-        self._forms = {}
+        self._forms, self._bypassed = {}, []
         self.recipes = {}
 
     def modules(self) -> Mapping[str, nn.Module]:
@@ -304,6 +329,9 @@ class Float8Linears(Closing):
         detail = f"{len(self.recipes)} of {len(self._layers)} linear layers ({kinds}{emulated})"
         if self._gather is not None:
             detail += f", the weights of {self._gather.num_layers} gathered in float8"
+        if self._bypassed:
+            names = ", ".join(map(repr, self._bypassed[:_SHOWN]))
+            detail += f", of which {len(self._bypassed)} are called in bf16 nevertheless: {names}"
         return Decision(lever="float8", outcome="applied", detail=f"{detail}{rest}")
 
     def __repr__(self) -> str:

@@ -142,7 +142,8 @@ class Float8Watch:
             for hook in self._hooks(name, module, operands)
         ]
         try:
-            loss, norm = self._pass(forward)
+            with self._float8.seeing_plain_calls():
+                loss, norm = self._pass(forward)
             with self._float8.left():
                 plain_loss, plain_norm = self._pass(forward)
         finally:
