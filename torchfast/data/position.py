@@ -9,16 +9,19 @@ That takes the time of fetching them.
 
 The states of a loader's own generators are part of the position, also of a loader that carries its
 own: torchdata's draws again as it takes its state up, and that moves its ``generator=`` to where it
-would not be, so the epochs behind this one would be others. Two things are not part of the
-position: what no generator decides, such as files that have changed since; and, after the first
-epoch, what ``persistent_workers`` draw for augmentation, whose generators live on in processes that
-are gone. Which samples come is exact all the same.
+would not be, so the epochs behind this one would be others. Of a loader that is counted, those that
+its samplers and its data set hold belong to it too (`held_generators.py`). Two things are not part
+of the position: what no generator decides, such as files that have changed since, or a sampler that
+counts its epochs itself; and, after the first epoch, what ``persistent_workers`` draw for
+augmentation, whose generators live on in processes that are gone. Which samples come is exact all
+the same.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -26,6 +29,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
+from torchfast.data.held_generators import (
+    Generator,
+    held_generators,
+    packed,
+    set_states,
+    state_of,
+)
 from torchfast.data.resharding import resharded
 from torchfast.data.sharded import dealt_by_sample
 from torchfast.data.sharded_batches import carries_state
@@ -54,6 +64,9 @@ GENERATORS = (
 )
 
 
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
 class Position(NamedTuple):
     """After which batch: one of these comes with each.
 
@@ -64,6 +77,7 @@ class Position(NamedTuple):
         generators: The loader's own generators as this batch left them; saved where the loader
             carries a state.
         draws_apart: Whether the loader draws from global generators that it hides; not saved.
+        held: The generators that its parts hold, as this batch left them; not saved.
     """
 
     num_batches: int
@@ -71,6 +85,7 @@ class Position(NamedTuple):
     loader_state: Any = None
     generators: tuple[torch.Tensor, ...] = ()
     draws_apart: bool = False
+    held: Mapping[str, Any] = NOTHING
 
 
 SAVED = ("num_batches", "epoch_start", "loader_state", "generators")
@@ -166,8 +181,11 @@ class PositionedLoader:
 
         For an epoch that breaks off: what was fetched ahead has drawn too.
         """
-        if self.position is not None and self.position.generators:
-            self._set_own_generators(self.position.generators)
+        if self.position is not None:
+            if self.position.generators:
+                self._set_own_generators(self.position.generators)
+            if self.position.held:
+                set_states(self._held_generators(), self.position.held)
 
     def announce(self) -> None:
         """Note that the epoch that `begin` is about to begin is not the training's turn yet."""
@@ -180,19 +198,22 @@ class PositionedLoader:
     def recall(self) -> None:
         """Take the announced epoch back: the next one begins where it would have begun."""
         if self._announced is not None:
-            self._set_own_generators(self._announced["generators"])
+            self._set_epoch_start(self._announced)
         self._announced = None
 
     def _positions(self, iterator: Iterator[Any], at: Position) -> Iterator[tuple[Any, Position]]:
         own = None  # looked up once an epoch, behind the first batch: iter() may make one
+        holds: dict[str, Generator] = {}
         carries_state = False
         for number, batch in enumerate(unannotated(iterator), start=at.num_batches + 1):
             if own is None:
                 own, carries_state = self._own_generators(), self.carries_state
+                holds = self._held_generators()
             generators = tuple([g.get_state() for g in own]) if own else ()
             state = self._loader_state() if carries_state else None
             apart = getattr(self.loader, "draws_apart", False) is True
-            yield batch, Position(number, at.epoch_start, state, generators, apart)
+            held = {name: state_of(g) for name, g in holds.items()} if holds else NOTHING
+            yield batch, Position(number, at.epoch_start, state, generators, apart, held)
 
     def _resumed(self, at: Position) -> Iterator[Any]:
         self._has_begun = True
@@ -201,7 +222,7 @@ class PositionedLoader:
                 return self._as_drawn(iter(self.loader), at.generators)
             self._start_workers(at)
             set_rng_state(at.epoch_start["rng"], CPU)
-            self._set_own_generators(at.epoch_start["generators"])
+            self._set_epoch_start(at.epoch_start)
             iterator = iter(self.loader)
             for number in range(at.num_batches):
                 try:
@@ -251,8 +272,10 @@ class PositionedLoader:
             position = Position(0, start, self._loader_state(), self._own_states())
         if not self.carries_state:
             position = position._replace(generators=())
+        start = {**position.epoch_start, "held": packed(position.epoch_start.get("held", {}))}
         return {
             **{name: getattr(position, name) for name in SAVED},
+            "epoch_start": start,
             "carries_state": self.carries_state,
             "fingerprint": self._fingerprint(),
         }
@@ -275,7 +298,7 @@ class PositionedLoader:
             # The global generators are the training's, which its own state puts back.
             with preserved_rng(CPU):
                 self._start_workers(position)
-            self._set_own_generators(position.epoch_start["generators"])
+            self._set_epoch_start(position.epoch_start)
         self.position = self._resume_at = position if position.num_batches else None
 
     def check(self, state: object) -> None:
@@ -388,6 +411,14 @@ class PositionedLoader:
         for generator, state in zip(own, states, strict=True):
             generator.set_state(state)
 
+    def _held_generators(self) -> dict[str, Generator]:
+        # What a loader that carries its own state does about them is its own affair.
+        return {} if self.carries_state else held_generators(self.loader, self._own_generators())
+
+    def _set_epoch_start(self, start: Mapping[str, Any]) -> None:
+        self._set_own_generators(start["generators"])
+        set_states(self._held_generators(), start.get("held", {}))
+
     def _own_states(self) -> tuple[torch.Tensor, ...]:
         return tuple([generator.get_state() for generator in self._own_generators()])
 
@@ -395,6 +426,7 @@ class PositionedLoader:
         return {
             "rng": get_rng_state(CPU),
             "generators": list(self._own_states()),
+            "held": {name: state_of(g) for name, g in self._held_generators().items()},
             "workers_stayed": self._has_begun
             and bool(getattr(self.loader, "persistent_workers", False)),
         }

@@ -1,0 +1,128 @@
+"""Generators of a loader's own that stand in no argument of torch: a sampler's, a data set's.
+
+A DataLoader's ``generator`` and its samplers' have a name that torch gave them. A sampler that a
+person wrote draws its order from ``self.rng``, which may be torch's, NumPy's or Python's, and so
+may a data set that augments in the training process. Without their states the second epoch of a
+run that is taken up again would be another one, though every count is right.
+
+Each is known by where it was found, so that one that is only made as an epoch begins, from a seed
+that follows from the epoch, may be there or not. What is deeper inside (a transform's own, the
+parts of a ``ConcatDataset``) or on a device is not found.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+# Where a loader has what it draws with. Those with an underscore wrap it for many ranks, and leave
+# no trace in the name: a position goes over from one process to many. A batch sampler comes first,
+# for what deals its samples out stands beside it too.
+_PARTS: Final = ("_loader", "_sampler", "batch_sampler", "sampler", "dataset")
+# The global ones are the training's, and saved with it.
+_GLOBAL: Final = (torch.default_generator, random.getstate, np.random.get_state)
+_SHARED: Final = frozenset(id(getattr(each, "__self__", each)) for each in _GLOBAL)
+
+
+def held_generators(loader: Any, known: Collection[object]) -> dict[str, Generator]:
+    """Return the generators in a loader's parts, each once, by where they are.
+
+    Args:
+        loader: Any iterable of batches.
+        known: Those that are not wanted.
+    """
+    seen = {*_SHARED, *map(id, known)}
+    found: dict[str, Generator] = {}
+    for path, part in _parts(loader):
+        for name, value in list(_own(part).items()):
+            if id(value) not in seen and _has_state(value):
+                seen.add(id(value))
+                found[f"{path}{name}"] = value
+    return found
+
+
+def state_of(generator: Generator) -> Any:
+    """Return the state to which `set_state` brings it back; fast, since it is asked each batch."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def packed(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return states as a file can have them that is read without pickle."""
+    return {name: _packed(state) for name, state in states.items()}
+
+
+def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+    """Bring back each generator of which there is a state, as it is or packed."""
+    for name, generator in generators.items():
+        if name in states:
+            _set_state(generator, states[name])
+
+
+def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the loader and what it is made of, each once, with the beginning of its names."""
+    seen: set[int] = set()
+    todo = [("", loader)]
+    while todo:
+        path, part = todo.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield path, part
+        for name in reversed(_PARTS):
+            step = "" if name.startswith("_") else f"{name}."
+            todo.append((path + step, _own(part).get(name)))
+
+
+def _own(part: Any) -> dict[str, Any]:
+    # Not getattr(): a class that answers for every name would have parts without end.
+    return getattr(part, "__dict__", {})
+
+
+def _has_state(value: object) -> bool:
+    kind = type(value)
+    if issubclass(kind, random.SystemRandom):
+        return False
+    if issubclass(kind, torch.Generator):  # a device's is not to be asked while a step is captured
+        return value.device.type == "cpu"  # type: ignore[attr-defined, no-any-return]
+    if issubclass(kind, np.random.Generator):  # others' may have a state that is no JSON
+        return type(value.bit_generator).__module__.startswith("numpy.")  # type: ignore[attr-defined]
+    return issubclass(kind, np.random.RandomState | random.Random)
+
+
+def _packed(state: Any) -> Tensor:
+    if isinstance(state, Tensor):
+        return state
+    return torch.tensor(list(json.dumps(state, default=_plain).encode()), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist()  # NumPy's arrays and numbers
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+        return
+    if isinstance(state, Tensor):
+        state = json.loads(bytes(state.tolist()))
+    if isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
