@@ -33,6 +33,11 @@ class Augmented(Dataset):
         return torch.tensor(float(index)), noise.double()
 
 
+class Several(Augmented):
+    def __getitem__(self, indices):
+        return torch.stack([Augmented.__getitem__(self, index)[1] for index in indices])
+
+
 class Counted(IterableDataset):
     def __iter__(self):
         return iter(torch.arange(NUM_SAMPLES, dtype=torch.float64) + random.random())
@@ -391,6 +396,20 @@ def test_the_position_of_another_loader_is_refused(other, words):
         loader.load_state_dict(state)
     assert next(iter(loader)) is not None
     assert loader.state_dict()["num_batches"] == 1  # it went on as if nothing had been
+
+
+@pytest.mark.parametrize("is_batch_sampler", [True, False])
+def test_a_position_in_other_batches_of_a_sampler_is_refused(is_batch_sampler):
+    def make(size):
+        several = BatchSampler(RandomSampler(Several()), size, drop_last=False)
+        if is_batch_sampler:
+            return DataLoader(Augmented(), batch_sampler=several)
+        return DataLoader(Several(), batch_size=None, sampler=several)
+
+    loader = PrefetchingLoader(make(3), CPU)
+    with pytest.raises(StateMismatchError, match="sampler_batch_size 2, and this loader has 3"):
+        loader.load_state_dict(position_of(lambda: make(2)))
+    PrefetchingLoader(make(2), CPU).load_state_dict(position_of(lambda: make(2)))
 
 
 def test_a_loader_that_has_become_shorter_says_so():

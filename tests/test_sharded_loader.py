@@ -175,12 +175,24 @@ class Divided(IterableDataset):
         return iter(range(4))
 
 
+class Wrapping:
+    """A batch sampler around another one."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+
 def test_what_is_sharded_already_is_not_touched(caplog):
     data = range(8)
     sampler = DistributedSampler(data, 2, 1)
     for loader in (
         DataLoader(data, 2, sampler=sampler),
         DataLoader(data, batch_sampler=BatchSampler(sampler, 2, drop_last=False)),
+        DataLoader(data, batch_size=None, sampler=BatchSampler(sampler, 2, drop_last=False)),
+        DataLoader(data, batch_sampler=Wrapping(BatchSampler(sampler, 2, drop_last=False))),
         DataLoader(Divided(), 2),
         shard_loader(DataLoader(data, 2), rank=1, world_size=2),
         shard_loader([1, 2], rank=1, world_size=2),

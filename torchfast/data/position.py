@@ -37,6 +37,7 @@ from torchfast.data.held_generators import (
     state_of,
 )
 from torchfast.data.resharding import resharded
+from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded import dealt_by_sample
 from torchfast.data.sharded_batches import carries_state
 from torchfast.data.unannotated import unannotated
@@ -51,10 +52,12 @@ FINGERPRINT = {
         "sampler.num_replicas",
         "batch_sampler.num_replicas",
         "batch_sampler.sampler.num_replicas",
+        "sampler.sampler.num_replicas",
         "num_replicas",
     ),
     "dealt_to": ("sampler.dealt_to",),
 }
+SAMPLERS = ("batch_sampler", "sampler")
 GENERATORS = (
     "generator",
     "sampler.generator",
@@ -143,19 +146,10 @@ class PositionedLoader:
 
     def tell_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the loader, its samplers and its data set, where they have it."""
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        holders = (
-            self.loader,
-            getattr(self.loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-            getattr(self.loader, "dataset", None),
-        )
-        seen: set[int] = set()
-        for holder in holders:
-            if id(holder) not in seen and callable(getattr(holder, "set_epoch", None)):
-                holder.set_epoch(epoch)  # type: ignore[union-attr]
-            seen.add(id(holder))
+        dataset = getattr(self.loader, "dataset", None)
+        for holder in (self.loader, *samplers_of(self.loader).values(), dataset):
+            if callable(getattr(holder, "set_epoch", None)):
+                holder.set_epoch(epoch)
 
     @property
     def carries_state(self) -> bool:
@@ -373,6 +367,11 @@ class PositionedLoader:
             name: next((v for v in map(self._look_up, paths) if v is not None), None)
             for name, paths in FINGERPRINT.items()
         }
+        # What samples a position means, though no other number of ranks can be told from it.
+        found["sampler_batch_size"] = None
+        if found["batch_size"] is None:
+            of_samplers = (self._look_up(f"{each}.batch_size") for each in SAMPLERS)
+            found["sampler_batch_size"] = next((v for v in of_samplers if v is not None), None)
         try:
             found["num_samples"] = len(getattr(self.loader, "dataset", None))  # type: ignore[arg-type]
         except TypeError:

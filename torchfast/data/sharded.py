@@ -41,6 +41,7 @@ from torch.utils.data import (
 from torchfast._core.arguments import check_int, check_iterable, explain_keywords
 from torchfast._core.rng import preserved_rng, seed_host
 from torchfast.data.digest import digest, digest_of_samples
+from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded_batches import (
     ShardedIterable,
     ShardedIterator,
@@ -200,11 +201,12 @@ class ShardedSampler(Sampler[Any]):
         return number // self.num_replicas if self.drop_last else -(-number // self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler, if it asks."""
+        """Tell the sampler, and those that it takes from, if they ask."""
         if self.generator is not None and self._is_own and not self.is_saved:
             self.generator.manual_seed(seed_of_epoch(self._seed, epoch))
-        if callable(getattr(self._sampler, "set_epoch", None)):
-            self._sampler.set_epoch(epoch)
+        for sampler in (self._sampler, *samplers_of(self._sampler).values()):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
 
     @property
     def batch_size(self) -> Any:
@@ -267,14 +269,8 @@ def is_sharded(loader: Any, rank: int, world_size: int) -> bool:
     Raises:
         ValueError: That of another number of ranks, or of another rank.
     """
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = {
-        "loader": loader,
-        "sampler": getattr(loader, "sampler", None),
-        "batch_sampler": batch_sampler,
-        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-        "dataset": getattr(loader, "dataset", None),
-    }
+    dataset = getattr(loader, "dataset", None)
+    holders = {"loader": loader, **samplers_of(loader), "dataset": dataset}
     for name, holder in holders.items():
         if getattr(holder, "is_sharded", None) is True:
             return True
