@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
 from containers import CPU, META, Ordinary, ones
 from models import make_batches
-from torchfast import MicroBatches, PrefetchingLoader
+from torchfast import MicroBatches, PrefetchingLoader, Trainer, shard_loader
+from torchfast.data.samplers import samplers_of
 
 # --- MicroBatches -------------------------------------------------------------------------------
 
@@ -78,6 +85,25 @@ def test_the_layout_reaches_every_batch():
     loader = PrefetchingLoader([torch.randn(2, 3, 4, 4)] * 3, CPU, accumulate=2, channels_last=True)
     for group in loader:
         assert all(b.is_contiguous(memory_format=torch.channels_last) for b in group)
+
+
+@pytest.mark.usefixtures("every_way")
+def test_a_loader_of_a_loader_keeps_what_becomes_of_a_batch():
+    batches = [torch.full((2, 3, 4, 4), i + 1 / 3) for i in range(4)]
+    options = {"transform": lambda x: -x, "transfer_dtype": torch.bfloat16, "channels_last": True}
+    expected = list(PrefetchingLoader(batches, CPU, **options))
+    model = torch.nn.Linear(1, 1)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: b.sum())
+    for outer in (
+        PrefetchingLoader(PrefetchingLoader(batches, CPU, **options), CPU),
+        trainer.prefetch(PrefetchingLoader(batches, CPU, **options)),
+        PrefetchingLoader(PrefetchingLoader(batches, CPU), CPU, **options),
+    ):
+        found = list(outer)
+        assert all(map(torch.equal, found, expected))
+        assert found[1].dtype == torch.bfloat16
+        assert found[1].is_contiguous(memory_format=torch.channels_last)
+        assert float(found[3][0, 0, 0, 0]) < -3
 
 
 class Unsized(IterableDataset):
@@ -199,6 +225,41 @@ def test_each_holder_is_told_of_the_epoch_once():
     device_loader.set_epoch(3)
     for holder in (loader, loader.sampler, batch_sampler, loader.dataset):
         assert holder.epochs == [2, 3]
+
+
+def test_a_sampler_is_told_of_the_epoch_wherever_it_stands():
+    data = range(8)
+    sampler = DistributedSampler(data, 2, 0)
+    several = BatchSampler(sampler, 2, drop_last=False)
+    for loader in (
+        DataLoader(data, 2, sampler=sampler),
+        DataLoader(data, batch_sampler=several),
+        DataLoader(data, batch_size=None, sampler=several),
+        DataLoader(data, batch_size=None, sampler=BatchSampler(several, 2, drop_last=False)),
+    ):
+        sampler.set_epoch(0)
+        PrefetchingLoader(loader, CPU).set_epoch(3)
+        assert sampler.epoch == 3
+
+
+def test_a_sampler_that_is_dealt_out_is_told_too():
+    class Order(EpochAware):
+        def __iter__(self):
+            return iter(range(8))
+
+    sampler = Order()
+    several = BatchSampler(sampler, 2, drop_last=False)
+    loader = DataLoader(range(8), batch_size=None, sampler=several)
+    PrefetchingLoader(shard_loader(loader, rank=0, world_size=2), CPU).set_epoch(3)
+    assert sampler.epochs == [3]
+
+
+def test_what_answers_for_every_name_has_no_samplers_without_end():
+    class Anything:
+        def __getattr__(self, name):
+            return Anything()
+
+    assert len(samplers_of(Anything())) < 100
 
 
 def test_a_loader_that_asks_for_no_epoch_is_left_alone():

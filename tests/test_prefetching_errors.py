@@ -136,6 +136,18 @@ def test_strict_names_the_first_difference(second, said):
     assert len(list(PrefetchingLoader([first, {"x": torch.ones(5), "y": 2}], "cpu"))) == 2
 
 
+def test_a_loader_of_a_loader_has_one_transform():
+    def other(batch):
+        return batch
+
+    inner = PrefetchingLoader([1], "cpu", transform=len, transfer_dtype=torch.bfloat16)
+    PrefetchingLoader(inner, "cpu", transform=len, transfer_dtype=torch.bfloat16)
+    for given in ({"transform": other}, {"transfer_dtype": torch.float16}):
+        (name,) = given
+        with pytest.raises(ValueError, match=f"{name} was given here as .* has {name}=.*; give it"):
+            PrefetchingLoader(inner, "cpu", **given)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [

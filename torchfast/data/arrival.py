@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 
+from torchfast._core.arguments import check_callable, check_float_dtype
 from torchfast._core.batches import map_batch, tensors, to_device
 from torchfast._core.syncs import WATCH
 
@@ -50,3 +51,43 @@ class DirectMove:
         if device.type == "cpu":
             return moved, 0
         return moved, sum(t.numel() * t.element_size() for t in tensors(batch))
+
+
+def move_to(
+    device: torch.device,
+    transform: Callable[[Any], Any] | None,
+    transfer_dtype: torch.dtype | None,
+    channels_last: bool,
+    inner: DirectMove | None,
+) -> DirectMove:
+    """Return what is done to a batch, from a loader's options.
+
+    Args:
+        device: Where it goes.
+        transform: As `PrefetchingLoader` documents it.
+        transfer_dtype: Likewise.
+        channels_last: Likewise.
+        inner: Of the PrefetchingLoader that this one is made of; its batches stay what they were.
+
+    Raises:
+        TypeError: An argument of the wrong kind.
+        ValueError: One that both loaders have.
+    """
+    if transform is not None:
+        check_callable("transform", transform, "transform(batch)")
+    if transfer_dtype is not None:
+        check_float_dtype("transfer_dtype", transfer_dtype)
+    if inner is not None:
+        transform = _only("transform", transform, inner.finish.transform)
+        transfer_dtype = _only("transfer_dtype", transfer_dtype, inner.transfer_dtype)
+        channels_last |= inner.finish.channels_last
+    return DirectMove(transfer_dtype, Finish(device, transform, channels_last))
+
+
+def _only(name: str, own: Any, inner: Any) -> Any:
+    if own is not None and inner is not None and own is not inner:
+        raise ValueError(
+            f"{name} was given here as {own!r}, and the loader is a PrefetchingLoader that has "
+            f"{name}={inner!r}; give it to one of them, or wrap the loader that is inside"
+        )
+    return inner if own is None else own

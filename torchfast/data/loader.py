@@ -27,10 +27,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from torchfast._core.arguments import (
-    check_callable,
     check_flag,
     check_flag_or_auto,
-    check_float_dtype,
     check_int,
     check_iterable,
     explain_keywords,
@@ -40,7 +38,7 @@ from torchfast._core.decisions import Report
 from torchfast._core.device import check_device
 from torchfast._core.errors import ClosedError, IterationError
 from torchfast._core.rank_group import RankGroup
-from torchfast.data.arrival import DirectMove, Finish
+from torchfast.data.arrival import move_to
 from torchfast.data.epoch_ahead import EpochAhead
 from torchfast.data.even_ends import even, heard
 from torchfast.data.feed import DirectFeed, Feed, RingFeed
@@ -66,7 +64,8 @@ class PrefetchingLoader(Closing):
 
     Args:
         loader: Any iterable of batches; nested at will, of one shape or many. ``torch``'s
-            DataLoader, torchdata's, a list, a generator.
+            DataLoader, torchdata's, a list, a generator. Of another PrefetchingLoader what becomes
+            of a batch is kept (``transform``, ``transfer_dtype``, ``channels_last``).
         device: Where the tensors go.
         depth: Batches in flight beyond the one in use. Each costs one batch of pinned memory and
             one of device memory.
@@ -138,17 +137,13 @@ class PrefetchingLoader(Closing):
         self._grouping = Grouping(accumulate, unroll, are_even=self.ranks.size > 1)
         self.accumulate, self.unroll = self._grouping.accumulate, self._grouping.unroll
         self.reuse = check_flag("reuse", reuse)
-        self.channels_last = check_flag("channels_last", channels_last)
         self.across_epochs = check_flag("across_epochs", across_epochs)
         self.background = check_flag_or_auto("background", background)
         self._check = StructureCheck() if check_flag("strict", strict) else None
-        if transform is not None:
-            check_callable("transform", transform, "transform(batch)")
-        if transfer_dtype is not None:
-            check_float_dtype("transfer_dtype", transfer_dtype)
-        self._finish = Finish(self.device, transform, self.channels_last)
-        self._transfer_dtype = transfer_dtype
-        self._direct_move = DirectMove(transfer_dtype, self._finish)
+        inner = loader._move if isinstance(loader, PrefetchingLoader) else None
+        check_flag("channels_last", channels_last)
+        self._move = move_to(self.device, transform, transfer_dtype, channels_last, inner)
+        self.channels_last = self._move.finish.channels_last
         self._epoch: int | None = None
         self.epoch_ended = False  # whether the last iteration came to the end of its epoch
         self._iteration = 0
@@ -188,8 +183,8 @@ class PrefetchingLoader(Closing):
             self.device,
             depth=self.depth,
             reuse=True,
-            transform=self._finish.transform,
-            transfer_dtype=self._transfer_dtype,
+            transform=self._move.finish.transform,
+            transfer_dtype=self._move.transfer_dtype,
             channels_last=self.channels_last,
             background=self.background,
         )
@@ -290,7 +285,7 @@ class PrefetchingLoader(Closing):
             batches = self._upstream.begin()
         if self._check is not None:
             batches = self._check.checked(batches)
-        feed: Feed = DirectFeed(batches, self._direct_move, self._counters)
+        feed: Feed = DirectFeed(batches, self._move, self._counters)
         if self._ring is not None:
             feed = RingFeed(batches, self._ring, self._fetching, self._counters, limit=limit)
         return even(feed, self.ranks, self.loader)
@@ -300,8 +295,8 @@ class PrefetchingLoader(Closing):
             transport,
             (self.depth + 1) * self._grouping.size,
             reuse=self.reuse,
-            transfer_dtype=self._transfer_dtype,
-            finish=self._finish if self._finish.is_needed else None,
+            transfer_dtype=self._move.transfer_dtype,
+            finish=self._move.finish if self._move.finish.is_needed else None,
             # A DataLoader pins batches anew, or waits for them; others may fill one block for ever.
             trust_pinned=isinstance(self.loader, DataLoader | list | tuple),
         )
