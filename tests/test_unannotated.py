@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
-from torchfast import PrefetchingLoader
+from torchfast import PrefetchingLoader, build_dataloader
 from torchfast.data import unannotated as module
 from torchfast.data.unannotated import unannotated
 
@@ -78,6 +78,31 @@ def test_a_prefetching_loader_takes_them_so(annotated):
         for _ in range(2):
             assert [len(batch) for batch in batches] == [2, 2, 2, 1]
     assert not annotated
+
+
+@pytest.mark.parametrize("recycle_memory", [True, False])
+@pytest.mark.parametrize("timeout", [0, 30])
+def test_so_does_who_takes_them_from_a_loader_that_watches_its_workers(
+    annotated, recycle_memory, timeout
+):
+    options = {"num_workers": 1, "recycle_memory": recycle_memory, "timeout": timeout}
+    loader = build_dataloader(Numbers(), 2, device="cpu", **options)
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6]]
+        with PrefetchingLoader(loader, "cpu") as batches:
+            assert [len(batch) for batch in batches] == [2, 2, 2, 1]
+    assert not annotated
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_who_catches_an_error_may_go_on_behind_it(num_workers):
+    iterator = iter(build_dataloader(Failing(), 2, device="cpu", num_workers=num_workers))
+    assert [len(next(iterator)) for _ in range(2)] == [2, 2]
+    with pytest.raises(ValueError, match="cannot be read"):
+        next(iterator)
+    assert next(iterator).tolist() == [6.0]
+    with pytest.raises(StopIteration):
+        next(iterator)
 
 
 def test_workers_that_stay_serve_a_second_epoch():

@@ -33,6 +33,7 @@ from torchfast._core.decisions import Report
 from torchfast.data.pool_receiver import Pin, PooledIterator, PoolStatistics
 from torchfast.data.pooled_collate import PooledCollate, PooledStart
 from torchfast.data.shared_pool import SPARE_BLOCKS
+from torchfast.data.unannotated import taker
 
 # How torch's own errors begin. An exception of the data set begins otherwise, and goes through.
 _HANGS = "DataLoader timed out after"
@@ -139,6 +140,7 @@ class _MonitoredIterator:
     def __init__(self, loader: MonitoredDataLoader, iterator: Any) -> None:
         self._loader = loader
         self._iterator = iterator
+        self._take = taker(iterator)
         self._watch = _Watch(iterator, loader.timeout) if loader.timeout else None
         if self._watch is not None:
             # By way of a weak reference: a thread that held this iterator would keep it alive.
@@ -156,7 +158,7 @@ class _MonitoredIterator:
         watch = self._watch
         try:
             with watch or contextlib.nullcontext():
-                return next(self._iterator)
+                return self._take()
         except StopIteration:
             self._stop_watching()
             raise
@@ -189,6 +191,7 @@ class _MonitoredIterator:
         """End the workers now; the loader starts new ones when it is iterated again."""
         self._stop_watching()
         iterator, self._iterator = self._iterator, None
+        self._take = iter(()).__next__  # which holds no iterator
         if iterator is not None:
             end_workers(iterator)
         if self._loader._iterator is iterator:

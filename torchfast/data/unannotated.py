@@ -11,7 +11,8 @@ that somebody has put there, or the iterator has a ``next()`` of its own, then i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch._C._autograd import _profiler_enabled
@@ -30,6 +31,11 @@ _OF_WARNING = {"_dataset", "_num_workers", "warnings", "warn", "format"}
 def unannotated(iterator: Iterator[Any]) -> Iterator[Any]:
     """Return the same batches, from an iterator that is a DataLoader's; any other as it is."""
     return _batches(iterator) if _is_known(iterator) else iterator
+
+
+def taker(iterator: Iterator[Any]) -> Callable[[], Any]:
+    """Return what returns the next of these batches, also behind an error, as ``next()`` does."""
+    return partial(_next, iterator) if _is_known(iterator) else iterator.__next__
 
 
 def _is_known(iterator: Iterator[Any]) -> bool:
@@ -52,11 +58,15 @@ def _is_known(iterator: Iterator[Any]) -> bool:
 def _batches(iterator: Any) -> Iterator[Any]:
     while True:
         try:
-            if _profiler_enabled() or iterator._sampler_iter is None:
-                batch = next(iterator)
-            else:
-                batch = iterator._next_data()
-                iterator._num_yielded += 1
+            batch = _next(iterator)
         except StopIteration:
             return
         yield batch
+
+
+def _next(iterator: Any) -> Any:
+    if _profiler_enabled() or iterator._sampler_iter is None:
+        return next(iterator)
+    batch = iterator._next_data()
+    iterator._num_yielded += 1
+    return batch
