@@ -12,15 +12,16 @@ PART_OF_FALL = 0.2
 # Compared are means of so many losses in a row: batches differ, and a model on the edge of
 # stability (experts that are chosen) has single steps that differ by rounding alone.
 LOSSES_IN_A_ROW = 4
+# What only a trace tells.
+TRACED = ("device_ms", "host_syncs", "num_kernels", "num_launches")
 
 
 def summary(
     warm_up: Mapping[str, Any],
     blocks: Sequence[Mapping[str, float]],
     reference_blocks: Sequence[Mapping[str, float]],
-    trace: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the figures of a method that ran."""
+    """Return the figures of a method that ran; those of `TRACED` are not known yet."""
     blocks_ms = [block["ms"] for block in blocks]
     median_ms = statistics.median(blocks_ms)
     losses = warm_up["losses"]
@@ -33,13 +34,10 @@ def summary(
         "median_ms": median_ms,
         "spread": spread(blocks_ms),
         "host_ms": statistics.median(block["host_ms"] for block in blocks),
-        "device_ms": trace["device_ms"],
         "peak_bytes": warm_up["peak_bytes"],
         "reserved_bytes": warm_up["reserved_bytes"],
         "cold_start_s": max(warm_up["elapsed_s"] - len(losses) * median_ms / 1e3, 0.0),
-        "host_syncs": trace["host_syncs"],
-        "num_kernels": trace["num_kernels"],
-        "num_launches": trace["num_launches"],
+        **dict.fromkeys(TRACED),
         "losses": losses,
     }
 

@@ -76,7 +76,11 @@ def write(path: Path, figures: dict[str, Any]) -> None:
 
 
 def resumed(
-    path: Path, expected: dict[str, Any], *, ignoring: Collection[str] = ()
+    path: Path,
+    expected: dict[str, Any],
+    *,
+    ignoring: Collection[str] = (),
+    replace: bool = False,
 ) -> dict[str, Any] | None:
     """Return what an earlier run wrote, or None if it wrote nothing.
 
@@ -84,6 +88,7 @@ def resumed(
         path: The file.
         expected: What must stand in it, by key.
         ignoring: What may differ of the machine, or of a dictionary that is expected.
+        replace: Return None too where something else stands there, which is to be written over.
 
     Raises:
         SystemExit: It was written by another commit, on another machine, or under other settings:
@@ -95,6 +100,8 @@ def resumed(
     for key, value in {"machine": machine(), **expected}.items():
         found, wanted = (_without(v, ignoring) for v in (earlier.get(key), value))
         if found != wanted:
+            if replace:
+                return None
             raise SystemExit(
                 f"{path} was measured with {key} {found}, and this is {wanted}; "
                 "remove the file or write to another"

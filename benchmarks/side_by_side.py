@@ -125,11 +125,23 @@ class Queue:
             return process.wait(max(limit_s, 0.0))
         except subprocess.TimeoutExpired:
             _signal(process, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(ENDING_S)
+            self._wait_for_all(process)
         finally:
             _signal(process, signal.SIGKILL)
         return process.wait()
+
+    @staticmethod
+    def _wait_for_all(process: subprocess.Popen[bytes]) -> None:
+        """Give a command and all that it has started time to write what they have.
+
+        The shell ends at once, and what it runs may not.
+        """
+        until = time.monotonic() + ENDING_S
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < until:
+                process.poll()  # or it would stay in its group
+                os.killpg(process.pid, 0)
+                time.sleep(0.05)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -20,7 +20,8 @@ it. What a model waits does not count against its limit.
 
 ``--out`` is rewritten after each model, with the seconds that all runs into it took. A second run
 skips what the file already holds for the same plan, device, torch and commit; ``--fresh`` measures
-it again. Uncommitted changes are not told apart.
+it again. A file of another commit, machine or settings is an error, or with ``--replace`` begun
+anew. Uncommitted changes are not told apart.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def sweep(
     limit_s: float = 60.0,
     out: Path | None = None,
     fresh: bool = False,
+    replace: bool = False,
     jobs: int = 1,
 ) -> dict[str, Record]:
     """Measure every model, print a line for each, and keep the result file up to date.
@@ -62,7 +64,8 @@ def sweep(
         SystemExit: The file was measured by another commit, elsewhere or under other settings.
     """
     settings = {"plan": plan, "device": device, "limit_s": limit_s, "num_pairs": NUM_PAIRS}
-    earlier = results.resumed(out, {"settings": settings}) if out else None
+    expected = {"settings": settings}
+    earlier = results.resumed(out, expected, replace=replace) if out else None
     held: dict[str, Record] = earlier["models"] if earlier else {}
     started = time.monotonic() - (earlier.get("elapsed_s", 0.0) if earlier and held else 0.0)
     missing = {name: model for name, model in models.items() if fresh or name not in held}
@@ -137,6 +140,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=60.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--replace", action="store_true", help="begin another commit's --out anew")
     args = parser.parse_args()
     parse_plan(args.plan)  # refuses an unknown one before anything starts
     chosen = {name: model for name, model in MODELS.items() if re.search(args.models, name)}
@@ -150,6 +154,7 @@ def main() -> None:
             limit_s=args.limit_s,
             out=args.out,
             fresh=args.fresh,
+            replace=args.replace,
             jobs=args.jobs or (2 if args.device.startswith("cuda") else 1),
         )
     except KeyboardInterrupt:

@@ -12,11 +12,12 @@ Before the first round each method trains the same steps from the same weights o
 compilation, capture and the choice of kernels happen there and are not in the times. The losses of
 these steps say whether it trains.
 
-With ``--out`` the file is written after each workload, and what stands there already, from the same
-commit, machine and settings, is not run again: neither a workload nor, of a workload, a method. So
-a table can be measured in parts, each of which has the reference in it, also by several runs at a
-time, each on a GPU and cores of its own. ``--any-commit`` takes up what another commit began; each
-method says which run it is from. ``--again`` measures what stands there anew.
+With ``--out`` the file is written after each workload; where a run is ended within one, by
+Ctrl-C or SIGTERM, with the methods that have had some rounds. What stands there already, from the
+same commit, machine and settings, is not run again: neither a workload nor, of a workload, a
+method. So a table can be measured in parts, each of which has the reference in it, also by several
+runs at a time, each on a GPU and cores of its own. ``--any-commit`` takes up what another commit
+began; each method says which run it is from. ``--again`` measures what stands there anew.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import figures, results
+from benchmarks import figures, results, yardstick_file
 from benchmarks.methods import METHODS, TUNED, Method
 from benchmarks.process import MethodFailed, Process, steady_layout
+from benchmarks.result_file import MIN_ROUNDS
 from benchmarks.worker import Block, Order, Trace
 from benchmarks.workloads import NAMES, Workload, workload
 
@@ -271,22 +273,37 @@ class Measurement:
             if probe is not None
         }
         blocks: dict[Process, list[dict[str, Any]]] = {process: [] for process in turns}
-        with self._timed("rounds"):
-            for _ in range(self.settings.rounds):
-                for process in self._random.sample(list(turns), len(turns)):
-                    block = self._turn(process, turns[process]) if process.alive else None
-                    if block is not None:
-                        blocks[process].append(block)
-        reference = blocks[group[0]]
+        try:
+            with self._timed("rounds"):
+                for _ in range(self.settings.rounds):
+                    for process in self._random.sample(list(turns), len(turns)):
+                        block = self._turn(process, turns[process]) if process.alive else None
+                        if block is not None:
+                            blocks[process].append(block)
+        except (KeyboardInterrupt, SystemExit):
+            self._summarize(blocks, group[0], MIN_ROUNDS)
+            raise
+        self._summarize(blocks, group[0], 1)
         with self._timed("traces"):
             for process in filter(lambda p: p.alive, turns):
-                name = process.method.name
-                self.figures[name] = figures.summary(
-                    self._warm_ups[name],
-                    blocks[process],
-                    reference,
-                    self._trace(process, min(turns[process].bursts, 5)),
+                found = self._trace(process, min(turns[process].bursts, 5))
+                self.figures[process.method.name].update(
+                    (key, found[key]) for key in figures.TRACED
                 )
+
+    def _summarize(
+        self, blocks: dict[Process, list[dict[str, Any]]], reference: Process, fewest: int
+    ) -> None:
+        """Write the figures of those that took their turns in the rounds that are whole."""
+        alive = [process for process in blocks if process.alive]
+        rounds = min((len(blocks[process]) for process in alive), default=0)
+        if rounds < fewest:
+            return
+        for process in alive:
+            name = process.method.name
+            self.figures[name] = figures.summary(
+                self._warm_ups[name], blocks[process][:rounds], blocks[reference][:rounds]
+            )
 
     def _trace(self, process: Process, steps: int) -> dict[str, Any]:
         """Return what a trace counts; nothing if it fails, for the times stand without it."""
@@ -296,7 +313,7 @@ class Measurement:
             return process.answer(ANSWER_LIMIT_S)
         except MethodFailed:
             process.stop()
-            return dict.fromkeys(("device_ms", "host_syncs", "num_kernels", "num_launches"))
+            return dict.fromkeys(figures.TRACED)
 
     def result(self) -> dict[str, Any]:
         """Return the figures of all methods, in the order of tables."""
@@ -323,7 +340,7 @@ def main() -> None:
     settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
     about = {"settings": asdict(settings), "slow_down": dict(args.slow_down)}
     this_run = results.this_run()
-    found = taken_up(args.out, about, any_commit=args.any_commit)["workloads"]
+    found = yardstick_file.taken_up(args.out, about, any_commit=args.any_commit)["workloads"]
     # As Ctrl-C does: unwind, and end what runs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     failed = False
@@ -334,48 +351,26 @@ def main() -> None:
             print(f"\n{name}: measured already")
             continue
         measurement = Measurement(workload(name, args.size), settings, dict(args.slow_down))
+        interrupt: BaseException | None = None
         try:
             measured = measurement.run(asked)
         except MethodFailed as failure:
             failed = True
             print(f"\n{name}: not measured, since the reference failed: {failure}")
             continue
+        except (KeyboardInterrupt, SystemExit) as error:
+            if TUNED.name not in measurement.figures:
+                raise
+            measured, interrupt = measurement.result(), error
         print_workload(measured)
         if args.out:
-            with results.alone(args.out):
-                whole = taken_up(args.out, about, any_commit=args.any_commit)
-                add(whole, name, measured, {method.name for method in asked}, this_run)
-                results.write(args.out, {**about, **whole})
+            names = {method.name for method in asked}
+            yardstick_file.write(
+                args.out, about, name, measured, names, this_run, any_commit=args.any_commit
+            )
+        if interrupt is not None:
+            raise interrupt
     sys.exit(1 if failed else 0)
-
-
-def taken_up(out: Path | None, about: dict[str, Any], *, any_commit: bool) -> dict[str, Any]:
-    """Return the workloads that stand in a file, and the runs that they are from."""
-    ignoring = ["cold_start_limit_s", *["commit"] * any_commit]
-    result = results.resumed(out, about, ignoring=ignoring) if out else None
-    if result is None:
-        return {"runs": [], "workloads": {}}
-    return {key: result[key] for key in ("runs", "workloads")}
-
-
-def add(
-    whole: dict[str, Any],
-    name: str,
-    measured: dict[str, Any],
-    asked: set[str],
-    run: dict[str, str],
-) -> None:
-    """Put what this run measured of a workload beside what stands there, or in its place."""
-    if run not in whole["runs"]:
-        whole["runs"].append(run)
-    own = measured["methods"]
-    for method in own.values():
-        method["run"] = whole["runs"].index(run)
-    earlier = whole["workloads"].get(name, {}).get("methods", {})
-    every = {**own, **earlier, **{method: own[method] for method in asked}}
-    ordered = {method: every[method] for method in METHODS if method in every}
-    whole["workloads"][name] = {**measured, "methods": ordered}
-    whole["workloads"] = {n: whole["workloads"][n] for n in NAMES if n in whole["workloads"]}
 
 
 def print_workload(result: dict[str, Any]) -> None:

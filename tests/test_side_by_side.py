@@ -102,6 +102,23 @@ def test_one_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, mon
     assert not is_running(child)
 
 
+def test_one_that_is_ended_has_time_to_write_what_it_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(side_by_side, "GRACE_S", 3.0)
+    code = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(3));"
+        "print('begun', flush=True)\n"
+        "try: time.sleep(50)\n"
+        "finally: time.sleep(0.5); print('kept', flush=True)"
+    )
+    (tmp_path / "slow.py").write_text(code)
+    # The shell waits for it, and is ended itself.
+    jobs = [Job(0.2, "slow", f"true; PYTHON {shlex.quote(str(tmp_path / 'slow.py'))}; true")]
+    started = time.monotonic()
+    run(jobs, 1, 60.0, tmp_path)
+    assert (tmp_path / "slow.txt").read_text().split() == ["begun", "kept"]
+    assert time.monotonic() - started < 3.0 + side_by_side.ENDING_S
+
+
 def test_the_list_of_all_figures_is_what_its_programs_take(monkeypatch):
     parse = argparse.ArgumentParser.parse_args
 

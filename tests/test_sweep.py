@@ -269,6 +269,11 @@ def test_what_was_measured_under_other_conditions_is_not_mixed_in(
         runner.sweep({"b": 2}, **conditions, out=out)
     assert measured == [1, 2]
     assert list(json.loads(out.read_text())["models"]) == ["a", "b"]
+    # Unless it is to be begun anew, and then that goes on.
+    runner.sweep({"b": 2}, **conditions, out=out, replace=True)
+    assert list(json.loads(out.read_text())["models"]) == ["b"]
+    runner.sweep({"b": 2, "c": 3}, **conditions, out=out, replace=True)
+    assert measured == [1, 2, 2, 3]
 
 
 def test_a_write_that_fails_leaves_the_file_as_it_was(measured, monkeypatch, tmp_path):

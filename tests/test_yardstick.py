@@ -18,7 +18,7 @@ import torch
 
 import strange_methods
 import warm_python
-from benchmarks import figures, process, results, trace
+from benchmarks import figures, process, results, trace, yardstick
 from benchmarks.job import Job
 from benchmarks.methods import METHODS, NAIVE, TUNED, plans
 from benchmarks.workloads import NAMES, workload
@@ -266,6 +266,40 @@ def test_a_run_is_taken_up_where_it_ended(tmp_path):
     assert methods["naive"]["reference_blocks_ms"] != methods["tuned"]["blocks_ms"]
 
 
+@pytest.mark.parametrize(("turns", "kept"), [(13, True), (6, False)])
+def test_a_run_that_is_ended_in_the_middle_keeps_what_has_had_its_rounds(
+    turns, kept, tmp_path, monkeypatch
+):
+    """Of two methods: after 13 turns each has had six, and after 6 turns three, too few."""
+    out = tmp_path / "result.json"
+    words = ["yardstick.py", "--device", "cpu", "--size", "smoke", "--workloads", "mlp"]
+    words += ["--methods", "naive", "tuned", "--rounds", "100", "--block-s", "0.01"]
+    monkeypatch.setattr("sys.argv", [*words, "--out", str(out)])
+    monkeypatch.setattr(yardstick, "steady_layout", lambda: None)
+    monkeypatch.setattr(yardstick.signal, "signal", lambda *_: None)
+    turn, done = Measurement._turn, []
+
+    def ended(self, process, block):
+        if block.bursts > 1:  # neither a probe nor a look at what is free
+            done.append(process)
+            if len(done) > turns:
+                sys.exit(128 + signal.SIGTERM)
+        return turn(self, process, block)
+
+    monkeypatch.setattr(Measurement, "_turn", ended)
+    with pytest.raises(SystemExit) as error:
+        yardstick.main()
+    assert error.value.code == 128 + signal.SIGTERM
+    assert not any(process.alive for process in done)
+    assert out.exists() is kept
+    if kept:
+        methods = json.loads(out.read_text())["workloads"]["mlp"]["methods"]
+        assert {name: len(m["best_ms"]) for name, m in methods.items()} == {"naive": 6, "tuned": 6}
+        assert methods["naive"]["reference_blocks_ms"] == methods["tuned"]["blocks_ms"]
+        assert methods["naive"]["trains"]
+        assert methods["naive"]["num_kernels"] is None
+
+
 # -- Parts -----------------------------------------------------------------------------------------
 
 
@@ -377,8 +411,7 @@ def test_a_reference_that_does_not_learn_proves_nothing():
 def test_the_cold_start_leaves_out_the_steps_themselves():
     warm_up = {"elapsed_s": 5.0, "losses": [1.0] * 20, "peak_bytes": 1, "reserved_bytes": 2}
     blocks = [{"ms": ms, "host_ms": 1.0, "best_ms": 0.9 * ms} for ms in (90.0, 100.0, 130.0)]
-    counted = dict.fromkeys(("device_ms", "host_syncs", "num_kernels", "num_launches"), 3.0)
-    found = figures.summary(warm_up, blocks, blocks, counted)
+    found = figures.summary(warm_up, blocks, blocks)
     assert found["median_ms"] == 100.0
     assert found["cold_start_s"] == pytest.approx(3.0)
     assert found["spread"] == pytest.approx((115 - 95) / 100)
