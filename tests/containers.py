@@ -95,6 +95,60 @@ class MovedInPlace(Movable):
         self.inputs = self.inputs.to(device)
 
 
+class Rooted(collections.UserDict):
+    """As a TensorDict that was given a device: what is put into it goes there."""
+
+    def __init__(self, data, device=None):
+        self.device = device or torch.device("cpu")
+        super().__init__(data)
+
+    def __setitem__(self, key, item):
+        if item.device != self.device:
+            item = torch.zeros(item.shape, device=self.device)
+        super().__setitem__(key, item)
+
+    def to(self, device):
+        if device == self.device:
+            return self
+        return Rooted({key: item.to(device) for key, item in self.items()}, device)
+
+
+class _Standing:
+    """A field that stands for what another object holds."""
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            raise AttributeError(self.name)  # a field without a default
+        return instance.held[self.name]
+
+
+@dataclass(init=False)
+class Standing:
+    """As a class of tensordict's, whose fields are those of a TensorDict in it."""
+
+    inputs: torch.Tensor = _Standing()
+    name: str = _Standing()
+
+    def __init__(self, inputs, name="a"):
+        vars(self)["held"] = {"inputs": inputs, "name": name}
+
+    def __setattr__(self, name, value):
+        self.held[name] = value
+
+    def __copy__(self):
+        return Standing(**self.held)
+
+    def to(self, device):
+        is_there = self.inputs.device == device
+        return self if is_there else Standing(self.inputs.to(device), self.name)
+
+    def first(self):
+        return self.held["inputs"][0]
+
+
 class Ordinary:
     pass
 
@@ -144,6 +198,8 @@ CONTAINERS = {
     "defaultdict": (default, lambda v: v["a"]),
     "UserDict": (lambda: collections.UserDict(a=ones()), lambda v: v["a"]),
     "BatchEncoding": (lambda: BatchEncoding({"ids": ones()}, "kept"), lambda v: v.ids),
+    "mapping with a device": (lambda: Rooted({"a": ones()}), lambda v: v["a"]),
+    "fields that stand for others": (lambda: Standing(ones()), lambda v: v.inputs),
     "MappingProxyType": (lambda: types.MappingProxyType({"a": ones()}), lambda v: v["a"]),
     "PackedSequence": (
         lambda: pack_sequence([torch.ones(3), torch.ones(5)], enforce_sorted=False),

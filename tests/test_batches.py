@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from containers import (
     Movable,
     Ordinary,
     Plain,
+    Rooted,
     Slotted,
+    Standing,
     default,
     ones,
 )
 from models import Pair
-from torchfast._core.batches import count_samples, tensors, to_device
+from torchfast._core.batches import count_samples, map_batch, tensors, to_device
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -93,6 +96,29 @@ def test_a_dataclass_field_that_was_never_set_stays_unset():
     moved = to_device(batch, META)
     assert moved.inputs.device == META
     assert not hasattr(moved, "name")
+
+
+def test_what_has_its_tensors_elsewhere_is_moved_as_a_whole():
+    moved = to_device({"a": Rooted({"x": ones()}), "b": Standing(ones())}, META)
+    assert moved["a"].device == moved["a"]["x"].device == META
+    assert moved["b"].inputs.device == moved["b"].first().device == META
+
+
+def test_a_field_that_stands_for_another_is_written_where_that_is():
+    batch = Standing(ones())
+    changed = map_batch(batch, lambda tensor: tensor * 5)
+    assert changed.inputs[0, 0] == changed.first()[0] == 5
+    assert batch.inputs[0, 0] == batch.first()[0] == 1
+
+
+def test_a_frozen_field_that_its_class_has_is_kept():
+    @dataclass(frozen=True)
+    class Numbered:
+        inputs: torch.Tensor
+        number: int = field(init=False, default=3)
+
+    moved = to_device(Numbered(ones()), META)
+    assert (moved.inputs.device, moved.number) == (META, 3)
 
 
 def test_a_packed_sequence_keeps_its_lengths_on_the_host():

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
+from types import MemberDescriptorType
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -267,6 +268,8 @@ def _map(value: Any, fn: Callable[[Tensor], Tensor], object_fn: Callable[[Any], 
     if isinstance(value, tuple | list):
         items = [_map(item, fn, object_fn) for item in value]
         return value if _same(items, value) else _rebuild_sequence(value, items)
+    if object_fn is not None and _moves_itself(value):
+        return object_fn(value)
     if isinstance(value, Mapping):
         mapped = {key: _map(item, fn, object_fn) for key, item in value.items()}
         return value if _same(mapped.values(), value.values()) else _rebuild_mapping(value, mapped)
@@ -286,6 +289,30 @@ def _same(new: Any, old: Any) -> bool:
 
 def _has_to(value: object) -> bool:
     return not isinstance(value, nn.Module) and callable(getattr(type(value), "to", None))
+
+
+def _moves_itself(value: object) -> bool:
+    """Whether a mapping or dataclass has to be moved as a whole, by its own method.
+
+    As TensorDict, which takes every tensor that it is given to its own device, and its classes,
+    whose fields only stand for what another object holds.
+    """
+    if not _has_to(value):
+        return False
+    if isinstance(value, Mapping):
+        return getattr(value, "device", None) is not None
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return False
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return not all(_holds(value, name) for name in names)
+
+
+def _holds(value: object, name: str) -> bool:
+    """Whether an attribute lies in the object itself, or is a default of its class."""
+    if name in getattr(value, "__dict__", {}):
+        return True
+    of_class = getattr(type(value), name, None)
+    return isinstance(of_class, MemberDescriptorType) or of_class is getattr(value, name)
 
 
 def _rebuild_sequence(value: Any, items: list[Any]) -> Any:
@@ -323,8 +350,12 @@ def _rebuild_mapping(value: Any, mapped: dict[Any, Any]) -> Any:
 
 
 def _rebuild_dataclass(value: Any, names: list[str], items: list[Any]) -> Any:
-    # Neither __init__ nor __post_init__ runs again; object.__setattr__ serves frozen ones.
+    # Neither __init__ nor __post_init__ runs again; object.__setattr__ serves frozen ones. A field
+    # that stands for what another object holds would be hidden by it, and both would be there.
     new = copy.copy(value)
     for name, item in zip(names, items, strict=True):
-        object.__setattr__(new, name, item)
+        if _holds(value, name):
+            object.__setattr__(new, name, item)
+        else:
+            setattr(new, name, item)
     return new
