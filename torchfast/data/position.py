@@ -40,6 +40,7 @@ from torchfast.data.resharding import resharded
 from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded import dealt_by_sample
 from torchfast.data.sharded_batches import carries_state
+from torchfast.data.turns import check_free, in_turn
 from torchfast.data.unannotated import unannotated
 
 CPU = torch.device("cpu")
@@ -161,14 +162,20 @@ class PositionedLoader:
 
         Returns:
             Batches with their positions.
+
+        Raises:
+            IterationError: Another one would be cut off; see `turns.py`.
         """
-        resume_at, self._resume_at = self._resume_at, None
-        if resume_at is not None:
-            return self._positions(self._resumed(resume_at), resume_at)
-        self._take_up_state()
-        start = Position(0, self._generators())
-        self._has_begun = True
-        return self._positions(iter(self.loader), start)
+        check_free(self.loader)
+        at, self._resume_at = self._resume_at, None
+        if at is not None:
+            iterator = self._resumed(at)
+        else:
+            self._take_up_state()
+            at = Position(0, self._generators())
+            self._has_begun = True
+            iterator = iter(self.loader)
+        return in_turn(self.loader, self._positions(iterator, at))
 
     def rewind(self) -> None:
         """Put the loader's own generators where the last batch that came out had left them.

@@ -1,0 +1,53 @@
+"""One iteration at a time over a DataLoader whose worker processes stay.
+
+With ``persistent_workers`` torch has one iterator for all epochs, and a second ``iter()`` begins it
+anew, whoever still takes from it. A loop that evaluates on the data that it trains on would lose
+the rest of each epoch, and nobody would hear of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeVar, final
+
+from torchfast._core.errors import IterationError
+
+T = TypeVar("T")
+_NAME = "_torchfast_turn"
+
+
+@final
+class Turn:
+    """An iteration, which holds this until it is over."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+def check_free(loader: Any) -> None:
+    """Raise IterationError if another iteration goes on over workers that stay."""
+    turn = getattr(getattr(loader, "_iterator", None), _NAME, lambda: None)()
+    if turn is not None and not turn.is_over:
+        raise IterationError(
+            f"the {type(loader).__name__} is being iterated already, and its worker processes stay "
+            "(persistent_workers=True), so another iteration would end that one; close that one "
+            "first, or give each loop a DataLoader of its own, or persistent_workers=False"
+        )
+
+
+def in_turn(loader: Any, batches: Iterator[T]) -> Iterator[T]:
+    """Return the batches of an iteration that has just begun, which go on until it is over."""
+    turn = Turn()
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        # Weakly: one that was let go before its first batch is over.
+        setattr(iterator, _NAME, weakref.ref(turn))
+    return _in(turn, batches)
+
+
+def _in(turn: Turn, batches: Iterator[T]) -> Iterator[T]:
+    try:
+        yield from batches
+    finally:
+        turn.is_over = True
