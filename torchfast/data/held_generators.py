@@ -15,21 +15,19 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+if TYPE_CHECKING:  # numpy.random is imported where it is first asked for
+    Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 # Where a loader has what it draws with. Those with an underscore wrap it for many ranks, and leave
 # no trace in the name: a position goes over from one process to many. A batch sampler comes first,
 # for what deals its samples out stands beside it too.
 _PARTS: Final = ("_loader", "_sampler", "batch_sampler", "sampler", "dataset")
-# The global ones are the training's, and saved with it.
-_GLOBAL: Final = (torch.default_generator, random.getstate, np.random.get_state)
-_SHARED: Final = frozenset(id(getattr(each, "__self__", each)) for each in _GLOBAL)
 
 
 def held_generators(loader: Any, known: Collection[object]) -> dict[str, Generator]:
@@ -39,7 +37,9 @@ def held_generators(loader: Any, known: Collection[object]) -> dict[str, Generat
         loader: Any iterable of batches.
         known: Those that are not wanted.
     """
-    seen = {*_SHARED, *map(id, known)}
+    # The global ones are the training's, and saved with it.
+    shared: Any = (torch.default_generator, random.getstate, np.random.get_state)
+    seen = {id(getattr(each, "__self__", each)) for each in (*shared, *known)}
     found: dict[str, Generator] = {}
     for path, part in _parts(loader):
         for name, value in list(_own(part).items()):

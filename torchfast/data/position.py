@@ -22,26 +22,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
-from torchfast.data.held_generators import (
-    Generator,
-    held_generators,
-    packed,
-    set_states,
-    state_of,
-)
+from torchfast.data.held_generators import held_generators, packed, set_states, state_of
 from torchfast.data.resharding import resharded
 from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded import dealt_by_sample
 from torchfast.data.sharded_batches import carries_state
 from torchfast.data.turns import check_free, in_turn
 from torchfast.data.unannotated import unannotated
+
+if TYPE_CHECKING:
+    from torchfast.data.held_generators import Generator
 
 CPU = torch.device("cpu")
 # What must be as it was for a count of batches to mean the same batches.
