@@ -213,18 +213,31 @@ def test_new_shapes_that_run_eagerly_do_so_in_groups_too():
     assert counts(both.several) == (2, 1 + 3, 3 + 2 * K, 2)
 
 
+def without_optimizer(trainer):
+    return list(trainer.model.parameters())[2:]
+
+
 @pytest.mark.usefixtures("tape")
-def test_gradients_that_nobody_zeroes_are_added_to_one_by_one(caplog):
-    """Of parameters that stand in no optimizer; to capture again and again would not pay."""
+def test_gradients_that_nobody_zeroes_are_added_to_in_groups_too():
+    """Of parameters that stand in no optimizer."""
     both = Both(lambda params: FUSED(list(params)[:2]))
-    caplog.clear()
     both.run(make_batches(8 * K))
-    for pair in zip(*(trainer.model.parameters() for trainer in both.trainers), strict=True):
-        grads = [p.grad for p in pair]
-        assert all(g is None for g in grads) or not differences(*grads)
+    for pair in zip(*map(without_optimizer, both.trainers), strict=True):
+        assert not differences(*(p.grad for p in pair))
+    assert both.unrolled == (7, 7 * K)
+
+
+@pytest.mark.usefixtures("tape")
+def test_gradients_that_come_and_go_are_added_to_one_by_one():
+    """To capture again and again would not pay."""
+    both = Both(lambda params: FUSED(list(params)[:2]))
+    for group in range(8):
+        both.steps(*make_batches(K, seed=group))
+        for pair in zip(*map(without_optimizer, both.trainers), strict=True):
+            assert not differences(*(p.grad for p in pair))
+        both.both(lambda trainer: [setattr(p, "grad", None) for p in without_optimizer(trainer)])
     assert both.unrolled == (0, 0)
-    assert len([r for r in caplog.records if "run one by one" in r.getMessage()]) == 1
-    assert "there are no gradients now" in reasons(both.several)[-1]
+    assert "gradients that the step adds to were replaced" in " ".join(reasons(both.several))
 
 
 # --- schedules that do more -----------------------------------------------------------------------

@@ -23,8 +23,8 @@ from torchfast._core.phases import CAPTURE, phase
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.backend import Backend, backend_for
 from torchfast.graphs.entries import ATTEMPTS, Aside, Entry, GraphStore, Ready
-from torchfast.graphs.failures import NOT_NOW, Failure, explain
-from torchfast.graphs.gradients import GradientsBefore
+from torchfast.graphs.failures import LETS_GO, NOT_NOW, Failure, explain
+from torchfast.graphs.gradients import GradientHabits, GradientsBefore, none_left
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
@@ -102,7 +102,7 @@ class GraphEngine:
         self._error: Exception | None = None
         self.failure: Failure | None = None
         self.facts: HostFacts | None = None
-        self._adds: bool | None = None  # whether the step adds to gradients, once that is known
+        self._habits = GradientHabits()
         self._after_failure = after_failure
         self.why_eager: str | None = None
         self.varies = self._closed = False
@@ -215,14 +215,15 @@ class GraphEngine:
         args, kwargs = inputs
         self._counts["eager steps"] += 1
         self.store.release_gradients()
-        before = GradientsBefore(self._state.parameters) if self._adds is None else None
+        state = self._state
+        before = GradientsBefore(state.parameters, state.optimizers)
         with self._backend.side_stream(), self.rates_on_device():
             outputs = self._fn(*args, **kwargs)
             if self.why_eager is None:
-                self._state.settle_buffers()
+                state.settle_buffers()
         if self.store.graphs:
             self._watch.attributes.ran(describe(*inputs).key)
-        self._adds = self._adds if before is None else before.compared().adds
+        self._habits.note(before.compared())
         return map_batch(outputs, detached)
 
     def _capture(self, entry: Entry, call: Call, inputs: Any) -> Ready | Aside:
@@ -326,17 +327,20 @@ class GraphEngine:
             torch.clear_autocast_cache()
             return StaticOutputs(outputs)
 
-        before, self.facts = GradientsBefore(state.parameters), facts
+        before, self.facts = GradientsBefore(state.parameters, state.optimizers), facts
         with state.rates_on_device():
             entry.graph, entry.outputs = self._backend.capture(body, state.generators)
         self.facts = None
         entry.inputs = static
         entry.kept = facts.replaced()
-        entry.gradients, entry.added_to, _ = gradients = before.compared()
-        # A step that makes gradients anew does so whether or not there are some.
-        makes_anew = self._adds is False or gradients.adds is False
-        entry.from_none = [] if makes_anew else gradients.from_none
-        if self._adds and entry.from_none:
+        self._habits.note(found := before.compared())
+        entry.gradients, entry.added_to = found.made, found.added_to
+        # An update behind the graph must find none there, whatever another kind of call has left.
+        entry.gradients += none_left(state.updated_after) if self._keeps_gradients else []
+        entry.from_none = self._habits.unsure(found)
+        if found.let_go or found.gone:
+            raise CaptureError(LETS_GO)
+        if self._habits.adds_to_any(entry.from_none):
             raise CaptureError(NOT_NOW)
         facts.check_replayable(entry.draws)
         if (moved := self._watch.moved()) is not None:

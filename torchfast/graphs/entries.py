@@ -16,7 +16,7 @@ from torchfast._core.decisions import Decision
 from torchfast._core.phases import REPLAY, phase
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
-from torchfast.graphs.failures import NOT_NOW, Failure
+from torchfast.graphs.failures import LETS_GO, NOT_NOW, Failure
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.moments import Moment, PhaseMoments, Times
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
@@ -44,6 +44,7 @@ class Entry:
         number: Of the capture that its graph is of, among those that all ranks have made.
         num_refused: Times in a row that other ranks did not replay that one, so this did not.
         patience: How many of them make its graph go.
+        num_not_now: Times that it was to be captured and gradients of before were in the way.
         graph: Its graph, with ``inputs`` that it reads and ``outputs`` that it writes.
         gradients: Each parameter with the gradient that a replay writes anew.
         added_to: Each parameter with the gradient that the step adds to: it was there before, and
@@ -66,6 +67,7 @@ class Entry:
     number: int = 0
     num_refused: int = 0
     patience: int = _PATIENCE
+    num_not_now: int = 0
     graph: Graph | None = None
     inputs: StaticInputs | None = None
     outputs: StaticOutputs | None = None
@@ -118,8 +120,11 @@ class Entry:
         """Return in what this step is to run before another attempt; None if none is to come."""
         is_one = self.num_steps == 1  # or another attempt would cost the Python of several
         notes = self.is_to_note_draws(failure, is_alone=is_alone)
-        if notes or (failure.reason == NOT_NOW and is_one):
+        if notes:
             return nullcontext()
+        if failure.reason in (NOT_NOW, LETS_GO) and is_one:
+            self.num_not_now += 1
+            return nullcontext() if self.num_not_now < _PATIENCE else None
         if not failure.is_passing and self.is_to_be_told(failure):
             self.secret = self.constants = None  # which were those of the other way
             return nullcontext()

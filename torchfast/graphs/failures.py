@@ -14,7 +14,9 @@ from torchfast.graphs.together import OTHERS
 _NOT_THE_USERS: tuple[str, ...] = ("<",)
 
 RECOMPILES = "torch.compile would have compiled it again"
-NOT_NOW = "there are no gradients now to which the step would add"
+_KEEPS = "zero_grad(set_to_none=False) keeps them where they are"
+NOT_NOW = f"there are no gradients now to which the step would add; {_KEEPS}"
+LETS_GO = f"the step uses gradients of before and lets go of them; {_KEEPS}"
 LEFT_OVER = "an autograd graph of an earlier step is still alive and belongs to another stream"
 
 # What torch's messages say, what that means, and what helps. The first that fits is told.
