@@ -221,8 +221,8 @@ def count_samples(batch: object) -> int | None:
     """Return the first dimension of the first tensor that has one, read without the device."""
     first = batch[0] if type(batch) in (tuple, list) and batch else batch  # type: ignore[index]
     if type(first) is Tensor and first.dim() > 0:  # mostly: all of a batch takes longer
-        return int(first.shape[0])
-    return next((int(t.shape[0]) for t in tensors(batch) if t.dim() > 0), None)
+        return int(first.size(0))  # nested tensors have no shape
+    return next((int(t.size(0)) for t in tensors(batch) if t.dim() > 0), None)
 
 
 def _is_there(batch: Any, device: torch.device) -> bool:

@@ -220,6 +220,7 @@ class GraphStore:
         self.graphs: list[Entry] = []  # the least recently used first
         self.owner: Entry | None = None
         self._adds_to_gradients = False
+        self._concern: str | None = None  # of too many kinds
         self._options, self._limit = options, options.max_graphs
         self._phase_times: deque[Times] = deque(maxlen=_WINDOW)
 
@@ -243,9 +244,9 @@ class GraphStore:
         most = _KINDS_PER_GRAPH * self._limit
         if len(self.entries) <= most:
             return entry, None
-        concern = self._concern_of_many(key)
+        self._concern = self._concern_of_many(key)
         self._forget_some(most)
-        return entry, concern
+        return entry, self._concern
 
     def why_apart(self, key: Any) -> str | None:
         """Return why several steps cannot be a kind of call; None if they can."""
@@ -276,7 +277,8 @@ class GraphStore:
         kinds = [known[1] for known in self.entries]
         alike = sum(only_tensors(kind) == only_tensors(key[1]) for kind in kinds)
         why = (
-            "an input that is no tensor has another value each time; pass it as a tensor"
+            "an input that is no tensor has another value each time; pass it as a tensor, and an "
+            "object that holds tensors as a dictionary, a tuple or a dataclass of them"
             if alike > self._limit
             else "pad or bucket the batches to fewer shapes, or raise max_graphs"
         )
@@ -306,7 +308,7 @@ class GraphStore:
             for entry in self.graphs
         ]
         found += [graph_decision("applied", note) for note in (notes() if self.graphs else ())]
-        reasons = [why_eager] if why_eager else []
+        reasons = [why for why in (why_eager, self._concern) if why]
         reasons += [f"{e.shapes}: {e.why_eager}" for e in self.entries.values() if e.why_eager]
         return found + [graph_decision("stepped aside", reason) for reason in reasons]
 

@@ -3,19 +3,26 @@
 A graph has fixed addresses, shapes and types, and every host value that the step read is frozen in
 it. So two calls share a graph only if their tensors have the same shapes, types and strides, stand
 in the same places, and everything that is not a tensor has the same value.
+
+An object that is no container of a known kind is neither taken apart nor copied: a graph reads the
+very tensors in it. So it counts by being the same object with the same things in it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+import inspect
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
 
 # Told by value; all else by identity.
 _VALUES = (
@@ -23,6 +30,10 @@ _VALUES = (
     *(torch.dtype, torch.device, torch.Size, torch.memory_format, np.generic),
 )
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+# What changes in these is noticed elsewhere, if they are named.
+_NAMED = (nn.Module, Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_MOST_WITHIN = 256  # objects in an object, and entries in a container: more are data
 
 
 @final
@@ -111,19 +122,26 @@ def _is_of_tensor(part: Any) -> bool:
 
 
 @final
-class Identity:
-    """An object told from others by being it; held, so that its address is not another's."""
+class _WeakIdentity:
+    """An object told from others by being it, as long as somebody else has it."""
 
-    __slots__ = ("value",)
+    __slots__ = ("_get", "_number")
 
     def __init__(self, value: object) -> None:
-        self.value = value
+        self._number = id(value)
+        self._get: Callable[[], object]
+        try:
+            self._get = weakref.ref(value)
+        except TypeError:  # its kind cannot be held so
+            self._get = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.value is self.value
+        value = self._get()
+        is_alive = value is not None
+        return is_alive and isinstance(other, _WeakIdentity) and other._get() is value
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self._number
 
 
 def _scan(value: Any, key: list[Any], found: list[Tensor], seen: dict[int, int]) -> None:
@@ -172,10 +190,47 @@ def _scan_rare(value: Any, key: list[Any], found: list[Tensor], seen: dict[int, 
         key.append((kind, value))
         return
     else:
-        key.append((kind, Identity(value)))
+        key.append((kind, _WeakIdentity(value)))
+        key.extend(_within(value))
         return
     for item in items:
         _scan(item, key, found, seen)
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """Return what an object holds, near and far, as parts of a key."""
+    waiting, seen = [value], {id(value)}
+    for holder in waiting:  # which grows
+        if isinstance(holder, np.ndarray):
+            is_small = holder.size <= _MOST_WITHIN and not holder.dtype.hasobject
+            yield (np.ndarray, holder.tobytes() if is_small else holder.shape)
+            continue
+        for item in _items_of(holder):
+            if isinstance(item, _VALUES):
+                yield (type(item), item)
+                continue
+            # Containers by what is in them: to hold one would keep a batch for each kind of call.
+            is_container = isinstance(item, (Mapping, *_CONTAINERS))
+            yield (type(item), len(item)) if is_container else _WeakIdentity(item)
+            if id(item) not in seen and len(seen) < _MOST_WITHIN:
+                seen.add(id(item))
+                waiting.append(item)
+
+
+def _items_of(holder: Any) -> list[Any]:
+    if isinstance(holder, Mapping):
+        return [*holder, *holder.values()] if len(holder) <= _MOST_WITHIN else []
+    if isinstance(holder, _CONTAINERS):
+        return [*holder] if len(holder) <= _MOST_WITHIN else []
+    is_told = isinstance(holder, (Tensor, type, *_NAMED)) or inspect.isroutine(holder)
+    if is_told or inspect.ismodule(holder):
+        return []
+    slots = [getattr(cls, "__slots__", ()) for cls in type(holder).__mro__]
+    names = {n for names in slots for n in ((names,) if isinstance(names, str) else names)}
+    own = sorted(name for name in names if not name.startswith("__"))
+    held = [getattr(holder, name) for name in own if hasattr(holder, name)]
+    table = getattr(holder, "__dict__", None)
+    return [*held, *table, *table.values()] if isinstance(table, dict) else held
 
 
 def _note(tensor: Tensor, key: list[Any], found: list[Tensor], seen: dict[int, int]) -> None:
@@ -185,5 +240,11 @@ def _note(tensor: Tensor, key: list[Any], found: list[Tensor], seen: dict[int, i
         return
     seen[number] = len(found)
     found.append(tensor)
-    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-    key.append((Tensor, tensor.shape, tensor.dtype, strides, tensor.requires_grad))
+    shape: Any
+    strides: Any
+    if tensor.is_nested:  # whose shape is none, or another one in each batch
+        shape, strides = ("nested",), tensor.layout
+    else:
+        shape = tensor.shape
+        strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    key.append((Tensor, shape, tensor.dtype, strides, tensor.requires_grad))

@@ -75,6 +75,11 @@ class StaticInputs:
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_nested:
+        raise TypeError(
+            "an input is a nested tensor, whose size depends on its values, so no graph can hold "
+            "it; pad it"
+        )
     if tensor.layout is not torch.strided:
         raise TypeError(
             f"an input has layout {tensor.layout}, whose size depends on its values, so no graph "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -11,11 +11,26 @@ from torch import Tensor
 
 from torchfast._core.proxies import is_dead
 from torchfast.graphs.places import CONTAINERS, LONGEST, NUMBERS
-from torchfast.graphs.signature import Identity
 
 COUNTED = (*NUMBERS, complex, np.generic, np.ndarray)
 OTHER = object()  # the form of an object that is no plain value
 _PLAIN = frozenset((bool, int, str, bytes, type(None), range, slice))
+
+
+@final
+class Identity:
+    """An object told from others by being it; held, so that its address is not another's."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def is_small_array(value: Any) -> bool:
