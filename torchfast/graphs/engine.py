@@ -151,7 +151,7 @@ class GraphEngine:
             return Aside(entry.why_eager)
         if entry.warm_up_left:
             entry.warm_up_left -= 1
-            return Aside("it warms up")
+            return Aside("it warms up", self._state.noting_writes(self.device))
         with phase(CAPTURE):
             return self._capture(entry, call, inputs)
 

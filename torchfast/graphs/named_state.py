@@ -15,8 +15,11 @@ from torchfast._core.batches import tensors
 from torchfast._core.proxies import is_dead
 from torchfast._core.reachable import used_by
 from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.run_ends import digest
 
 Table = dict[str, Any]
+_DIGESTED = 2**21  # elements at a time: a step that warms up has little memory to spare
+_NEVER = -1  # the version of a tensor that is none of its own
 
 
 @final
@@ -173,6 +176,26 @@ class NamedState:
                     found[id(scalar)] = scalar
         return [tensor for tensor in found.values() if _is_writable(tensor)]
 
+    @contextmanager
+    def noting_writes(self, device: torch.device) -> Iterator[None]:
+        """Find out which tensors that nobody named the body, a step, writes to.
+
+        Their versions do not tell of writes through ``.data``, nor of all that foreach does.
+
+        Synchronizes: If there are any on the device.
+        """
+        unsure = [
+            (place, tensor)
+            for place, (tensor, version) in enumerate(self.found)
+            if tensor._version == version and tensor.device == device and tensor.numel()
+            if type(tensor) in (Tensor, nn.Parameter) and _is_writable(tensor)
+        ]
+        before = [_digest(tensor) for _, tensor in unsure]
+        yield
+        for (place, tensor), old in zip(unsure, before, strict=True):
+            if not torch.equal(old, _digest(tensor)):
+                self.found[place] = tensor, _NEVER
+
     # -- What is brought back to its place ---------------------------------------------------------
 
     def settle_buffers(self) -> None:
@@ -237,6 +260,10 @@ def _fits(old: Table, new: Table) -> bool:
         and (not isinstance(value, Tensor) or _alike(old[key], value))
         for key, value in new.items()
     )
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    return digest(tensor.detach().reshape(-1), _DIGESTED)
 
 
 def _is_writable(tensor: Tensor) -> bool:

@@ -72,15 +72,19 @@ def left(some: Sequence[Tensor], *, whole: bool = True) -> list[Left]:
     return [Left(tensor, whole=whole) for tensor in some]
 
 
-def digest(flat: Tensor) -> Tensor:
+def digest(flat: Tensor, chunk_size: int = _CHUNK) -> Tensor:
     """Return 64 bits that depend on every bit of a vector and its place, on its device.
 
     Elements of two vectors that differ have, but for some chance in 2**64, sums that differ.
+
+    Args:
+        flat: The vector.
+        chunk_size: Elements at a time; another number makes another digest.
     """
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for number, chunk in enumerate(flat.split(_CHUNK)):
+    for number, chunk in enumerate(flat.split(chunk_size)):
         bits = as_integers(chunk).reshape(len(chunk), -1).to(torch.int64)
-        place = torch.arange(len(chunk), device=flat.device).add_(number * _CHUNK).mul_(_PLACE)
+        place = torch.arange(len(chunk), device=flat.device).add_(number * chunk_size).mul_(_PLACE)
         for column in bits.unbind(1):  # two of a complex number
             mixed = (column + place).mul_(_FIRST)
             mixed.bitwise_xor_(mixed >> 31).mul_(_SECOND)

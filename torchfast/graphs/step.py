@@ -85,7 +85,7 @@ class CUDAGraphStep(Closing):
             is as it was before.
 
     Numerics: Bitwise equal to ``fn`` with its optimizers in the form that `report` tells.
-    Synchronizes: At construction and at captures only.
+    Synchronizes: At construction, while it warms up and at captures only.
     """
 
     _runs_steps: Final = True  # so a method that calls one is none of a step's
