@@ -237,27 +237,53 @@ def test_without_the_half_that_sees_it_it_is_not_seen(name, named, monkeypatch):
         assert glance.is_as_it_was()
 
 
-@pytest.mark.parametrize(
-    ("put", "value"),
-    [
-        (torch.set_grad_enabled, False),
-        (partial(torch.set_autocast_enabled, "cuda"), True),
-        (partial(torch.set_autocast_dtype, "cuda"), torch.bfloat16),
-        (torch.use_deterministic_algorithms, None),
-    ],
-)
-def test_the_surroundings_are_seen(put, value, named):
-    now = {
-        torch.set_grad_enabled: torch.is_grad_enabled(),
-        torch.use_deterministic_algorithms: torch.are_deterministic_algorithms_enabled(),
-    }.get(put, torch.get_autocast_dtype("cuda") if value is torch.bfloat16 else False)
-    glance = named.watch.glance()
-    put(not now if value is None else value)
+CUDA = torch.backends.cuda
+SURROUNDINGS = {
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast": (
+        partial(torch.is_autocast_enabled, "cuda"),
+        partial(torch.set_autocast_enabled, "cuda"),
+    ),
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "flash attention": (CUDA.flash_sdp_enabled, CUDA.enable_flash_sdp),
+    "efficient attention": (CUDA.mem_efficient_sdp_enabled, CUDA.enable_mem_efficient_sdp),
+    "plain attention": (CUDA.math_sdp_enabled, CUDA.enable_math_sdp),
+    "attention of cuDNN": (CUDA.cudnn_sdp_enabled, CUDA.enable_cudnn_sdp),
+    "the type of autocast": (
+        partial(torch.get_autocast_dtype, "cuda"),
+        partial(torch.set_autocast_dtype, "cuda"),
+        torch.bfloat16,
+    ),
+    "the type of tensors": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "the precision of products": (
+        lambda: CUDA.matmul.fp32_precision,
+        partial(setattr, CUDA.matmul, "fp32_precision"),
+        "tf32",
+    ),
+    "the precision of convolutions": (
+        lambda: torch.backends.cudnn.conv.fp32_precision,
+        partial(setattr, torch.backends.cudnn.conv, "fp32_precision"),
+        "ieee",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_the_surroundings_are_seen(name, named):
+    read, put, *value = SURROUNDINGS[name]
+    now = read()
+    glance, mode = named.watch.glance(), named.watch.mode()
+    put(*(value or [not now]))
     try:
         assert not glance.is_as_it_was()
+        assert named.watch.mode() != mode
     finally:
         put(now)
     assert glance.is_as_it_was()
+    assert named.watch.mode() == mode
 
 
 def rate_of_a_scheduler(n):

@@ -93,10 +93,9 @@ class StateWatch:
     def mode(self) -> tuple[Any, ...]:
         """Return what steers the step's control flow, hashable: a graph for each value."""
         return (
-            torch.is_grad_enabled(),
+            *_surroundings(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
-            torch.are_deterministic_algorithms_enabled(),
             *map(_TRAINING, self._state.every_module),
             *map(_REQUIRES_GRAD, self._state.parameters),
         )
@@ -257,12 +256,27 @@ class Glance:
             return False  # one is gone, or is a tensor or an array now
 
     def _values_now(self) -> list[Any]:
-        grad, same = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
-        return [grad, same, *map(operator.call, self._read, self._of)]
+        return [*_surroundings(), *map(operator.call, self._read, self._of)]
 
     def _objects_now(self) -> Iterator[Any]:
         taken = map(operator.call, self._take, self._out_of)
         return chain(self._attributes(), chain.from_iterable(chain(self._tables, taken)))
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """Return settings of the thread and the process by which torch chooses what to run."""
+    of_c: Any = torch._C
+    return (
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        of_c._get_flash_sdp_enabled(),
+        of_c._get_mem_efficient_sdp_enabled(),
+        of_c._get_math_sdp_enabled(),
+        of_c._get_cudnn_sdp_enabled(),
+        of_c._get_fp32_precision_getter("cuda", "matmul"),
+        of_c._get_fp32_precision_getter("cuda", "conv"),
+    )
 
 
 def _own_in(*tables: dict[int, Any]) -> list[Any]:
