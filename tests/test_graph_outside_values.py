@@ -7,6 +7,7 @@ import types
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import pytest
 from torch import nn
@@ -101,7 +102,53 @@ def in_slots():
     )
 
 
-OUTSIDE = [in_object, in_method, in_partial, in_closure, with_default, in_namespace, in_slots]
+class Private:
+    __slots__ = ("__weight",)
+
+    def __init__(self):
+        self.__weight = 1.0
+
+    def weigh(self, loss):
+        return loss * self.__weight
+
+    def put(self, value):
+        self.__weight = value
+
+
+def in_private_slot():
+    config = Private()
+    return lambda model, batch: config.weigh(mean_loss(model, batch)), config.put
+
+
+def on_function():
+    def loss_fn(model, batch):
+        return mean_loss(model, batch) * loss_fn.weight
+
+    loss_fn.weight = 1.0
+    return loss_fn, partial(setattr, loss_fn, "weight")
+
+
+class Registry:
+    weights: ClassVar[dict[str, float]] = {}
+
+    @classmethod
+    def weight(cls, name):
+        return cls.weights[name]
+
+
+def in_registry():
+    """Of a class of which there is no object."""
+    Registry.weights["mean"] = 1.0
+    return (
+        lambda model, batch: mean_loss(model, batch) * Registry.weight("mean"),
+        partial(Registry.weights.__setitem__, "mean"),
+    )
+
+
+OUTSIDE = [
+    *(in_object, in_method, in_partial, in_closure, with_default, in_namespace, in_slots),
+    *(in_private_slot, on_function, in_registry),
+]
 
 
 @pytest.mark.parametrize("bare", [False, True])

@@ -1,8 +1,9 @@
 """Where the values lie that a step may read on the host, and graphs freeze.
 
-In attributes of modules; in what the step's function reaches (its closure, its defaults, its
-``functools.partial``, the objects that it belongs to); in global variables that its code names; and
-in attributes of the classes of all these. Of what is no module only what the code names counts.
+In attributes of modules; in what the step's function reaches (its closure, its defaults, its own
+attributes, its ``functools.partial``, the objects that it belongs to); in global variables that its
+code names; and in attributes of the classes of all these. Of what is no module only what the code
+names counts.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def counts_in(place: Place, read: Read) -> list[tuple[str, Any]]:
     if place.is_module or place.read is not None or read.all:
         return []
     if place.in_slots:
-        names = read.counted.intersection(_slots_of(type(place.holder)))
+        names = read.counted.intersection(slots_of(type(place.holder)))
         found = [(name, getattr(place.holder, name, None)) for name in names]
     else:
         found = [(name, place.table.get(name)) for name in read.counted]
@@ -277,6 +278,8 @@ def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Plac
             yield Place(cell, f"{variable!r} in the closure of {name}", CELL)
         if value.__defaults__ or value.__kwdefaults__:
             yield Place(value, f"a default value of {name}", _DEFAULTS)
+        if attributes := _wanted([*vars(value)], read):
+            yield Place(value, name, names=attributes)
     elif isinstance(value, functools.partial):
         yield Place(value, "an argument in a functools.partial", _PARTIAL)
     elif isinstance(value, LRScheduler):
@@ -292,7 +295,7 @@ def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Plac
     else:
         if hasattr(value, "__dict__"):
             yield Place(value, name)
-        if slots := _slots_of(type(value)):
+        if slots := slots_of(type(value)):
             yield Place(value, name, names=_wanted(slots, read), in_slots=True)
 
 
@@ -328,8 +331,10 @@ def _code_of(
         waiting += _inner(place, read, _DEPTH - 1, {})
     for place in _reached(waiting, _EVERYTHING, {}):
         is_all &= place is not BEYOND
-        if place.read is None and not isinstance(place.holder, type):
-            classes.add(type(place.holder))
+        if place.read is None and not isinstance(place.holder, FunctionType):
+            # Of a class that the step names, its methods too: it may ask them for what is in it.
+            is_class = isinstance(place.holder, type)
+            classes.add(place.holder if is_class else type(place.holder))
     for value, _, _ in waiting:
         if is_dead(value):
             continue
@@ -355,7 +360,7 @@ def _is_holder(value: Any) -> bool:
     if is_plain(value) or isinstance(value, _WATCHED_ELSEWHERE):
         return False
     kind = type(value)
-    if not isinstance(getattr(value, "__dict__", None), dict) and not _slots_of(kind):
+    if not isinstance(getattr(value, "__dict__", None), dict) and not slots_of(kind):
         return False
     return kind in _NAMESPACES or is_own_class(kind)
 
@@ -366,10 +371,17 @@ def is_own_class(kind: type) -> bool:
     return not (owner in _LIBRARIES or owner in sys.stdlib_module_names)
 
 
-def _slots_of(kind: type) -> list[str]:
+def _is_private(name: str) -> bool:
+    """Whether Python puts the class before a name that is written in it."""
+    return name.startswith("__") and not name.endswith("__")
+
+
+def slots_of(kind: type) -> list[str]:
     """Return the names of a class's slots, as ``dataclass(slots=True)`` makes them."""
     found: list[str] = []
     for cls in kind.__mro__:
         slots = vars(cls).get("__slots__", ())
-        found += (slots,) if isinstance(slots, str) else tuple(slots)
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        own = f"_{cls.__name__.lstrip('_')}"  # of private ones
+        found += [f"{own}{name}" if _is_private(name) else name for name in names]
     return [name for name in found if not name.startswith("__")]

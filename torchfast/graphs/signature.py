@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
+from torchfast.graphs.places import slots_of
+
 # Told by value; all else by identity.
 _VALUES = (
     *(bool, int, float, complex, str, bytes, type(None), range, enum.Enum),
@@ -225,10 +227,8 @@ def _items_of(holder: Any) -> list[Any]:
     is_told = isinstance(holder, (Tensor, type, *_NAMED)) or inspect.isroutine(holder)
     if is_told or inspect.ismodule(holder):
         return []
-    slots = [getattr(cls, "__slots__", ()) for cls in type(holder).__mro__]
-    names = {n for names in slots for n in ((names,) if isinstance(names, str) else names)}
-    own = sorted(name for name in names if not name.startswith("__"))
-    held = [getattr(holder, name) for name in own if hasattr(holder, name)]
+    names = slots_of(type(holder))
+    held = [getattr(holder, name) for name in names if hasattr(holder, name)]
     table = getattr(holder, "__dict__", None)
     return [*held, *table, *table.values()] if isinstance(table, dict) else held
 
