@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from functools import partial
 
 import pytest
@@ -326,6 +328,26 @@ def test_a_second_step_takes_over_the_optimizer_of_a_closed_one(tape):
                 step(batch)
             assert counts(step) == (1, 3, 3, 1)
     assert optimizer.param_groups[0]["capturable"] is False
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_what_nobody_has_any_more_keeps_no_graph(is_bare, tape):
+    """The optimizer goes on, and takes states."""
+    model, optimizer = model_and_optimizer()
+    if is_bare:
+        step = captured(model, optimizer)
+    else:
+        step = Trainer(model, optimizer, mean_loss, ema=0.9).step
+    for batch in make_batches(6):
+        step(batch)
+    store = step._engine.store if is_bare else step.__self__._step._graph._graph.store
+    gone = weakref.ref(store.graphs[0].graph)
+    del step, store
+    gc.collect()
+    assert gone() is None
+    optimizer.load_state_dict(optimizer.state_dict())
+    mean_loss(model, make_batches(1)[0]).backward()
+    optimizer.step()
 
 
 def test_an_error_of_the_step_itself_comes_through(tape):

@@ -27,7 +27,7 @@ from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ClosedError
 from torchfast._core.loss import LossParts, Number, SeveralOutput, with_norm
-from torchfast._core.reachable import weak_method
+from torchfast._core.reachable import weak_hook, weak_method
 from torchfast.compiled_loss import CompiledLoss, LossFn
 from torchfast.ema import EMAOptions
 from torchfast.gradients import Gradients
@@ -373,7 +373,8 @@ class TrainStep:
         self.memory.watch(
             model, self.optimizer, self.device, self._guard, self._average, self._offload
         )
-        self._load_hook = self.optimizer.register_load_state_dict_post_hook(self._after_load)
+        hook = weak_hook(self._after_load)
+        self._load_hook = self.optimizer.register_load_state_dict_post_hook(hook)
         self._graph = levers.graphed(
             weak_method(self._update.whole),
             # What the guard decides between gradients and update cannot be parted from them.

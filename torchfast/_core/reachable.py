@@ -120,3 +120,14 @@ def weak_method(method: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return call
+
+
+def weak_hook(method: Callable[P, object]) -> Callable[P, None]:
+    """Return a bound method as a hook that does not keep its object alive, and ends with it."""
+    reference: Any = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        if (method := reference()) is not None:
+            method(*args, **kwargs)
+
+    return call

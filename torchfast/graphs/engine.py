@@ -215,12 +215,11 @@ class GraphEngine:
         args, kwargs = inputs
         self._counts["eager steps"] += 1
         self.store.release_gradients()
-        state = self._state
-        before = GradientsBefore(state.parameters, state.optimizers)
+        before = GradientsBefore(self._state)
         with self._backend.side_stream(), self.rates_on_device():
             outputs = self._fn(*args, **kwargs)
             if self.why_eager is None:
-                state.settle_buffers()
+                self._state.settle_buffers()
         if self.store.graphs:
             self._watch.attributes.ran(describe(*inputs).key)
         self._habits.note(before.compared())
@@ -327,7 +326,7 @@ class GraphEngine:
             torch.clear_autocast_cache()
             return StaticOutputs(outputs)
 
-        before, self.facts = GradientsBefore(state.parameters, state.optimizers), facts
+        before, self.facts = GradientsBefore(state), facts
         with state.rates_on_device():
             entry.graph, entry.outputs = self._backend.capture(body, state.generators)
         self.facts = None

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchfast._core.building import optimized
+from torchfast.graphs.named_state import NamedState
 
 
 class Gradients(NamedTuple):
@@ -38,17 +39,16 @@ class GradientsBefore:
     """The gradients before a step.
 
     Args:
-        parameters: Theirs.
-        optimizers: Those that update in the step.
+        state: Of its parameters, and with the optimizers that update in the step.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, state: NamedState) -> None:
         self._before = [
             (p, p.grad, -1 if p.grad is None else p.grad._version)
-            for p in parameters
+            for p in state.parameters
             if p.requires_grad
         ]
-        self._optimizers = optimizers
+        self._optimizers = state.optimizers
 
     def compared(self) -> Gradients:
         """Return what has become of them."""
