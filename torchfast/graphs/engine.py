@@ -151,7 +151,8 @@ class GraphEngine:
             return Aside(entry.why_eager)
         if entry.warm_up_left:
             entry.warm_up_left -= 1
-            return Aside("it warms up", self._state.noting_writes(self.device))
+            self.store.release_gradients()  # before they are looked at
+            return Aside("it warms up", self._habits.learning(self._state, self.device))
         with phase(CAPTURE):
             return self._capture(entry, call, inputs)
 
@@ -215,14 +216,12 @@ class GraphEngine:
         args, kwargs = inputs
         self._counts["eager steps"] += 1
         self.store.release_gradients()
-        before = GradientsBefore(self._state)
         with self._backend.side_stream(), self.rates_on_device():
             outputs = self._fn(*args, **kwargs)
             if self.why_eager is None:
                 self._state.settle_buffers()
         if self.store.graphs:
             self._watch.attributes.ran(describe(*inputs).key)
-        self._habits.note(before.compared())
         return map_batch(outputs, detached)
 
     def _capture(self, entry: Entry, call: Call, inputs: Any) -> Ready | Aside:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -91,6 +93,17 @@ class GradientHabits:
             self._added[parameter] = True
         for parameter in found.anew:
             self._anew[parameter] = True
+
+    @contextmanager
+    def learning(self, state: NamedState, device: torch.device) -> Iterator[None]:
+        """Remember what the body, a step, does; and which tensors that nobody named it writes to.
+
+        Synchronizes: If there are any on the device.
+        """
+        before = GradientsBefore(state)
+        with state.noting_writes(device):
+            yield
+        self.note(before.compared())
 
     def unsure(self, found: Gradients) -> list[Tensor]:
         """Return those without a gradient to which, with one, the step might have added.
