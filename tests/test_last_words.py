@@ -1,6 +1,7 @@
 """What one rank raises, the others raise at once, though its process lives on."""
 
 import atexit
+import gc
 import os
 import threading
 import time
@@ -13,7 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
 from parallel_training import OPTIMIZERS, Own, batches, fresh, mean_loss
-from torchfast import Plan, RankError, Trainer
+from tape import taped
+from torchfast import Plan, RankError, Trainer, start_ranks
+from torchfast._core.errors import ClosedError
+from torchfast.graphs.engine import GraphEngine
 from torchfast.parallel.ranks import _end_group
 
 FAILS = 1
@@ -282,3 +286,36 @@ def test_the_end_of_a_process_that_failed_does_not_wait_for_others(monkeypatch):
     """To destroy a group of NCCL is to wait for its kernels, which wait for other ranks."""
     expected = ["destroy", "abort", "destroy", "abort"]
     assert ranks.run(at_exit, 2, monkeypatch) == [expected] * 2
+
+
+def at_exit_with_graphs(rank, monkeypatch):
+    """End with a trainer that nobody has closed, well and after a failure, and without it."""
+    calls = []
+    for place, name in (
+        ("torchfast.parallel.ranks.abort_groups", "abort"),
+        ("torch.distributed.destroy_process_group", "destroy"),
+    ):
+        monkeypatch.setattr(place, lambda name=name: calls.append(name) or [])
+    with taped(monkeypatch):
+        plan = Plan(shard="ddp", cuda_graph=True)
+        trainer = Trainer(fresh(), OPTIMIZERS["fused"], mean_loss, plan)
+    words, graph = trainer._step.ranks.last_words, trainer._step._graph
+    monkeypatch.setattr(GraphEngine, "close", lambda engine: calls.append("graphs"))
+    _end_group()
+    words._heard = "rank 7: it failed"
+    _end_group()
+    words._heard = ""
+    monkeypatch.undo()
+    graph.close()
+    with pytest.raises(ClosedError):
+        graph._graph()
+    del trainer, graph
+    gc.collect()
+    assert not list(start_ranks().group._graphed)
+    return calls
+
+
+def test_graphs_with_collectives_go_before_the_groups_that_they_are_of(monkeypatch):
+    """NCCL ends a communicator once no graph of it is left, and waits for that."""
+    expected = ["graphs", "destroy", "abort", "graphs", "destroy"]
+    assert ranks.run(at_exit_with_graphs, 2, monkeypatch) == [expected] * 2

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Timer
 from typing import Any, Final, TypeVar, final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,7 @@ class RankGroup(Closing):
     ) -> None:
         self._group, self._told = group, told
         self._is_early = False
+        self._graphed: WeakSet[Closing] = WeakSet()
         self.rank = rank
         self.size = size
 
@@ -200,6 +202,19 @@ class RankGroup(Closing):
             return _Arrival(None, self._told)
         with _reached(self._told):
             return _Arrival(collective(), self._told)
+
+    def holds_graphs(self, graphed: Closing) -> None:
+        """Note who may hold graphs of what all ranks do, until it is gone; see `drop_graphs`."""
+        self._graphed.add(graphed)
+
+    def drop_graphs(self) -> None:
+        """Close who holds graphs with collectives, before groups of the device are destroyed.
+
+        NCCL ends a communicator only once no graph is left that was captured with it, and waits.
+        """
+        for graphed in list(self._graphed):
+            with suppress(RuntimeError):  # of a device that has failed, of which nothing is left
+                graphed.close()
 
     def _checked(self) -> Any:
         # torch takes None for all ranks, and a call on a group that is gone for none of its own:

@@ -17,7 +17,9 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
 from torchfast._core.rank_group import RankGroup
 from torchfast._core.reachable import held_by
@@ -38,7 +40,7 @@ Half = Callable[[tuple[Any, ...]], Any]
 
 
 @final
-class GraphedUpdate:
+class GraphedUpdate(Closing):
     """Runs a step through a graph.
 
     Args:
@@ -80,6 +82,7 @@ class GraphedUpdate:
         self._whole, self._until_update = whole, until_update
         # One for all graphs of the step: what is parted here only is captured by all ranks anew.
         self._after_failure, self._together = after_failure, Together(ranks)
+        ranks.holds_graphs(self)
         self._after_trial = after_trial
         self._is_updating = self._failed_in_update = False
         self._is_same_so_far = self._changed_in_update = False
@@ -193,8 +196,9 @@ class GraphedUpdate:
         """Bring what a step outside the graph has replaced back to its place."""
         self._graph.settle()
 
+    @override
     def close(self) -> None:
-        """Let go of the graphs."""
+        """Let go of the graphs; a second call does nothing."""
         self._graph.close()
 
     def _engine(

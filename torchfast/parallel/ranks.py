@@ -197,12 +197,16 @@ def _end_group() -> None:
     if not dist.is_initialized():
         return
     found = _known.get(dist.group.WORLD)
-    if found is not None and found[1].has_failed:
-        # To destroy groups is to wait for their kernels, which may wait for other ranks.
-        try:
-            threads = abort_groups()
-        except RuntimeError:  # Python 3.12 starts no thread at its end
-            return
+    threads = []
+    if found is not None:
+        group, last_words = found
+        if last_words.has_failed:
+            # To destroy groups is to wait for their kernels, which may wait for other ranks.
+            try:
+                threads = abort_groups()
+            except RuntimeError:  # Python 3.12 starts no thread at its end
+                return
+        group.drop_graphs()  # behind what ends the replays that wait
         for thread in threads:
             thread.join(_PATIENCE_S)
         if any(thread.is_alive() for thread in threads):
