@@ -1,15 +1,17 @@
-"""What an arm of several takes of a GPU's memory, and how well it hides its communication."""
+"""What an arm takes of a GPU's memory, whether a graph changes its bits, what it hides."""
 
 from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchfast import Trainer
 
@@ -71,6 +73,73 @@ class OwnMemory:
         torch.cuda.synchronize()
         own = int(torch.cuda.max_memory_allocated()) - of_others
         self.peak_bytes = max(self.peak_bytes, own)
+
+
+def exactness(
+    makes: Sequence[Callable[[], Trainer]],
+    batches: Sequence[Any],
+    steps: int,
+    *,
+    needs_graph: bool,
+) -> dict[str, Any]:
+    """Train twice, and return whether the bits are the same on all ranks; all of them call it.
+
+    Args:
+        makes: Of a trainer whose steps run as they are, and of one that captures them.
+        batches: Of this rank, over and over.
+        steps: How many.
+        needs_graph: Whether a training without a replay is a failure.
+
+    Raises:
+        RuntimeError: Nothing was replayed.
+    """
+    torch.use_deterministic_algorithms(True)
+    try:
+        (plain, _), (graphed, replays) = (_trained(make, batches, steps) for make in makes)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if needs_graph and not replays:
+        raise RuntimeError("nothing was replayed, so there is nothing to compare")
+    differs = [name for name, value in plain.items() if not torch.equal(value, graphed[name])]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, differs)
+    told = [f"rank {rank}: {name}" for rank, names in enumerate(of_ranks) for name in names]
+    return {
+        "steps": steps,
+        "replays": replays,
+        "tensors": len(plain),
+        "same_bits": not told,
+        "differs": told[:5],
+    }
+
+
+def _trained(
+    make: Callable[[], Trainer], batches: Sequence[Any], steps: int
+) -> tuple[dict[str, Tensor], float]:
+    """Return what a training leaves on this rank, on the host, and how often it was replayed."""
+    trainer = make()
+    try:
+        losses = [trainer.step(batches[number % len(batches)]) for number in range(steps)]
+        found = {f"loss {number}": _kept(loss) for number, loss in enumerate(losses)}
+        named = dict(trainer.model.named_parameters())
+        for name, parameter in named.items():
+            found[name] = _kept(parameter)
+            state = trainer.optimizer.state[parameter]
+            found |= {
+                f"{key} of {name}": _kept(value)
+                for key, value in state.items()
+                if isinstance(value, Tensor)
+            }
+        found |= {name: _kept(buffer) for name, buffer in trainer.model.named_buffers()}
+        return found, trainer.report().counters.get("replays", 0)
+    finally:
+        trainer.close()
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    held = tensor.detach()
+    own: Tensor = held.to_local() if isinstance(held, DTensor) else held
+    return own.cpu().clone()
 
 
 class Own(list[Any]):

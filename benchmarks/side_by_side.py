@@ -1,14 +1,14 @@
 """Runs commands one after the other on each GPU of a host, side by side on its GPUs.
 
     PYTHONPATH=. python benchmarks/side_by_side.py LIST [--limit-s 560] [--logs FOLDER]
-        [--only NAME ...] [--gpus 2]
+        [--only NAME ...] [--gpus 2] [--each 1]
 
 A line of the list is ``SECONDS NAME COMMAND``: about how long it takes, what its log is called, and
 what a shell is to run; an empty line, or one that begins with ``#``, is nothing. Each command sees
-one GPU and an equal share of the cores, which are its own, and ``PYTHON`` stands for this Python. A
-GPU that is free takes the next command that is done within the limit by its estimate. One that
-takes more than twice as long, or is at work when the time is over, is ended with all that it has
-started. So what is listed first is done first, and the rest in a later run.
+one GPU (or ``--each`` of them) and an equal share of the cores, which are its own, and ``PYTHON``
+stands for this Python. A GPU that is free takes the next command that is done within the limit by
+its estimate. One that takes more than twice as long, or is at work when the time is over, is ended
+with all that it has started. So what is listed first is done first, and the rest in a later run.
 
 What two GPUs of one host do side by side disturbs each other's host a little. Ratios within one
 command bear it; do not compare the host's milliseconds of two.
@@ -83,16 +83,16 @@ class Queue:
         self._until = self._started + limit_s
         self._lock = threading.Lock()
 
-    def work(self, gpu: int, cores: list[int]) -> None:
-        """Run jobs on a GPU and some cores, as long as there is time."""
+    def work(self, gpus: str, cores: list[int]) -> None:
+        """Run jobs on a GPU, or on some (0,1), and some cores, as long as there is time."""
         while (job := self._take()) is not None:
             begun = time.monotonic()
-            code = self._run(job, gpu, cores)
+            code = self._run(job, gpus, cores)
             now = time.monotonic()
             with self._lock:
                 self.codes[job.name] = code
                 print(
-                    f"{job.name:28} on GPU {gpu}: exit status {code} after {now - begun:.0f} s, "
+                    f"{job.name:28} on GPU {gpus}: exit status {code} after {now - begun:.0f} s, "
                     f"at {now - self._started:.0f} s",
                     flush=True,
                 )
@@ -106,8 +106,8 @@ class Queue:
                     return job
         return None
 
-    def _run(self, job: Job, gpu: int, cores: list[int]) -> int:
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    def _run(self, job: Job, gpus: str, cores: list[int]) -> int:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
         command = job.command.replace("PYTHON", shlex.quote(sys.executable))
         with (self._logs / f"{job.name}.txt").open("w") as log:
             process = subprocess.Popen(
@@ -156,13 +156,15 @@ def shares(cores: list[int], number: int) -> list[list[int]]:
     return [cores[(i * size) % len(cores) :][:size] for i in range(number)]
 
 
-def run(jobs: list[Job], gpus: int, limit_s: float, logs: Path) -> Queue:
-    """Run jobs, and return what became of them."""
+def run(jobs: list[Job], gpus: int, limit_s: float, logs: Path, each: int = 1) -> Queue:
+    """Run jobs, ``each`` on so many of the GPUs, and return what became of them."""
     logs.mkdir(parents=True, exist_ok=True)
     queue = Queue(jobs, limit_s, logs)
     workers = [
-        threading.Thread(target=queue.work, args=(gpu, own))
-        for gpu, own in enumerate(shares(results.cores(), gpus))
+        threading.Thread(
+            target=queue.work, args=(",".join(map(str, range(at * each, (at + 1) * each))), own)
+        )
+        for at, own in enumerate(shares(results.cores(), gpus // each))
     ]
     for worker in workers:
         worker.start()
@@ -181,8 +183,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, default=Path("side-by-side"))
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--each", type=int, default=1, help="GPUs that a command sees")
     args = parser.parse_args(arguments)
-    queue = run(read(args.list, args.only), args.gpus, args.limit_s, args.logs)
+    if not 1 <= args.each <= args.gpus:
+        raise SystemExit(f"--each {args.each}: there are {args.gpus} GPUs; take 1 to {args.gpus}")
+    queue = run(read(args.list, args.only), args.gpus, args.limit_s, args.logs, args.each)
     if queue.left:
         print(f"no time was left for {', '.join(job.name for job in queue.left)}")
     return int(bool(queue.left) or any(queue.codes.values()))

@@ -187,13 +187,26 @@ def test_a_table_has_its_own_figures_and_names_their_source(made_up, name, figur
 @pytest.mark.parametrize(
     ("name", "figure"),
     [
-        ("many gpus", "| gpt2 | ddp, no graph by hand | 60.0 | 1.500 | 273,067 | 65.0% | 1.50 |"),
-        ("many gpus", "| gpt2 | ddp, graph by hand | 40.0 |  | 409,600 | 97.5% | 1.50 |"),
-        ("many gpus", "| gpt2 | ddp, torchfast | 41.0 | 1.025 | 399,610 | 95.1% | 1.50 |"),
-        ("many gpus", "| gpt2 | fsdp, Lightning | failed: Error: a \\| b | | | | |"),
-        ("many gpus", "| gpt2 | one GPU, torchfast | 39.0 |  | 210,051 |  |  |"),
+        (
+            "many gpus",
+            "| gpt2 | ddp, no graph by hand | 60.0 | 1.500 |  | 273,067 | 65.0% | 1.50 |",
+        ),
+        (
+            "many gpus",
+            "| gpt2 | ddp, graph by hand | 40.0 |  | 1.50 times | 409,600 | 97.5% | 1.50 |",
+        ),
+        (
+            "many gpus",
+            "| gpt2 | ddp, torchfast | 41.0 | 1.025 | 1.46 times | 399,610 | 95.1% | 1.50 |",
+        ),
+        ("many gpus", "| gpt2 | fsdp, Lightning | failed: Error: a \\| b | | | | | |"),
+        ("many gpus", "| gpt2 | one GPU, torchfast | 39.0 |  |  | 210,051 |  |  |"),
+        ("exact on ranks", "| gpt2 | ddp, torchfast | 24 | 12 | the same in 1,500 tensors"),
+        ("exact on ranks", "| gpt2 | fsdp, torchfast | 24 | 12 | other: rank 1: head.weight |"),
+        ("exact on ranks", "| gpt2 | hsdp, torchfast | | | failed: Error: c \\| d |"),
         ("communication", "| gpt2 | ddp, torchfast | 0 | 41.0 | 20.0 | 1.00 | 95.0% |"),
         ("communication", "| gpt2 | ddp, torchfast | 1 | 41.0 | 0 | 1.00 |  |"),
+        ("communication", "| gpt2 | fsdp, torchfast |  | failed: Error: e \\| f | | | |"),
     ],
 )
 def test_a_table_of_several_gpus_says_on_how_many(made_up, name, figure):

@@ -1,9 +1,18 @@
-"""What an arm of a benchmark takes of a GPU's memory, while others are in memory too."""
+"""What the benchmark on several GPUs tells of its arms, and when it begins no more of them."""
+
+import json
+import time
+from functools import partial
 
 import pytest
 import torch
 
-from benchmarks.rank_figures import OwnMemory
+import ranks
+from benchmarks import many_gpus
+from benchmarks.many_gpus import Clock
+from benchmarks.rank_figures import OwnMemory, exactness
+from parallel_training import OPTIMIZERS, batches, fresh, mean_loss
+from torchfast import Plan, Trainer
 
 
 class Played:
@@ -61,3 +70,69 @@ def test_a_cpu_tells_nothing():
     with memory.making(), memory.turn():
         pass
     assert memory.peak_gb is None
+
+
+def made(build=fresh):
+    return Trainer(build(), OPTIMIZERS["adamw"], mean_loss, Plan(shard="fsdp"))
+
+
+def changed():
+    model = fresh()
+    with torch.no_grad():
+        model.head.weight[0, 0] += 1e-6
+    return model
+
+
+def bits(rank):
+    own = batches(rank)
+    same = exactness([made, made], own, 3, needs_graph=False)
+    other = exactness([made, partial(made, changed)], own, 3, needs_graph=False)
+    with pytest.raises(RuntimeError, match="nothing was replayed"):
+        exactness([made, made], own, 1, needs_graph=True)
+    assert not torch.are_deterministic_algorithms_enabled()
+    return same, other
+
+
+def test_bits_of_two_trainings_are_compared_on_all_ranks():
+    for same, other in ranks.run(bits):
+        assert same["same_bits"]
+        assert same["differs"] == []
+        assert same["tensors"] > 3 + 3 * 10  # losses, parameters and two moments of each
+        assert not other["same_bits"]
+        assert other["differs"][0].startswith("rank 0: ")
+
+
+def rounds(rank):
+    clock = Clock(time.time() + 3.0)
+    found = []
+    for item, has_time in clock.rounds(["long", "short", "more"]):
+        found.append((item, has_time))
+        if item == "long" and rank == 1:
+            time.sleep(2.0)  # which the other rank has not seen
+    return found
+
+
+def test_what_would_not_end_in_time_is_not_begun_on_any_rank():
+    expected = [("long", True), ("short", False), ("more", False)]
+    assert ranks.run(rounds) == [expected] * 2
+
+
+def test_what_was_left_out_a_later_run_measures(tmp_path, monkeypatch):
+    out = tmp_path / "many.json"
+    common = f"many_gpus.py --device cpu --size smoke --rounds 1 --steps 1 --out {out}"
+    names = ["ddp, torchfast", "ddp, graph by hand"]
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", [*common.split(), *words])
+        many_gpus.main()
+        found = json.loads(out.read_text())
+        return {(row["group"], row["name"]): row for row in found["rows"]}, found["left_out"]
+
+    rows, left_out = run("--workloads", "gpt2", "--limit-s", "0", "--arms", *names)
+    assert not rows
+    assert left_out[0] == "times, gpt2, ddp, graph by hand: no time was left"
+    assert len(left_out) == 3
+    rows, left_out = run("--workloads", "gpt2", "--exact-steps", "2", "--arms", *names)
+    assert not left_out
+    assert rows["exact", "gpt2, ddp, torchfast"]["same_bits"]
+    assert rows["times", "gpt2, ddp, graph by hand"]["ms"] > 0

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from benchmarks import side_by_side
+from benchmarks import many_gpus, side_by_side
+from benchmarks.rank_arms import groups
 from benchmarks.side_by_side import Job, read, run, shares
 
 pytestmark = pytest.mark.skipif(
@@ -119,26 +120,46 @@ def test_one_that_is_ended_has_time_to_write_what_it_has(tmp_path, monkeypatch):
     assert time.monotonic() - started < 3.0 + side_by_side.ENDING_S
 
 
-def test_the_list_of_all_figures_is_what_its_programs_take(monkeypatch):
+def test_a_command_that_takes_two_gpus_sees_both(tmp_path, capsys):
+    path = listed(tmp_path, "1 one echo $CUDA_VISIBLE_DEVICES\n1 two echo $CUDA_VISIBLE_DEVICES\n")
+    words = [str(path), "--logs", str(tmp_path / "logs"), "--gpus", "2", "--each", "2"]
+    assert side_by_side.main(words) == 0
+    assert "one                          on GPU 0,1: exit status 0" in capsys.readouterr().out
+    assert [(tmp_path / "logs" / f"{n}.txt").read_text() for n in ("one", "two")] == ["0,1\n"] * 2
+    jobs = [Job(1.0, name, "echo $CUDA_VISIBLE_DEVICES; sleep 0.5") for name in ("a", "b")]
+    run(jobs, 4, 60.0, tmp_path, each=2)
+    assert {(tmp_path / f"{name}.txt").read_text() for name in ("a", "b")} == {"0,1\n", "2,3\n"}
+    with pytest.raises(SystemExit, match="--each 3: there are 2 GPUs; take 1 to 2"):
+        side_by_side.main([*words[:-1], "3"])
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_list_of_all_figures_is_what_its_programs_take(gpus, monkeypatch):
     parse = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(parser, *args, **options):
         raise _ParsedError(parse(parser, *args, **options))
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    jobs = read(side_by_side.results.ROOT / "benchmarks" / "h200.txt")
+    name, file = ("h200.txt", r"\w+_h200") if gpus == 1 else ("2xh200.txt", "many_gpus_2xh200")
+    jobs = read(side_by_side.results.ROOT / "benchmarks" / name)
     for job in jobs:
         python, *words = shlex.split(job.command)
         assert python == "PYTHON"
         program = words[1] if words[0] == "-m" else words[0]
         path = program.replace(".", "/") + ".py" if words[0] == "-m" else program
         assert (side_by_side.results.ROOT / path).exists()
-        assert re.match(r"benchmarks/results/\w+_h200\.json", words[words.index("--out") + 1])
+        assert re.fullmatch(f"benchmarks/results/{file}.json", words[words.index("--out") + 1])
         monkeypatch.setattr("sys.argv", words[1:] if words[0] == "-m" else words)
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
         with pytest.raises(_ParsedError) as parsed:  # or it refuses what it does not know
             module.main()
         asked = parsed.value.args[0]
+        if path == "benchmarks/many_gpus.py":
+            assert asked.limit_s < job.seconds < 600
+            assert set(asked.workloads) <= set(many_gpus.WORKLOADS)
+            named = [arm.name for group in groups() for arm in group]
+            assert all(any(word in name for name in named) for word in asked.arms)
         if path == "benchmarks/yardstick.py":
             assert job.seconds > asked.cold_start_limit_s or len(asked.methods) > 2
         assert job.seconds < 560.0  # or it would never be taken
