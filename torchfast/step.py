@@ -371,7 +371,7 @@ class TrainStep:
             model, self.optimizer, self.lr_scheduler, self._guard, self._average, self.device
         )
         self.memory.watch(
-            model, self.optimizer, self.device, self._guard, self._average, self._offload
+            model, self.optimizer, self._guard, self._average, self._offload, self.sharding
         )
         hook = weak_hook(self._after_load)
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(hook)
@@ -384,7 +384,7 @@ class TrainStep:
             [*([] if scaler is None else [scaler.held]), *self._average.named],
             loss_fn,
             self.memory.after_failed_capture,
-            self._guard.forget,
+            self.memory.after_trial,
             self.ranks.group,
         )
         self._update.graph = self._graph

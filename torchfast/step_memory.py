@@ -27,6 +27,7 @@ from torchfast.ema import WeightAverage
 from torchfast.gradients import Gradients
 from torchfast.memory import StepOffload
 from torchfast.memory.attention_watch import AttentionWatch
+from torchfast.parallel import Sharding
 from torchfast.plan import Plan
 from torchfast.precision import UpdateGuard
 from torchfast.update import Update
@@ -78,6 +79,7 @@ class StepMemory:
             self._decisions = apply_allocator(plan.allocator_config)
         self._guard: OutOfMemoryGuard | None = None
         self._forget: Callable[[], None] = lambda: None
+        self._sharding: Sharding | None = None
         self.monitor: MemoryMonitor | None = None
         self.attention = AttentionWatch()
         self._device = torch.device("cpu")
@@ -87,13 +89,14 @@ class StepMemory:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        device: torch.device,
         guard: UpdateGuard,
         average: WeightAverage,
         offload: StepOffload,
+        sharding: Sharding,
     ) -> None:
         """Begin to care for a step's memory."""
-        self._device, self._forget = device, guard.forget
+        device = self._device = sharding.device
+        self._forget, self._sharding = guard.forget, sharding
         from torchfast.memory import OutOfMemoryGuard  # when something trains, not at import
 
         def others() -> dict[str, Iterable[Tensor]]:
@@ -136,7 +139,15 @@ class StepMemory:
         """Take an account, if it was memory that ran out, and let go of what was kept."""
         if self._guard is not None:
             self._guard.after_failed_capture()
+        self.after_trial()
+        if self._sharding is not None:
+            self._sharding.after_failure()
+
+    def after_trial(self) -> None:
+        """Let go of what was kept of a step that was tried, on this rank alone."""
         self._forget()
+        if self._sharding is not None:
+            self._sharding.close_pass()
 
     def note_loader(self, loader: PrefetchingLoader) -> None:
         """Let the account know whose the memory of a loader is."""

@@ -34,6 +34,7 @@ from torchfast._core.errors import PlanError
 from torchfast._core.fsdp_pieces import own_pieces
 from torchfast._core.local import local
 from torchfast._core.selection import select_modules
+from torchfast.parallel.broken_pass import close_pass
 from torchfast.parallel.meshes import check_mesh, mesh_for, num_replicas, reshard_for
 from torchfast.parallel.meta_device import give_memory, is_on_meta, materialize
 from torchfast.parallel.observed_shards import ObservedShards
@@ -94,6 +95,7 @@ class ShardedModel:
         _check_dtypes(model, self._paths, self._whole.names)
         self._replicas = num_replicas(options, ranks)
         self._reshard = reshard_for(options, ranks.world_size // self._replicas)
+        self._twins: list[nn.Module] = []
         # Given where to note when collectives run, and None when that is over.
         self.observe = ObservedShards(model, is_replicated=options.strategy == "hsdp").observe
 
@@ -112,6 +114,7 @@ class ShardedModel:
     def shard_twin(self, twin: nn.Module) -> None:
         """Shard a copy that was made of the model before `apply` in the same way."""
         self._shard(twin)
+        self._twins.append(twin)
         if self._is_on_meta:
             give_memory(twin, self._where)
         self._whole.move(twin, self._device)
@@ -130,6 +133,11 @@ class ShardedModel:
     def end_backward(self) -> None:
         """Bring the gradients together of what is not sharded, behind the last backward."""
         self._whole.reduce()
+
+    def close_pass(self) -> None:
+        """Make it as between steps, where one has ended in the middle."""
+        for model in (self._model, *self._twins):
+            close_pass(model, self._device)
 
     def check_scaled(self) -> None:
         """Raise if gradients cannot be scaled; see `WholeParameters.check_scaled`."""

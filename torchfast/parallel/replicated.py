@@ -49,14 +49,18 @@ class ReplicatedModel:
     Args:
         model: The same on all ranks; its parameters and buffers become those of the first one.
         options: How.
+        all_agree: Whether all ranks say yes.
 
     Numerics: The mean of the ranks' gradients; sums in the order of the collective.
     Synchronizes: In `apply`, at the first step, and when parameters were replaced or others are
         trained.
     """
 
-    def __init__(self, model: nn.Module, options: ShardOptions) -> None:
-        self._model, self._options = model, options
+    def __init__(
+        self, model: nn.Module, options: ShardOptions, all_agree: Callable[[bool], bool]
+    ) -> None:
+        self._model, self._options, self._all_agree = model, options, all_agree
+        self._has_failed = False
         size = options.bucket_mb
         self.bucket_mb = BUCKETS_MB[0] if size == "auto" else size
         self._wrapped: DistributedDataParallel | None = None
@@ -70,11 +74,22 @@ class ReplicatedModel:
 
     def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
         """Call, within a forward that is in sync; only the ``is_last`` one reduces gradients."""
+        if self._has_failed:
+            self._has_failed = False
+            if not self._all_agree(self._is_through()):
+                self.use_buckets(self.bucket_mb)
         wrapped = self._current()
         if wrapped is None:  # no parameter is trained
             return call()
         with nullcontext() if is_last else wrapped.no_sync():
             return wrapped(call)
+
+    def after_failure(self) -> None:
+        """Look at the next call whether a backward ended in the middle; all ranks are told.
+
+        Its gradients would be missing in the next one: what averages them waits for all of a step.
+        """
+        self._has_failed = True
 
     def use_buckets(self, size_mb: float) -> None:
         """Reduce so much at a time from now on."""
@@ -97,10 +112,8 @@ class ReplicatedModel:
         Raises:
             PlanError: A trained parameter took no part in the loss.
         """
-        if self._wrapped is None:
-            return
         try:
-            self._wrapped._check_reducer_finalized()
+            self._check_through()
         except RuntimeError as error:
             named = self._model.named_parameters()
             odd = [name for name, p in named if p.requires_grad and p.grad is None]
@@ -110,6 +123,17 @@ class ReplicatedModel:
                 "ShardOptions(unused_parameters=True), requires_grad_(False) what is never used, "
                 "and detach what loss_fn returns besides the loss"
             ) from error
+
+    def _check_through(self) -> None:
+        if self._wrapped is not None:
+            self._wrapped._check_reducer_finalized()
+
+    def _is_through(self) -> bool:
+        try:
+            self._check_through()
+        except RuntimeError:
+            return False
+        return True
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

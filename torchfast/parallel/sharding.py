@@ -7,8 +7,8 @@ of a micro-batch, and to bring a number to what it is over all ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -34,6 +34,7 @@ from torchfast.parallel.tuning import Tuned, tune
 
 if TYPE_CHECKING:
     from torchfast.parallel.fully_sharded import ShardedModel
+    from torchfast.parallel.last_words import LastWords
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class Sharding:
         ranks: Where.
         device: This rank's.
         gather_dtype: See `ShardedModel`.
+
+    Attributes:
+        device: As given.
 
     Raises:
         PlanError: The model cannot be sharded so.
@@ -65,7 +69,7 @@ class Sharding:
         gather_dtype: torch.dtype | None = None,
     ) -> None:
         self.ranks = ranks
-        self._model, self._options, self._device = model, options, device
+        self._model, self._options, self.device = model, options, device
         self._replicated: ReplicatedModel | None = None
         self._sharded: ShardedModel | None = None
         self._seeds: str | None = None
@@ -75,10 +79,6 @@ class Sharding:
         # Entered around the forwards and backwards of a step.
         self.around_gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.collectives = Collectives()  # of forwards and backwards, for whoever times them
-        # Entered around all that ranks do together, so that an error of one is told by all.
-        self.heard: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if self.is_on and ranks.last_words is not None:
-            self.heard = ranks.last_words.heard
         self._is_on_meta = has_no_memory(model) if options is None else is_on_meta(model)
         if self._is_on_meta:
             if options is None:
@@ -97,7 +97,7 @@ class Sharding:
             self.collectives.issued_by(self._sharded.observe)
         else:
             check_mesh(options, ranks, device)
-            self._replicated = ReplicatedModel(model, options)
+            self._replicated = ReplicatedModel(model, options, ranks.all_agree)
             self.collectives.issued_by(self._replicated.observe)
 
     @property
@@ -128,14 +128,14 @@ class Sharding:
     def apply(self) -> None:
         """Shard the model, and give each rank random numbers of its own."""
         if self._is_on_meta and self._sharded is None and self._options is not None:
-            materialize(self._model, self._device, self._options.initialize)
+            materialize(self._model, self.device, self._options.initialize)
         if not self.is_on:
             return
         if self._sharded is not None:
             self._sharded.apply()
         if self._replicated is not None:
             self._replicated.apply()
-        self._seeds = part_seeds(self.ranks, self._device)
+        self._seeds = part_seeds(self.ranks, self.device)
 
     @property
     def is_undecided(self) -> bool:
@@ -149,7 +149,7 @@ class Sharding:
         Args:
             work: The forward and backward of the first batch.
         """
-        group, device = self.ranks.group, self._device
+        group, device = self.ranks.group, self.device
         if self._replicated is not None:
             self._tuned = tune(BUCKETS_MB, self._replicated.use_buckets, work, group, device)
         elif self._sharded is not None:
@@ -221,6 +221,34 @@ class Sharding:
             self._replicated.check_reduced()
         if self._sharded is not None:
             self._sharded.end_backward()
+
+    def after_failure(self) -> None:
+        """Make the model ready for another step, where one has failed on all ranks alike.
+
+        Also where a capture has: on all ranks, whichever could not go on with it.
+        """
+        self.close_pass()
+        if self._replicated is not None:
+            self._replicated.after_failure()
+
+    def close_pass(self) -> None:
+        """End what a forward or a backward of this rank has left in the middle."""
+        if self._sharded is not None:
+            self._sharded.close_pass()
+
+    def heard(self) -> AbstractContextManager[None]:
+        """Enter it around all that ranks do together, so that an error of one is told by all."""
+        words = self.ranks.last_words if self.is_on else None
+        return nullcontext() if words is None else self._heard_by(words)
+
+    @contextmanager
+    def _heard_by(self, words: LastWords) -> Iterator[None]:
+        with words.heard():
+            try:
+                yield
+            except BaseException:
+                self.after_failure()
+                raise
 
     def check_scaled(self) -> None:
         """Raise if the gradients cannot be scaled, as fp16 scales them.
@@ -295,9 +323,9 @@ class Sharding:
         names = sorted(values)  # a rank may have made its dict in another order
         self._check_names(names)
         scalars = [
-            value.detach().to(self._device, torch.float32).reshape(())
+            value.detach().to(self.device, torch.float32).reshape(())
             if isinstance(value, Tensor)
-            else torch.full((), float(value), device=self._device)
+            else torch.full((), float(value), device=self.device)
             for value in map(values.__getitem__, names)
         ]
         means = dict(zip(names, mean_over_ranks(torch.stack(scalars)).unbind(), strict=True))
