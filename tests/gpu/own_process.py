@@ -1,4 +1,4 @@
-"""Test files that run themselves in another process, which prints JSON as its last line."""
+"""Work in other processes: test files that run themselves and print JSON, and ranks on two GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from torch import multiprocessing
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 
 def told_by(file, argument):
@@ -23,3 +27,24 @@ def told_by(file, argument):
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def spawned(run, arguments, limit_s):
+    """Call ``run(rank, *arguments)`` in a process for each of two ranks, which end in any case.
+
+    Returns:
+        How they ended: nothing if each did by itself, in time.
+    """
+    ranks = multiprocessing.spawn(run, arguments, nprocs=2, join=False)
+    until = time.monotonic() + limit_s
+    try:
+        while not ranks.join(timeout=1.0):
+            if time.monotonic() > until:
+                return f"the ranks were not done in {limit_s} s"
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        return str(error)
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+    return ""

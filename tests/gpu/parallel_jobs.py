@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
+from gpu.own_process import spawned
 from parallel_training import batches, fresh, full_state, mean_loss
 from torchfast import (
     CompileOptions,
@@ -21,6 +24,20 @@ from torchfast import (
 )
 
 STEPS = 40
+
+
+def done(run, jobs, folder, limit_s):
+    """Do jobs on two ranks, each with a GPU; return what each rank has left of them in time.
+
+    Every test of a file reads its job's results: what one job does to the ranks, be it that they
+    never end, takes no others with it that were done before.
+    """
+    ended = spawned(run, (list(jobs), 2, str(folder / "store"), str(folder)), limit_s)
+    files = [folder / f"rank-{rank}.pt" for rank in range(2)]
+    found = [torch.load(file) if file.exists() else {} for file in files]
+    return [
+        {name: each.get(name, ended or "an earlier one failed") for name in jobs} for each in found
+    ]
 
 
 def run(rank, jobs, num_ranks, store, folder, known=None):
@@ -40,11 +57,25 @@ def run(rank, jobs, num_ranks, store, folder, known=None):
     for name in jobs:
         try:
             results[name] = (known or JOBS)[name](rank)
-        except Exception:
+            how = "fine"
+        except Exception as error:
             results[name] = traceback.format_exc()
-            break  # the other ranks may be anywhere by now
-    torch.save(results, f"{folder}/rank-{rank}.pt")
+            how = type(error).__name__
+        torch.save(results, f"{folder}/part-{rank}.pt")
+        os.replace(f"{folder}/part-{rank}.pt", f"{folder}/rank-{rank}.pt")
+        gc.collect()  # of trainers whose job has failed
+        if not all_are(how, name):
+            os._exit(0)  # the other ranks may be anywhere by now, and groups are not destroyed then
     dist.destroy_process_group()
+
+
+def all_are(how, job):
+    """Whether all ranks came out of a job alike, and can do another one together."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{job}/{dist.get_rank()}", how)
+    # Waits: a rank that waits for another in a step hears of its error a little later.
+    told = {store.get(f"{job}/{rank}").decode() for rank in range(dist.get_world_size())}
+    return told == {how} != {"RankError"}
 
 
 def trained(rank, plan, loss_fn=mean_loss, width=8, *, steps=STEPS, odd=(), hooked=(), **options):
@@ -102,16 +133,42 @@ def both_ways(shard, **fields):
     return job
 
 
-def refusing(rank):
-    """A loss that waits for the device on the last rank only, where no capture is possible."""
+class Waiting(torch.autograd.Function):
+    """The identity, which waits for the device in one of its halves."""
+
+    @staticmethod
+    def forward(ctx, x, half):
+        ctx.half = half
+        if half == "forward":
+            x.sum().item()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.half == "backward":
+            gradient.sum().item()
+        return gradient, None
+
+
+def refusing(shard, half):
+    """Return a job with a wait for the device on the last rank only, which no capture allows."""
 
     def loss_fn(model, batch):
-        loss = mean_loss(model, batch)
-        if rank == 1:
-            loss.item()
-        return loss
+        tokens, targets = batch
+        x = model.embedding(tokens)
+        for number, block in enumerate(model.blocks):
+            x = block(x)
+            if number == 0:
+                x = Waiting.apply(x, half if dist.get_rank() == 1 else None)
+        return F.cross_entropy(model.head(x).flatten(0, 1), targets.flatten())
 
-    return trained(rank, Plan(shard="ddp", cuda_graph=True), loss_fn)
+    def job(rank):
+        return {
+            graph: trained(rank, Plan(shard=shard, cuda_graph=graph), loss_fn)
+            for graph in (False, True)
+        }
+
+    return job
 
 
 def evaluated(rank):
@@ -151,18 +208,17 @@ JOBS = {
     "fsdp bf16": both_ways("fsdp", precision="bf16"),
     "ddp average": both_ways("ddp", ema=0.9),
     "evaluation": evaluated,
-    "one rank waits": refusing,
+    **{
+        f"{shard} waits in a {half}": refusing(shard, half)
+        for shard in ("ddp", "fsdp")
+        for half in ("forward", "backward")
+    },
     **{
         f"{shard} {name}": both_ways(shard, max_grad_norm=0.5, **fields)
         for shard in ("ddp", "fsdp")
         for name, fields in (
             ("accumulate", {"accumulate": 3}),
             ("recompute", {"recompute": "blocks"}),
-            ("compile", {"compile": BY_BLOCKS}),
-            (
-                "compile recompute accumulate",
-                {"compile": BY_BLOCKS, "recompute": "blocks", "accumulate": 2},
-            ),
         )
     },
     **{
@@ -179,6 +235,15 @@ JOBS = {
         f"{shard} {name}": both_ways(shard, max_grad_norm=0.5, offload=OFFLOAD, **fields)
         for shard in ("ddp", "fsdp")
         for name, fields in (("offload", {}), ("offload recompute", {"recompute": "blocks"}))
+    },
+    # What takes longest comes last.
+    **{
+        f"{shard} {name}": both_ways(shard, max_grad_norm=0.5, compile=BY_BLOCKS, **fields)
+        for shard in ("ddp", "fsdp")
+        for name, fields in (
+            ("compile", {}),
+            ("compile recompute accumulate", {"recompute": "blocks", "accumulate": 2}),
+        )
     },
     "fsdp float8": both_ways("fsdp", precision=FLOAT8, width=16),  # needs units for it: the last
 }

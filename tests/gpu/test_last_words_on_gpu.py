@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from gpu import failing_jobs
+from gpu.own_process import spawned
 from gpu.requirements import requires
 
 pytestmark = [requires(gpus=2), pytest.mark.timeout(300)]
@@ -17,7 +17,8 @@ pytestmark = [requires(gpus=2), pytest.mark.timeout(300)]
 )
 def test_a_rank_hears_of_an_error_while_it_waits_on_the_device(shard, is_captured, tmp_path):
     arguments = (shard, is_captured, str(tmp_path / "store"), str(tmp_path))
-    multiprocessing.spawn(failing_jobs.run, arguments, nprocs=2)
+    ended = spawned(failing_jobs.run, arguments, 90)
+    assert not ended, ended
     (waiting, counters), (failed, _) = (
         torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2)
     )

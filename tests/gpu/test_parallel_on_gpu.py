@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import multiprocessing
 
 from gpu import parallel_jobs
 from gpu.requirements import requires
 
 pytestmark = [requires(gpus=2), pytest.mark.timeout(600)]
 
-GRAPHED = [name for name in parallel_jobs.JOBS if name not in ("one rank waits", "evaluation")]
+WAITING = [name for name in parallel_jobs.JOBS if " waits in a " in name]
+GRAPHED = [name for name in parallel_jobs.JOBS if name not in (*WAITING, "evaluation")]
+LIMIT_S = 420
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    jobs = list(parallel_jobs.JOBS)
-    arguments = (jobs, 2, str(folder / "store"), str(folder))
-    multiprocessing.spawn(parallel_jobs.run, arguments, nprocs=2)
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+    return parallel_jobs.done(parallel_jobs.run, parallel_jobs.JOBS, folder, LIMIT_S)
 
 
 def results_of(trained, name):
-    results = [of_rank.get(name, "an earlier job failed") for of_rank in trained]
+    results = [of_rank[name] for of_rank in trained]
     for result in results:
         assert isinstance(result, dict), result
     return results
@@ -103,11 +101,15 @@ def test_float8_weights_are_gathered_and_compared_within_a_captured_run(trained)
     assert compared[0] == compared[1]
 
 
-def test_a_rank_that_cannot_capture_brings_all_back(trained):
-    for result in results_of(trained, "one rank waits"):
-        assert result["counters"]["graphs"] == 0, result["report"]
-    first, _ = results_of(trained, "one rank waits")
-    assert "another rank could not capture" in first["report"]
+@pytest.mark.parametrize("name", WAITING)
+def test_a_rank_that_cannot_capture_brings_all_back(name, trained):
+    for result in results_of(trained, name):
+        assert result[True]["counters"]["graphs"] == 0, result[True]["report"]
+        assert torch.equal(result[True]["losses"], result[False]["losses"])
+        for key, value in result[False]["state"].items():
+            assert torch.equal(result[True]["state"][key], value), key
+    first, _ = results_of(trained, name)
+    assert "another rank could not capture" in first[True]["report"]
 
 
 def test_an_evaluation_is_that_of_one_gpu(trained):
