@@ -14,7 +14,7 @@ compares losses, parameters and optimizer state to the bit. "communication" tell
 the arms named in PROFILED on each rank, how long collectives run, and how long bare.
 
 What matters most comes first, a row is written as soon as it is there, and nothing begins that
-would not end within the limit by what took longest so far. What is left out a later run measures,
+would not end within the limit if it took what others did so far, on average. What is left out a later run measures,
 into the same file.
 """
 
@@ -56,7 +56,7 @@ Tell = Callable[..., None]
 
 
 class Clock:
-    """Whether there is time for more, told by what took longest; all ranks say alike.
+    """Whether there is time for more, told by what others took; all ranks say alike.
 
     Args:
         deadline: By `time.time`.
@@ -64,11 +64,12 @@ class Clock:
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        self._longest_s = 0.0
+        self._took_s: list[float] = []
 
     def has_time(self) -> bool:
-        """Whether as much again would end in time; all ranks call it."""
-        return everywhere(time.time() + self._longest_s < self._deadline)
+        """Whether another would end in time if it were as the others; all ranks call it."""
+        usual_s = statistics.mean(self._took_s) if self._took_s else 0.0
+        return everywhere(time.time() + usual_s < self._deadline)
 
     def rounds(self, items: list[Any]) -> Iterator[tuple[Any, bool]]:
         """Yield each item, and whether there is time for it."""
@@ -76,7 +77,7 @@ class Clock:
             has_time, begun = self.has_time(), time.time()
             yield item, has_time
             if has_time:
-                self._longest_s = max(self._longest_s, time.time() - begun)
+                self._took_s.append(time.time() - begun)
 
 
 def measure(item: Workload, args: argparse.Namespace, device: torch.device, tell: Tell) -> None:

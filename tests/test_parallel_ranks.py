@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ranks
@@ -245,6 +246,33 @@ def test_ranks_begin_with_one_model_and_draw_numbers_of_their_own():
     assert kept_too
     assert weights == weights_too
     assert told
+
+
+def on_the_host(rank, monkeypatch):
+    """Build trainers of a model on the host as where NCCL is all that the script's group has."""
+    broadcast = dist.broadcast
+
+    def of_nccl(tensor, src, group=None):
+        if group is None:
+            raise RuntimeError("No backend type associated with device type cpu")
+        return broadcast(tensor, src=src, group=group)
+
+    monkeypatch.setattr(dist, "broadcast", of_nccl)
+    found = {}
+    for shard in ("ddp", "fsdp"):
+        torch.manual_seed(rank)
+        model = Net()
+        model.register_buffer("turned", torch.randn(3, 2).t())  # not contiguous
+        Trainer(model, SGD, mean_loss, Plan(shard=shard))
+        found[shard] = full_state(model)
+    return found
+
+
+def test_weights_on_the_host_do_not_need_a_group_of_the_scripts_for_them(monkeypatch):
+    first, second = ranks.run(on_the_host, 2, monkeypatch)
+    for shard, state in first.items():
+        for name, value in state.items():
+            assert torch.equal(value, second[shard][name]), (shard, name)
 
 
 def test_a_script_runs_alone_and_under_torchrun(tmp_path):

@@ -154,6 +154,16 @@ class RankGroup(Closing):
         self.together(lambda: kept.append(work()))
         return kept[0]
 
+    def send_from_first(self, tensor: torch.Tensor) -> None:
+        """Make a tensor on the host what it is on the first rank, in place.
+
+        Raises:
+            RankError: A rank cannot be reached.
+        """
+        if self.size > 1:
+            with _reached(self._told):
+                dist.broadcast(tensor, src=0, group=self._checked())
+
     def all_agree(self, yes: bool) -> bool:
         """Return whether all ranks say yes.
 

@@ -104,7 +104,7 @@ class ShardedModel:
         model = self._model
         if not self._is_on_meta:
             # What is sharded is each rank's part of its own copy: they must be copies of one.
-            send_from_first([*model.parameters(), *model.buffers()])
+            send_from_first(self._ranks.group, [*model.parameters(), *model.buffers()])
         self._mesh = mesh_for(self._options, self._ranks, self._device)
         self._shard(model)
         if self._is_on_meta:
@@ -188,7 +188,7 @@ class ShardedModel:
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)
             materialize(model, self._where, self._options.initialize)
-        send_from_first([*model.buffers(), *self._whole.plain(model)])
+        send_from_first(self._ranks.group, [*model.buffers(), *self._whole.plain(model)])
         if self._replicas > 1:
             group = self._mesh.get_group(0)
             source = dist.get_global_rank(group, 0)

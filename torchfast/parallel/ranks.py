@@ -226,18 +226,22 @@ def _meeting(rank: int, world_size: int, timeout_s: float) -> tuple[RankGroup, L
     return found
 
 
-def send_from_first(tensors: Iterable[Tensor]) -> None:
-    """Make tensors what they are on the first rank, in place."""
+def send_from_first(ranks: RankGroup, tensors: Iterable[Tensor]) -> None:
+    """Make tensors what they are on the first rank, in place.
+
+    Those on the host go over the ranks' own group: the script's may be one of NCCL alone.
+    """
     for tensor in tensors:
         held = tensor.detach()
         for dim, (size, stride) in enumerate(zip(held.shape, held.stride(), strict=True)):
             if size > 1 and stride == 0:  # expanded: gloo would write all of what is there once
                 held = held.narrow(dim, 0, 1)
-        if held.is_contiguous():
-            dist.broadcast(held, src=0)
+        sent = held.contiguous()
+        if sent.device.type == "cpu":
+            ranks.send_from_first(sent)
         else:
-            sent = held.contiguous()
             dist.broadcast(sent, src=0)
+        if sent is not held:
             held.copy_(sent)
 
 

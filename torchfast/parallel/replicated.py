@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchfast._core.collectives import Observation
 from torchfast._core.errors import PlanError
+from torchfast._core.rank_group import RankGroup
 from torchfast.parallel.options import ShardOptions
 from torchfast.parallel.ranks import send_from_first
 
@@ -49,17 +50,15 @@ class ReplicatedModel:
     Args:
         model: The same on all ranks; its parameters and buffers become those of the first one.
         options: How.
-        all_agree: Whether all ranks say yes.
+        ranks: Who agree.
 
     Numerics: The mean of the ranks' gradients; sums in the order of the collective.
     Synchronizes: In `apply`, at the first step, and when parameters were replaced or others are
         trained.
     """
 
-    def __init__(
-        self, model: nn.Module, options: ShardOptions, all_agree: Callable[[bool], bool]
-    ) -> None:
-        self._model, self._options, self._all_agree = model, options, all_agree
+    def __init__(self, model: nn.Module, options: ShardOptions, ranks: RankGroup) -> None:
+        self._model, self._options, self._ranks = model, options, ranks
         self._has_failed = False
         size = options.bucket_mb
         self.bucket_mb = BUCKETS_MB[0] if size == "auto" else size
@@ -70,13 +69,13 @@ class ReplicatedModel:
 
     def apply(self) -> None:
         """Make the model on each rank what it is on the first."""
-        send_from_first([*self._model.parameters(), *self._model.buffers()])
+        send_from_first(self._ranks, [*self._model.parameters(), *self._model.buffers()])
 
     def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
         """Call, within a forward that is in sync; only the ``is_last`` one reduces gradients."""
         if self._has_failed:
             self._has_failed = False
-            if not self._all_agree(self._is_through()):
+            if not self._ranks.all_agree(self._is_through()):
                 self.use_buckets(self.bucket_mb)
         wrapped = self._current()
         if wrapped is None:  # no parameter is trained

@@ -97,7 +97,7 @@ class Sharding:
             self.collectives.issued_by(self._sharded.observe)
         else:
             check_mesh(options, ranks, device)
-            self._replicated = ReplicatedModel(model, options, ranks.all_agree)
+            self._replicated = ReplicatedModel(model, options, ranks.group)
             self.collectives.issued_by(self._replicated.observe)
 
     @property
