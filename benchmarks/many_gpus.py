@@ -14,8 +14,8 @@ compares losses, parameters and optimizer state to the bit. "communication" tell
 the arms named in PROFILED on each rank, how long collectives run, and how long bare.
 
 What matters most comes first, a row is written as soon as it is there, and nothing begins that
-would not end within the limit if it took what others did so far, on average. What is left out a later run measures,
-into the same file.
+would not end within the limit if it took what others did so far, on average. What is left out a
+later run measures, into the same file.
 """
 
 from __future__ import annotations
