@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast._core.state import FORMAT, check_training_state
+from torchfast.checkpoint.sharded import is_sharded, part_of
 from torchfast.ema import WeightAverage
 from torchfast.precision import UpdateGuard
 
@@ -64,6 +65,7 @@ class TrainingState:
         """
         check_training_state(state, self._model, self._optimizer, self._scheduler)
         self._average.check_state_dict(state)
+        state = self._parted(state)
         self._model.load_state_dict(state["model"])
         # A copy: torch keeps tensors that need no conversion, so two trainers that load one
         # state would share their moments.
@@ -73,3 +75,30 @@ class TrainingState:
         self._guard.load_state_dict(state)
         self._average.load_state_dict(state)
         set_rng_state(state["rng"], self._device)
+
+    def _parted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the state with what is whole in it sharded as what it is put into.
+
+        Whole are all tensors that are loaded without ``like``, and the moments of an optimizer that
+        had none yet when the ``like`` was made.
+        """
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if not any(map(is_sharded, parameters)):
+            return state
+        given = state["optimizer"]
+        moments = {
+            number: {key: part_of(value, parameters[number]) for key, value in of_one.items()}
+            for number, of_one in given["state"].items()
+        }
+        found = {**state, "optimizer": {**given, "state": moments}}
+        models = {"model": self._model, "ema_model": self._average.current()}
+        for name, model in models.items():
+            if model is not None and name in state:
+                own = model.state_dict()
+                found[name] = {key: part_of(v, own.get(key)) for key, v in state[name].items()}
+        averages = self._average.state_dict().get("ema")
+        if averages is not None and "ema" in state:
+            given = state["ema"]["unrounded"]
+            unrounded = {n: part_of(v, averages["unrounded"].get(n)) for n, v in given.items()}
+            found["ema"] = {**state["ema"], "unrounded": unrounded}
+        return found

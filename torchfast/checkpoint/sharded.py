@@ -77,6 +77,20 @@ def placed_like(like: Mapping[str, Tensor], key: str, size: torch.Size) -> Tenso
     return None
 
 
+def part_of(whole: Any, like: object) -> Any:
+    """Return a tensor that every rank has whole as one that is sharded as ``like``.
+
+    Anything else is returned as it is: what is sharded already, or is not of that shape.
+    """
+    if not is_sharded(like) or is_sharded(whole) or getattr(whole, "shape", None) != like.shape:  # type: ignore[attr-defined]
+        return whole
+    spec = _spec(like)  # type: ignore[arg-type]
+    # Each rank takes its own part; none sends any.
+    return sys.modules[_HOME].distribute_tensor(
+        whole, spec.mesh, spec.placements, src_data_rank=None
+    )
+
+
 def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a new tensor that is sharded as ``tensor``, whose part lies on the CPU."""
     part = torch.empty(local(tensor).shape, dtype=dtype, device="cpu")
