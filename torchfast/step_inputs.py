@@ -45,6 +45,7 @@ class StepInputs:
     def of_step(self, batch: Any, number: int) -> tuple[Any, ...]:
         """Return the micro-batches of the step of this number; the first is 1."""
         group = as_group(batch, self._accumulate)
+        self._sharding.check_same_parts()
         if self._accumulate > 1:
             self._sharding.check_counts(len(group), are_even=batch.are_even)
         if self._transforms.looks_at_batches or self._compiled.is_undecided:

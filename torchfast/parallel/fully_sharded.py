@@ -59,6 +59,10 @@ class ShardedModel:
         device: Where it trains.
         gather_dtype: What ``"auto"`` means; None is the parameters' own.
 
+    Attributes:
+        is_noted: Whether to note that of the steps that come.
+        noted: Which pieces a forward has run, and which parameters got no gradient.
+
     Raises:
         PlanError: It is sharded already, or cannot be.
 
@@ -96,6 +100,8 @@ class ShardedModel:
         self._replicas = num_replicas(options, ranks)
         self._reshard = reshard_for(options, ranks.world_size // self._replicas)
         self._twins: list[nn.Module] = []
+        self.is_noted = False
+        self.noted: list[str] = []
         # Given where to note when collectives run, and None when that is over.
         self.observe = ObservedShards(model, is_replicated=options.strategy == "hsdp").observe
 
@@ -122,7 +128,16 @@ class ShardedModel:
     def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
         """Call with the model whole; only the ``is_last`` one reduces gradients."""
         self.reduce_gradients(is_last)
-        return self.whole(call, self._model)
+        before = len(self._gathered())
+        result = self.whole(call, self._model)
+        if self.is_noted:
+            self.noted = [piece._module_fqn or "the rest" for piece in self._gathered()[before:]]
+        return result
+
+    def _gathered(self) -> list[Any]:
+        """Return the pieces that were gathered since the last backward, as torch keeps them."""
+        state = cast("FSDPModule", self._model)._get_fsdp_state()
+        return getattr(state._comm_ctx, "post_forward_order", [])
 
     def reduce_gradients(self, yes: bool = True) -> None:
         """Say whether the backward that comes reduces gradients, as the last one of a step does."""
@@ -132,6 +147,9 @@ class ShardedModel:
 
     def end_backward(self) -> None:
         """Bring the gradients together of what is not sharded, behind the last backward."""
+        if self.is_noted:
+            named = self._model.named_parameters()
+            self.noted += [f"no {name}" for name, p in named if p.requires_grad and p.grad is None]
         self._whole.reduce()
 
     def close_pass(self) -> None:

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
-from torchfast.parallel.likeness import check_alike, number_of
+from torchfast.parallel.likeness import check_alike, difference, number_of
 from torchfast.parallel.meshes import check_mesh
 from torchfast.parallel.meta_device import (
     check_initialization,
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from torchfast.parallel.last_words import LastWords
 
 logger = logging.getLogger(__name__)
+
+# What a rank runs that others do not, it runs in most steps.
+_NOTED_FIRST, _NOTED_EVERY = 4, 128
 
 
 @final
@@ -75,6 +78,7 @@ class Sharding:
         self._seeds: str | None = None
         self._names: list[str] = []  # of the metrics, as all ranks have them
         self._tuned: Tuned[Any] | None = None
+        self._num_counted = 0  # steps
         self.is_on = options is not None and ranks.are_many
         # Entered around the forwards and backwards of a step.
         self.around_gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -196,6 +200,31 @@ class Sharding:
             f"the ranks were given different numbers of micro-batches for a step (by rank: "
             f"{', '.join(map(str, counts))}), and shards are gathered in each one on all ranks; "
             "give all ranks equally many, as trainer.prefetch(loader) does"
+        )
+
+    def check_same_parts(self) -> None:
+        """Raise behind some steps if the ranks have used different parts of the model in it.
+
+        Raises:
+            PlanError: They have.
+
+        Synchronizes: The ranks' hosts, not the device, under ``"fsdp"`` and ``"hsdp"``: in the
+            first steps and some later ones.
+        """
+        sharded = self._sharded
+        if sharded is None:
+            return
+        if sharded.is_noted and (found := difference(self.ranks.group, sharded.noted)):
+            raise PlanError(
+                f"the ranks used different parts of the model in a step ({found}), and shards are "
+                "gathered and reduced on all ranks at once, so they trained with each other's; use "
+                "the same parts in the same order on all ranks, without a branch on what each "
+                "draws or is given, or take shard='ddp' with unused_parameters=True"
+            )
+        self._num_counted += 1
+        sharded.noted = []
+        sharded.is_noted = (
+            self._num_counted <= _NOTED_FIRST or self._num_counted % _NOTED_EVERY == 0
         )
 
     def shard_twin(self, twin: nn.Module) -> None:
