@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import weakref
 
 import pytest
@@ -289,7 +290,8 @@ def test_a_model_of_which_nothing_is_compiled_is_not_called_compiled():
         with compiled(model, regions="whole") as handle:
             model(torch.ones(2, 8))
             status = handle.status[""]
-            assert ("cannot follow it, as it cannot nn.LSTM" in status) == isinstance(
+            # Later versions of torch say why, and earlier ones nothing.
+            assert bool(re.search(r"nn\.LSTM.* cannot|cannot.* nn\.LSTM", status)) == isinstance(
                 model, nn.LSTM
             )
             assert "\n" not in status

@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 State: TypeAlias = Literal["not called", "compiled", "eager"]
 
 _NOTHING = (
-    "no graph came of it, as where its forward is kept out by torch.compiler.disable, or where a "
-    "graph break lies within a module of torch's own class, such as Sequential, whose frames torch "
-    "leaves alone"
+    "no graph came of it, as where its forward is kept out by torch.compiler.disable, where it is "
+    "an nn.LSTM or nn.GRU, which torch.compile cannot follow, or where a graph break lies within a "
+    "module of torch's own class, such as Sequential, whose frames torch leaves alone"
 )
 # What torch says of frames that it leaves alone, where that says little.
 _SKIPPED = {
