@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import re
 import weakref
 
 import pytest
@@ -290,10 +289,8 @@ def test_a_model_of_which_nothing_is_compiled_is_not_called_compiled():
         with compiled(model, regions="whole") as handle:
             model(torch.ones(2, 8))
             status = handle.status[""]
-            # Later versions of torch say why, and earlier ones nothing.
-            assert bool(re.search(r"nn\.LSTM.* cannot|cannot.* nn\.LSTM", status)) == isinstance(
-                model, nn.LSTM
-            )
+            assert status.startswith("eager: ")
+            assert "nn.LSTM" in status or not isinstance(model, nn.LSTM)
             assert "\n" not in status
 
 

@@ -9,112 +9,27 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset
 
-from torchfast import MicroBatches, PrefetchingLoader, Trainer
-from torchfast._core.errors import StateMismatchError
-from torchfast._core.rng import get_rng_state, seed_everything, set_rng_state
+from loader_states import (
+    BATCH_SIZE,
+    CPU,
+    LOADERS,
+    NUM_BATCHES,
+    NUM_SAMPLES,
+    WITH_WORKERS,
+    Stateful,
+    begun,
+    drain,
+    own_generator,
+    resumed,
+    saved,
+    uninterrupted,
+)
+from torchfast import PrefetchingLoader, Trainer
+from torchfast._core.rng import seed_everything, set_rng_state
 
 pytestmark = pytest.mark.usefixtures("every_way")
-
-CPU = torch.device("cpu")
-NUM_SAMPLES, BATCH_SIZE = 11, 2
-NUM_BATCHES = 6  # an epoch, the last one smaller
-
-
-class Augmented(Dataset):
-    """Samples of their number and of noise from every generator that a user may draw from."""
-
-    def __len__(self):
-        return NUM_SAMPLES
-
-    def __getitem__(self, index):
-        noise = torch.rand(()) + np.random.rand() + random.random()
-        return torch.tensor(float(index)), noise.double()
-
-
-class Several(Augmented):
-    def __getitem__(self, indices):
-        return torch.stack([Augmented.__getitem__(self, index)[1] for index in indices])
-
-
-class Counted(IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(NUM_SAMPLES, dtype=torch.float64) + random.random())
-
-
-def own_generator(**options):
-    return DataLoader(
-        Augmented(), BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(7), **options
-    )
-
-
-def batch_sampler():
-    sampler = RandomSampler(Augmented(), generator=torch.Generator().manual_seed(5))
-    return DataLoader(Augmented(), batch_sampler=BatchSampler(sampler, BATCH_SIZE, drop_last=False))
-
-
-LOADERS = {
-    "in order": lambda: DataLoader(Augmented(), BATCH_SIZE),
-    "global shuffle": lambda: DataLoader(Augmented(), BATCH_SIZE, shuffle=True),
-    "own generator": own_generator,
-    "batch sampler": batch_sampler,
-    "iterable data set": lambda: DataLoader(Counted(), BATCH_SIZE),
-    "list": lambda: [torch.full((2,), float(i)) for i in range(NUM_BATCHES)],
-}
-WITH_WORKERS = {
-    "workers, global shuffle": lambda: DataLoader(
-        Augmented(), BATCH_SIZE, shuffle=True, num_workers=2
-    ),
-    "workers, own generator": lambda: own_generator(num_workers=2),
-    "workers that stay": lambda: own_generator(num_workers=2, persistent_workers=True),
-}
-
-
-def flat(batch):
-    if isinstance(batch, MicroBatches):
-        return [value for part in batch for value in flat(part)]
-    parts = batch if isinstance(batch, list | tuple) else [batch]
-    return [value for part in parts for value in part.flatten().tolist()]
-
-
-def drain(loader, log, stop_after=None):
-    """Train for an epoch: note each batch, and what the training draws meanwhile."""
-    for number, batch in enumerate(loader, start=1):
-        log.append((flat(batch), torch.rand(()).item(), random.random()))
-        if number == stop_after:
-            return
-
-
-def saved(loader):
-    """Return what a file would hold of a run, through the file."""
-    file = io.BytesIO()
-    torch.save({"loader": loader.state_dict(), "rng": get_rng_state(CPU)}, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def resumed(make, state, **options):
-    """Return the loader of another process, which has gone its own way before."""
-    seed_everything(99)
-    loader = PrefetchingLoader(make(), CPU, **options)
-    torch.rand(13)
-    set_rng_state(state["rng"], CPU)
-    loader.load_state_dict(state["loader"])
-    return loader
-
-
-def begun(make, **options):
-    """Return the loader of a run that begins."""
-    seed_everything(1)
-    return PrefetchingLoader(make(), CPU, **options)
-
-
-def uninterrupted(make, epochs=3, **options):
-    loader, log = begun(make, **options), []
-    for _ in range(epochs):
-        drain(loader, log)
-    return log
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -330,25 +245,6 @@ def test_an_epoch_that_ends_at_once_is_an_epoch_if_it_was_resumed():
 # -- Loaders that carry state ----------------------------------------------------------------------
 
 
-class Stateful:
-    """What torchdata's StatefulDataLoader promises, and a state that it goes on changing."""
-
-    def __init__(self):
-        self.state = {"next": 0, "epochs": 0}
-
-    def __iter__(self):
-        while self.state["next"] < NUM_BATCHES:
-            self.state["next"] += 1
-            yield torch.tensor([float(self.state["next"]), float(self.state["epochs"])])
-        self.state.update(next=0, epochs=self.state["epochs"] + 1)
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = dict(state)
-
-
 @pytest.mark.parametrize("stop_after", range(1, NUM_BATCHES + 1))
 def test_a_loader_that_carries_state_is_given_it_back(stop_after):
     expected = uninterrupted(Stateful)
@@ -367,68 +263,6 @@ def test_a_loader_that_carries_state_is_given_it_back_between_epochs():
     drain(loader, log)
     drain(resumed(Stateful, saved(loader)), log)
     assert log == expected
-
-
-# -- What does not fit -----------------------------------------------------------------------------
-
-
-def position_of(make, batches=2):
-    loader = PrefetchingLoader(make(), CPU)
-    drain(loader, [], stop_after=batches)
-    return loader.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (lambda: DataLoader(Augmented(), 3), "batch_size 2, and this loader has 3"),
-        (lambda: DataLoader(Augmented(), 2, drop_last=True), "drop_last False, and this loader"),
-        (lambda: DataLoader(Augmented(), 2, num_workers=1), "num_workers 0, and this loader has 1"),
-        (lambda: DataLoader(range(5), 2), "num_samples 11, and this loader has 5"),
-        (lambda: own_generator(), "0 generators of the loader's own, and this loader has 1"),
-        (Stateful, "a loader that is counted, and this Stateful carries its own state"),
-    ],
-)
-def test_the_position_of_another_loader_is_refused(other, words):
-    state = position_of(LOADERS["in order"])
-    loader = PrefetchingLoader(other(), CPU)
-    with pytest.raises(StateMismatchError, match=words):
-        loader.load_state_dict(state)
-    assert next(iter(loader)) is not None
-    assert loader.state_dict()["num_batches"] == 1  # it went on as if nothing had been
-
-
-@pytest.mark.parametrize("is_batch_sampler", [True, False])
-def test_a_position_in_other_batches_of_a_sampler_is_refused(is_batch_sampler):
-    def make(size):
-        several = BatchSampler(RandomSampler(Several()), size, drop_last=False)
-        if is_batch_sampler:
-            return DataLoader(Augmented(), batch_sampler=several)
-        return DataLoader(Several(), batch_size=None, sampler=several)
-
-    loader = PrefetchingLoader(make(3), CPU)
-    with pytest.raises(StateMismatchError, match="sampler_batch_size 2, and this loader has 3"):
-        loader.load_state_dict(position_of(lambda: make(2)))
-    PrefetchingLoader(make(2), CPU).load_state_dict(position_of(lambda: make(2)))
-
-
-def test_a_loader_that_has_become_shorter_says_so():
-    state = position_of(LOADERS["list"], batches=5)
-    loader = PrefetchingLoader(LOADERS["list"]()[:3], CPU)
-    loader.load_state_dict(state)
-    with pytest.raises(StateMismatchError, match=r"after batch 5 .* ended after 3"):
-        next(iter(loader))
-
-
-@pytest.mark.parametrize("state", [None, 3, [("num_batches", 1)]])
-def test_a_state_is_a_mapping(state):
-    with pytest.raises(TypeError, match="state must be the mapping"):
-        PrefetchingLoader([], CPU).load_state_dict(state)
-
-
-def test_a_state_that_lacks_something_is_refused():
-    with pytest.raises(StateMismatchError, match=r"state lacks \['carries_state', 'epoch_start'"):
-        PrefetchingLoader([], CPU).load_state_dict({"num_batches": 1, "fingerprint": {}})
 
 
 def test_samplers_are_told_the_epoch_again():

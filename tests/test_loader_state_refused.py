@@ -1,0 +1,77 @@
+"""A position that is another loader's is refused, and so is what is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from loader_states import CPU, LOADERS, Augmented, Stateful, drain, own_generator
+from torchfast import PrefetchingLoader
+from torchfast._core.errors import StateMismatchError
+
+pytestmark = pytest.mark.usefixtures("every_way")
+
+
+class Several(Augmented):
+    def __getitem__(self, indices):
+        return torch.stack([Augmented.__getitem__(self, index)[1] for index in indices])
+
+
+def position_of(make, batches=2):
+    loader = PrefetchingLoader(make(), CPU)
+    drain(loader, [], stop_after=batches)
+    return loader.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: DataLoader(Augmented(), 3), "batch_size 2, and this loader has 3"),
+        (lambda: DataLoader(Augmented(), 2, drop_last=True), "drop_last False, and this loader"),
+        (lambda: DataLoader(Augmented(), 2, num_workers=1), "num_workers 0, and this loader has 1"),
+        (lambda: DataLoader(range(5), 2), "num_samples 11, and this loader has 5"),
+        (lambda: own_generator(), "0 generators of the loader's own, and this loader has 1"),
+        (Stateful, "a loader that is counted, and this Stateful carries its own state"),
+    ],
+)
+def test_the_position_of_another_loader_is_refused(other, words):
+    state = position_of(LOADERS["in order"])
+    loader = PrefetchingLoader(other(), CPU)
+    with pytest.raises(StateMismatchError, match=words):
+        loader.load_state_dict(state)
+    assert next(iter(loader)) is not None
+    assert loader.state_dict()["num_batches"] == 1  # it went on as if nothing had been
+
+
+@pytest.mark.parametrize("is_batch_sampler", [True, False])
+def test_a_position_in_other_batches_of_a_sampler_is_refused(is_batch_sampler):
+    def make(size):
+        several = BatchSampler(RandomSampler(Several()), size, drop_last=False)
+        if is_batch_sampler:
+            return DataLoader(Augmented(), batch_sampler=several)
+        return DataLoader(Several(), batch_size=None, sampler=several)
+
+    loader = PrefetchingLoader(make(3), CPU)
+    with pytest.raises(StateMismatchError, match="sampler_batch_size 2, and this loader has 3"):
+        loader.load_state_dict(position_of(lambda: make(2)))
+    PrefetchingLoader(make(2), CPU).load_state_dict(position_of(lambda: make(2)))
+
+
+def test_a_loader_that_has_become_shorter_says_so():
+    state = position_of(LOADERS["list"], batches=5)
+    loader = PrefetchingLoader(LOADERS["list"]()[:3], CPU)
+    loader.load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=r"after batch 5 .* ended after 3"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("state", [None, 3, [("num_batches", 1)]])
+def test_a_state_is_a_mapping(state):
+    with pytest.raises(TypeError, match="state must be the mapping"):
+        PrefetchingLoader([], CPU).load_state_dict(state)
+
+
+def test_a_state_that_lacks_something_is_refused():
+    with pytest.raises(StateMismatchError, match=r"state lacks \['carries_state', 'epoch_start'"):
+        PrefetchingLoader([], CPU).load_state_dict({"num_batches": 1, "fingerprint": {}})
