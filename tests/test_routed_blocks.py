@@ -21,7 +21,11 @@ class Routed(nn.Module):
         return self.head(self.blocks[number](self.first(x)))
 
 
-PIECES = {"blocks": "fsdp", "one piece": ShardOptions(strategy="fsdp", blocks=())}
+PIECES = {
+    "blocks": "fsdp",
+    "one piece": ShardOptions(strategy="fsdp", blocks=()),
+    "blocks left whole": ShardOptions(strategy="fsdp", blocks=(), ignored=("blocks.*",)),
+}
 
 
 def trained(rank, shard, differs_from, steps):
@@ -73,3 +77,8 @@ def test_ranks_that_use_different_parts_are_told(pieces, how, told):
         assert early.startswith("step 2: the ranks used different parts of the model in a step")
         assert how in early
         assert late.startswith("step 129: the ranks used different parts")
+
+
+def test_what_is_left_whole_may_be_used_by_some_ranks_only(told):
+    for of_rank in told:
+        assert of_rank["blocks left whole"] == ["went well"] * 3

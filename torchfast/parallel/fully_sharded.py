@@ -61,7 +61,7 @@ class ShardedModel:
 
     Attributes:
         is_noted: Whether to note that of the steps that come.
-        noted: Which pieces a forward has run, and which parameters got no gradient.
+        noted: Which pieces a forward has run, and which parameters in shards got no gradient.
 
     Raises:
         PlanError: It is sharded already, or cannot be.
@@ -148,8 +148,13 @@ class ShardedModel:
     def end_backward(self) -> None:
         """Bring the gradients together of what is not sharded, behind the last backward."""
         if self.is_noted:
-            named = self._model.named_parameters()
-            self.noted += [f"no {name}" for name, p in named if p.requires_grad and p.grad is None]
+            # Not of what is left whole: there a rank without a gradient gives zeros, below.
+            whole = self._whole.names
+            self.noted += [
+                f"no {name}"
+                for name, p in self._model.named_parameters()
+                if name not in whole and p.requires_grad and p.grad is None
+            ]
         self._whole.reduce()
 
     def close_pass(self) -> None:
