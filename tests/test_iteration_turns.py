@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -98,6 +100,33 @@ def test_an_error_that_is_still_held_is_no_iteration():
         with pytest.raises(ValueError, match="cannot be read") as held:
             list(PrefetchingLoader(loader, "cpu"))
         assert held.value.__traceback__ is not None
+
+
+class KeepsItsIterator:
+    """A loader of somebody's own, which has in ``_iterator`` what it likes."""
+
+    def __iter__(self):
+        self._iterator = iter([torch.tensor([float(i)]) for i in ALL])
+        return self._iterator
+
+
+class KeepsTheLast(DataLoader):
+    """As torchdata's: no worker stays, and each epoch's iterator is kept."""
+
+    def __iter__(self):
+        self._iterator = super().__iter__()
+        return self._iterator
+
+
+@pytest.mark.usefixtures("every_way")
+@pytest.mark.parametrize("build", [KeepsItsIterator, partial(KeepsTheLast, Numbers(), 2)])
+def test_a_loader_whose_workers_do_not_stay_is_iterated_at_will(build):
+    loader, found = build(), []
+    for number, batch in enumerate(PrefetchingLoader(loader, "cpu")):
+        found += firsts([batch])
+        if number == 1:
+            assert firsts(PrefetchingLoader(loader, "cpu")) == ALL
+    assert found == ALL
 
 
 @pytest.mark.usefixtures("every_way")

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar, final
 
+from torch.utils.data import DataLoader
+
 from torchfast._core.errors import IterationError
 
 T = TypeVar("T")
@@ -27,7 +29,7 @@ class Turn:
 
 def check_free(loader: Any) -> None:
     """Raise IterationError if another iteration goes on over workers that stay."""
-    turn = getattr(getattr(loader, "_iterator", None), _NAME, lambda: None)()
+    turn = getattr(_staying(loader), _NAME, lambda: None)()
     if turn is not None and not turn.is_over:
         raise IterationError(
             f"the {type(loader).__name__} is being iterated already, and its worker processes stay "
@@ -39,11 +41,18 @@ def check_free(loader: Any) -> None:
 def in_turn(loader: Any, batches: Iterator[T]) -> Iterator[T]:
     """Return the batches of an iteration that has just begun, which go on until it is over."""
     turn = Turn()
-    iterator = getattr(loader, "_iterator", None)
+    iterator = _staying(loader)
     if iterator is not None:
         # Weakly: one that was let go before its first batch is over.
         setattr(iterator, _NAME, weakref.ref(turn))
     return _in(turn, batches)
+
+
+def _staying(loader: Any) -> Any:
+    """Return the iterator that all epochs share, of a loader that has one and has begun."""
+    # Others may have anything by this name: torchdata's has there the one of the last epoch.
+    stays = isinstance(loader, DataLoader) and loader.persistent_workers
+    return loader._iterator if stays else None
 
 
 def _in(turn: Turn, batches: Iterator[T]) -> Iterator[T]:
