@@ -220,8 +220,16 @@ def test_the_name_is_the_same_however_many_ranks_there_are():
         assert len(found) == 1, name
 
 
+class Sequence(random.Random):
+    """Numbers that are none by chance, as those of a quasi-random sampler."""
+
+    def getstate(self):
+        raise NotImplementedError
+
+
 def test_global_generators_and_what_has_no_state_are_left_alone():
     parts = [random._inst, np.random.mtrand._rand, torch.default_generator, random.SystemRandom()]
+    parts += [Sequence()]
     parts += [random, np.random, 3, None, "rng"]
     loader = [1]
     for part in parts:

@@ -94,13 +94,13 @@ def _own(part: Any) -> dict[str, Any]:
 
 def _has_state(value: object) -> bool:
     kind = type(value)
-    if issubclass(kind, random.SystemRandom):
-        return False
+    if issubclass(kind, random.Random):  # others' may have none, as the system's, or another form
+        return kind.getstate is random.Random.getstate
     if issubclass(kind, torch.Generator):  # a device's is not to be asked while a step is captured
         return value.device.type == "cpu"  # type: ignore[attr-defined, no-any-return]
     if issubclass(kind, np.random.Generator):  # others' may have a state that is no JSON
         return type(value.bit_generator).__module__.startswith("numpy.")  # type: ignore[attr-defined]
-    return issubclass(kind, np.random.RandomState | random.Random)
+    return issubclass(kind, np.random.RandomState)
 
 
 def _packed(state: Any) -> Tensor:

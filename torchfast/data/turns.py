@@ -33,8 +33,9 @@ def check_free(loader: Any) -> None:
     if turn is not None and not turn.is_over:
         raise IterationError(
             f"the {type(loader).__name__} is being iterated already, and its worker processes stay "
-            "(persistent_workers=True), so another iteration would end that one; close that one "
-            "first, or give each loop a DataLoader of its own, or persistent_workers=False"
+            "(persistent_workers=True), so another iteration would end that one; end that one "
+            "first (close() its PrefetchingLoader, or del its iterator), or give each loop a "
+            "DataLoader of its own, or persistent_workers=False"
         )
 
 

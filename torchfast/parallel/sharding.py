@@ -257,6 +257,8 @@ class Sharding:
         Also where a capture has: on all ranks, whichever could not go on with it.
         """
         self.close_pass()
+        if self._sharded is not None:
+            self._sharded.noted = []  # each rank may have come to another place
         if self._replicated is not None:
             self._replicated.after_failure()
 
