@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchfast import Recompute, RecomputeOptions
 from torchfast.memory.block_costs import storages
+from torchfast.memory.deferred import Deferred
 
 
 class GPTBlock(nn.Module):
@@ -208,6 +209,33 @@ def live_bytes(model, loss_fn, batch):
     loss.backward()
     model.zero_grad(set_to_none=True)
     return kept
+
+
+def kept_with(recompute, model, loss_fn, batch):
+    """Return the bytes that a forward keeps under a choice of a planner."""
+    if recompute is False:
+        return live_bytes(model, loss_fn, batch)
+    with Recompute(model, recompute):
+        live_bytes(model, loss_fn, batch)  # selective looks at its first call
+        return live_bytes(model, loss_fn, batch)
+
+
+def noted_layers(monkeypatch):
+    """Note from here on each linear layer that runs, and each value that is computed after all."""
+    layers, computed = [], []
+    run, compute = nn.Linear.forward, Deferred.computed
+
+    def counted(self, x):
+        layers.append(self)
+        return run(self, x)
+
+    def noted(self):
+        computed.append(self)
+        return compute(self)
+
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    monkeypatch.setattr(Deferred, "computed", noted)
+    return layers, computed
 
 
 def train(model, loss_fn, batch, steps=3, seed=0):

@@ -18,6 +18,7 @@ from recomputed import (
     RotaryBlock,
     live_bytes,
     make_or_skip,
+    noted_layers,
     token_loss,
     tokens,
     train,
@@ -82,19 +83,7 @@ class Ran(TorchDispatchMode):
 @pytest.fixture
 def in_backward(monkeypatch):
     """Count what a backward runs: operations, layers, and what is computed after all."""
-    layers, computed = [], []
-    run, compute = nn.Linear.forward, Deferred.computed
-
-    def counted(self, x):
-        layers.append(self)
-        return run(self, x)
-
-    def noted(self):
-        computed.append(self)
-        return compute(self)
-
-    monkeypatch.setattr(nn.Linear, "forward", counted)
-    monkeypatch.setattr(Deferred, "computed", noted)
+    layers, computed = noted_layers(monkeypatch)
 
     def count(model, loss_fn):
         loss_fn(model, tokens()).backward()  # the first call is measured

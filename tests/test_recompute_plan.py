@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from recomputed import GPT, GPTBlock, live_bytes, make, token_loss, tokens
+from recomputed import GPT, GPTBlock, kept_with, make, token_loss, tokens
 from tape import TapeGraph
 from torchfast import (
     CUDAGraphOptions,
-    Recompute,
     RecomputeChoice,
     RecomputeOptions,
     RecomputePlan,
@@ -39,12 +38,7 @@ def test_what_is_said_is_what_is_kept(name):
         "blocks", "blocks, one of 2", "none", "selective", "selective, one of 2",
     ]  # fmt: skip
     for choice in plan.choices:
-        if choice.recompute is False:
-            kept = live_bytes(model, loss_fn, batch)
-        else:
-            with Recompute(model, choice.recompute):
-                live_bytes(model, loss_fn, batch)  # selective looks at its first call
-                kept = live_bytes(model, loss_fn, batch)
+        kept = kept_with(choice.recompute, model, loss_fn, batch)
         assert choice.saved_bytes == pytest.approx(kept, rel=0.1), choice.name
         # It is exact, but for what tensors of the host's own take.
         assert abs(choice.saved_bytes - kept) <= 1024, choice.name

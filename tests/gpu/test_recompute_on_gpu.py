@@ -20,14 +20,14 @@ from recomputed import (
     RotaryBlock,
     image_loss,
     images,
-    live_bytes,
+    kept_with,
     make_or_skip,
+    noted_layers,
     token_loss,
     tokens,
 )
 from torchfast import Plan, Recompute, RecomputeOptions, Trainer, plan_recompute
 from torchfast._core.compare import differences
-from torchfast.memory.deferred import Deferred
 
 pytestmark = requires(gpus=1)
 
@@ -210,19 +210,7 @@ def test_what_leads_to_attention_does_not_run_again(monkeypatch, precision):
     """Float32 goes to another kernel of attention, which repeats keys and values first."""
     for name in ("kept_calls", "stretches"):  # whatever other tests have compiled
         monkeypatch.setattr(f"torchfast.memory.{name}.has_compiled", lambda: False)
-    layers, computed = [], []
-    run, compute = nn.Linear.forward, Deferred.computed
-
-    def counted(self, x):
-        layers.append(self)
-        return run(self, x)
-
-    def noted(self):
-        computed.append(self)
-        return compute(self)
-
-    monkeypatch.setattr(nn.Linear, "forward", counted)
-    monkeypatch.setattr(Deferred, "computed", noted)
+    layers, computed = noted_layers(monkeypatch)
     torch.manual_seed(0)
     model, batch = GPT(block=RotaryBlock).cuda(), tokens().cuda()
     with Recompute(model, RecomputeOptions(selective=True, share=1.0)) as recompute:
@@ -307,12 +295,7 @@ def test_the_planner_says_what_the_device_holds():
     optimizer = adamw(model.parameters())
     plan = plan_recompute(model, token_loss, batch, memory_gb=1.0, optimizer=optimizer)
     for choice in plan.choices:
-        if choice.recompute is False:
-            kept = live_bytes(model, token_loss, batch)
-        else:
-            with Recompute(model, choice.recompute):
-                live_bytes(model, token_loss, batch)
-                kept = live_bytes(model, token_loss, batch)
+        kept = kept_with(choice.recompute, model, token_loss, batch)
         assert choice.saved_bytes == pytest.approx(kept, rel=0.1), choice.name
         assert choice.step_ms > 0
         assert choice.is_measured
@@ -331,12 +314,7 @@ def test_the_planner_says_what_models_of_all_kinds_keep_in_bf16(name):
 
     plan = plan_recompute(model, loss_in_bf16, batch, memory_gb=1.0, repeats=1)
     for choice in plan.choices:
-        if choice.recompute is False:
-            kept = live_bytes(model, loss_in_bf16, batch)
-        else:
-            with Recompute(model, choice.recompute):
-                live_bytes(model, loss_in_bf16, batch)
-                kept = live_bytes(model, loss_in_bf16, batch)
+        kept = kept_with(choice.recompute, model, loss_in_bf16, batch)
         assert choice.saved_bytes == pytest.approx(kept, rel=0.1), choice.name
 
 
