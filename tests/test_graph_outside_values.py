@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import types
 import weakref
@@ -84,6 +85,26 @@ def in_namespace():
     )
 
 
+class Config(collections.UserDict):
+    """Its data is read by methods of its base, which is a library's."""
+
+
+def in_user_dict():
+    config = Config(weight=1.0)
+    return (
+        lambda model, batch: mean_loss(model, batch) * config["weight"],
+        partial(config.__setitem__, "weight"),
+    )
+
+
+def in_plain_user_list():
+    config = collections.UserList([1.0])
+    return (
+        lambda model, batch: mean_loss(model, batch) * config[0],
+        partial(config.__setitem__, 0),
+    )
+
+
 def in_partial():
     factors = {"weight": 1.0}
     return partial(times, factors), partial(factors.__setitem__, "weight")
@@ -148,6 +169,7 @@ def in_registry():
 OUTSIDE = [
     *(in_object, in_method, in_partial, in_closure, with_default, in_namespace, in_slots),
     *(in_private_slot, on_function, in_registry),
+    *(in_user_dict, in_plain_user_list),
 ]
 
 

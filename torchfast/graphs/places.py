@@ -13,7 +13,7 @@ import inspect
 import operator
 import sys
 from argparse import Namespace
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from enum import Enum
 from types import (
@@ -49,6 +49,7 @@ _WATCHED_ELSEWHERE = (
     *(nn.Module, Tensor, torch.Generator, torch.amp.GradScaler),
     *(ModuleType, np.ndarray),
 )
+_AROUND_DATA = (UserDict, UserList)
 _HOLDERS = (FunctionType, functools.partial, LRScheduler, Optimizer)
 _NO_DATA = (
     *(FunctionType, classmethod, staticmethod, property, functools.cached_property),
@@ -65,7 +66,7 @@ _OF_SCHEDULERS = ("last_epoch", "_last_lr")
 _OWN_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 _DEPTH = 6
 _MOST_OBJECTS = 4096
-_ROUNDS = 3
+_ROUNDS = 8
 _DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
 _PARTIAL = operator.attrgetter("func", "args", "keywords")
 
@@ -108,8 +109,9 @@ _Waiting = tuple[Any, int, tuple[Place, str] | None]
 def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> tuple[Read, bool]:
     """Return what functions and modules may read of what they reach, and whether that is all."""
     read, is_all = NOTHING, True
-    for _ in range(_ROUNDS):  # classes of global objects have methods, which read others
-        code, classes, is_all = _code_of(functions, modules, read)
+    for number in range(_ROUNDS):  # what is read leads to other functions, which read more
+        is_last = number == _ROUNDS - 1
+        code, classes, is_all = _code_of(functions, modules, read, any_function=is_last)
         found = names_read(code, classes)
         if found == read:
             break
@@ -293,6 +295,8 @@ def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Plac
         names += _groups_of(value, watched)
         yield Place(value, name, names=_wanted(names, read))
     else:
+        if isinstance(value, _AROUND_DATA):  # read by their base's methods, which are a library's
+            yield Place(value, name, names=("data",))
         if hasattr(value, "__dict__"):
             yield Place(value, name)
         if slots := slots_of(type(value)):
@@ -318,9 +322,13 @@ def _wanted(names: Sequence[str], read: Read) -> tuple[str, ...]:
 
 
 def _code_of(
-    functions: Sequence[object], modules: Sequence[nn.Module], read: Read
+    functions: Sequence[object], modules: Sequence[nn.Module], read: Read, *, any_function: bool
 ) -> tuple[list[Any], set[type], bool]:
-    """Return functions that the step may run, classes whose methods it may; whether it is all."""
+    """Return functions that the step may run, classes whose methods it may; whether it is all.
+
+    A function counts only where the step reads its way there, by ``read``: an object of the step's
+    may hold a function of the loop as well. Methods count if they are named, so all classes do.
+    """
     found: list[Any] = []
     is_all = True
     classes = {type(module) for module in modules}
@@ -329,13 +337,15 @@ def _code_of(
         waiting += [(v, _DEPTH - 1, None) for v in vars(module).values() if not is_plain(v)]
     for place in _of_globals(read):
         waiting += _inner(place, read, _DEPTH - 1, {})
-    for place in _reached(waiting, _EVERYTHING, {}):
+    every = waiting.copy()
+    for place in _reached(every, _EVERYTHING, {}):
         is_all &= place is not BEYOND
         if place.read is None and not isinstance(place.holder, FunctionType):
             # Of a class that the step names, its methods too: it may ask them for what is in it.
             is_class = isinstance(place.holder, type)
             classes.add(place.holder if is_class else type(place.holder))
-    for value, _, _ in waiting:
+    deque(_reached(waiting, read, {}), maxlen=0)
+    for value, _, _ in every if any_function else waiting:
         if is_dead(value):
             continue
         while isinstance(value, functools.partial):
@@ -362,7 +372,7 @@ def _is_holder(value: Any) -> bool:
     kind = type(value)
     if not isinstance(getattr(value, "__dict__", None), dict) and not slots_of(kind):
         return False
-    return kind in _NAMESPACES or is_own_class(kind)
+    return kind in _NAMESPACES or isinstance(value, _AROUND_DATA) or is_own_class(kind)
 
 
 def is_own_class(kind: type) -> bool:
