@@ -7,8 +7,9 @@ Without a GPU a graph that runs nothing stands in, so what is left is Python's t
 that a graph was captured from, the description of the batch, the batch's way into the graph's own
 memory and the copy of what comes out; and beside it a batch of a DataLoader whose samples are in
 memory. Parts are timed one at a time, in caches that are warm from themselves alone, so their sum
-is less than the step. Steps that are given together, eight in a replay, are told by the step; so is
-``fit``, with what it does around each, over batches that are in memory.
+is less than the step. Steps that are given together, eight in a replay, are told by the step. So is
+``fit``, with what it does around each, over batches that are in memory; but not on a GPU, for which it
+waits at its end, when it reads what it logs.
 
 All take turns of some calls, between which the device is waited for; a figure is the median of the
 turns, beside the least of them.
@@ -42,7 +43,7 @@ TOGETHER_PART = f"steps of {TOGETHER}, per step"
 FIT_PART = "fit, per step"
 FIT_TOGETHER_PART = f"fit of {TOGETHER}, per step"
 CALLS = 100  # with their copies fewer than what a device lets the host be ahead by
-FIT_STEPS = {"cuda": 96, "cpu": 960}  # of a call, which costs something by itself
+FIT_STEPS = 960  # of a call, which costs something by itself
 
 
 class Calls(Arm):
@@ -52,7 +53,7 @@ class Calls(Arm):
         super().__init__(device)
         self.name, self.call = name, call
         several = {TOGETHER_PART: TOGETHER}
-        several |= dict.fromkeys((FIT_PART, FIT_TOGETHER_PART), FIT_STEPS[device])
+        several |= dict.fromkeys((FIT_PART, FIT_TOGETHER_PART), FIT_STEPS)
         self.num_steps = several.get(name, 1)
 
     def turn(self, steps: int) -> None:
@@ -139,11 +140,12 @@ def calls_of(trainer: Trainer, batch: Any) -> dict[str, Callable[[], object]]:
     assert outputs is not None
     assert entry.graph is not None
     call = describe(((batch,),), {})
+    fits = {FIT_PART: fitting(trainer, batch, None)}
+    fits[FIT_TOGETHER_PART] = fitting(trainer, batch, TOGETHER)
     return {
         "step": partial(trainer.step, batch),
         TOGETHER_PART: partial(trainer.steps, group),
-        FIT_PART: fitting(trainer, batch, None),
-        FIT_TOGETHER_PART: fitting(trainer, batch, TOGETHER),
+        **({} if trainer.device.type != "cpu" else fits),
         "a glance at the state": glance.is_as_it_was,
         "a closer look": lambda: (
             graphs._watch.moved(),
@@ -162,10 +164,9 @@ def calls_of(trainer: Trainer, batch: Any) -> dict[str, Callable[[], object]]:
 
 def fitting(trainer: Trainer, batch: Any, unroll: int | None) -> Callable[[], object]:
     """Return a call of ``fit`` with one record, whose loader is there already."""
-    steps = FIT_STEPS[trainer.device.type]
     batches = [*several(batch), *several(batch), *several(batch)]  # more than are in use at a time
-    loader = trainer.prefetch(batches * (steps // len(batches)), unroll=unroll, reuse=True)
-    return partial(trainer.fit, loader, steps=steps, log_every=steps, progress=False)
+    loader = trainer.prefetch(batches * (FIT_STEPS // len(batches)), unroll=unroll, reuse=True)
+    return partial(trainer.fit, loader, steps=FIT_STEPS, log_every=FIT_STEPS, progress=False)
 
 
 def ready(batch: Any) -> DataLoader[Any]:

@@ -1,6 +1,7 @@
 """Skip the tests whose CUDA devices this machine lacks; what several of the others share."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -14,6 +15,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed = required_by(item.iter_markers("requires"))
     if reason := lacking(needed, present_devices()):
         pytest.skip(reason)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed: of a run that a time limit ends there is no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        told = str(report.longrepr)[-400:] if crash is None else crash.message[:400]
+        print(f"\nfailed now: {report.nodeid}\n{told}", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture
