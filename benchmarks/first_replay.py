@@ -1,19 +1,24 @@
 """How soon a step is replayed: what lies between its warm-up and its first replay.
 
     PYTHONPATH=. python benchmarks/first_replay.py [--workloads W ...] [--size smoke] [--out FILE]
+    PYTHONPATH=. python benchmarks/first_replay.py --profile
 
 A workload is trained by the plan ``fast`` without a compiler, from nothing. After the steps of the
 warm-up the device is drained, and the next step captures. Told is the time from its beginning to
 the launch of the first replay, and to its end, by when replays have been compared with eager steps;
 both also in steps of the plan ``eager``, of which the median of some steady ones is taken. Each
-time is the median over some trainers, each of which captures anew.
+time is the median over some trainers, each of which captures anew. With ``--profile`` it is told
+which functions the time until the first replay went to, in place of how long it was: a profiler of
+Python makes it longer.
 """
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -26,6 +31,7 @@ from torchfast import Plan, Trainer
 
 WORKLOADS: Final = ("mlp", "gpt-small", "lstm", "moe", "resnet50", "gpt2")
 STEADY_STEPS: Final = 10
+PROFILED_LINES: Final = 25
 
 
 def trainer_of(work: Workload, plan: Plan) -> Trainer:
@@ -36,12 +42,13 @@ def trainer_of(work: Workload, plan: Plan) -> Trainer:
 
 
 @contextmanager
-def replays_noted() -> Iterator[list[float]]:
-    """Note the times at which replays are launched."""
+def replays_noted(before: Callable[[], object] = time.perf_counter) -> Iterator[list[float]]:
+    """Note the times at which replays are launched, and call something before each."""
     launched: list[float] = []
     replay = torch.cuda.CUDAGraph.replay
 
     def noted(graph: Any) -> None:
+        before()
         launched.append(time.perf_counter())
         replay(graph)
 
@@ -81,6 +88,22 @@ def captured_ms(work: Workload, batches: list[Any]) -> tuple[float, float]:
     raise RuntimeError(f"{work.name} was not captured in {STEADY_STEPS} steps:\n{trainer.report()}")
 
 
+def profiled(work: Workload, batches: list[Any]) -> pstats.Stats:
+    """Return where the time of the step that captures goes, until its first replay."""
+    profiler = cProfile.Profile()
+    plan = Plan.preset("fast").replace(compile=False)
+    with replays_noted(profiler.disable) as launched, trainer_of(work, plan) as trainer:
+        for number in range(STEADY_STEPS):
+            torch.cuda.synchronize()
+            profiler.clear()  # of the step before, which did not capture
+            profiler.enable()
+            trainer.step(batches[number % len(batches)])
+            profiler.disable()
+            if launched:
+                return pstats.Stats(profiler)
+    raise RuntimeError(f"{work.name} was not captured in {STEADY_STEPS} steps:\n{trainer.report()}")
+
+
 def measured(name: str, args: Any) -> dict[str, Any]:
     """Return the row of a workload."""
     work = workload(name, args.size)
@@ -105,12 +128,20 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--size", choices=["full", "smoke"], default="full")
     parser.add_argument("--workloads", nargs="+", choices=NAMES, default=list(WORKLOADS))
+    parser.add_argument("--profile", action="store_true", help="tell which functions take the time")
     args = parser.parse_args()
     if args.device != "cuda":
         parser.error("--device is cpu, which has no graphs; run it on a CUDA device")
     args.block_s = None
     rows = []
     for name in args.workloads:
+        if args.profile:
+            work = workload(name, args.size)
+            batches = [tuple(t.cuda() for t in batch) for batch in work.batches()]
+            captured_ms(work, batches)  # the first of a process loads what the others find
+            print(name)
+            profiled(work, batches).sort_stats("tottime").print_stats(PROFILED_LINES)
+            continue
         rows.append(measured(name, args))
         row = rows[-1]
         print(

@@ -8,8 +8,8 @@ that a graph was captured from, the description of the batch, the batch's way in
 memory and the copy of what comes out; and beside it a batch of a DataLoader whose samples are in
 memory. Parts are timed one at a time, in caches that are warm from themselves alone, so their sum
 is less than the step. Steps that are given together, eight in a replay, are told by the step. So is
-``fit``, with what it does around each, over batches that are in memory; but not on a GPU, for which it
-waits at its end, when it reads what it logs.
+``fit``, with what it does around each, over batches that are in memory; but not on a GPU, for which
+it waits at its end, when it reads what it logs.
 
 All take turns of some calls, between which the device is waited for; a figure is the median of the
 turns, beside the least of them.

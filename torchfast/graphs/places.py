@@ -107,12 +107,21 @@ _Waiting = tuple[Any, int, tuple[Place, str] | None]
 
 
 def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> tuple[Read, bool]:
-    """Return what functions and modules may read of what they reach, and whether that is all."""
-    read, is_all = NOTHING, True
+    """Return what functions and modules may read of what they reach, and whether that is all.
+
+    A function counts only where the step reads its way there: an object of the step's may hold one
+    of the loop as well. Methods count where they are named, of any class that is reached.
+    """
+    read, known, is_all = NOTHING, None, True
+    classes: set[type] = set()
     for number in range(_ROUNDS):  # what is read leads to other functions, which read more
-        is_last = number == _ROUNDS - 1
-        code, classes, is_all = _code_of(functions, modules, read, any_function=is_last)
-        found = names_read(code, classes)
+        waiting = _beginnings(functions, modules, read)
+        if known != read.globals:
+            known = read.globals
+            classes, is_all = _classes_reached(waiting.copy(), modules)
+        is_last = number == _ROUNDS - 1  # not all that is read was found: so any function counts
+        deque(_reached(waiting, _EVERYTHING if is_last else read, {}), maxlen=0)
+        found = names_read(_functions_in(waiting), classes)
         if found == read:
             break
         read = found
@@ -321,31 +330,36 @@ def _wanted(names: Sequence[str], read: Read) -> tuple[str, ...]:
     )
 
 
-def _code_of(
-    functions: Sequence[object], modules: Sequence[nn.Module], read: Read, *, any_function: bool
-) -> tuple[list[Any], set[type], bool]:
-    """Return functions that the step may run, classes whose methods it may; whether it is all.
-
-    A function counts only where the step reads its way there, by ``read``: an object of the step's
-    may hold a function of the loop as well. Methods count if they are named, so all classes do.
-    """
-    found: list[Any] = []
-    is_all = True
-    classes = {type(module) for module in modules}
+def _beginnings(
+    functions: Sequence[object], modules: Sequence[nn.Module], read: Read
+) -> list[_Waiting]:
+    """Return the values where a look at the step's code begins."""
     waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
     for module in modules:
         waiting += [(v, _DEPTH - 1, None) for v in vars(module).values() if not is_plain(v)]
     for place in _of_globals(read):
         waiting += _inner(place, read, _DEPTH - 1, {})
-    every = waiting.copy()
-    for place in _reached(every, _EVERYTHING, {}):
+    return waiting
+
+
+def _classes_reached(
+    waiting: list[_Waiting], modules: Sequence[nn.Module]
+) -> tuple[set[type], bool]:
+    """Return classes whose methods the step may run, and whether these are all."""
+    classes, is_all = {type(module) for module in modules}, True
+    for place in _reached(waiting, _EVERYTHING, {}):
         is_all &= place is not BEYOND
         if place.read is None and not isinstance(place.holder, FunctionType):
             # Of a class that the step names, its methods too: it may ask them for what is in it.
             is_class = isinstance(place.holder, type)
             classes.add(place.holder if is_class else type(place.holder))
-    deque(_reached(waiting, read, {}), maxlen=0)
-    for value, _, _ in every if any_function else waiting:
+    return classes, is_all
+
+
+def _functions_in(waiting: Sequence[_Waiting]) -> list[Any]:
+    """Return the functions that the step may run, beside other values."""
+    found: list[Any] = []
+    for value, _, _ in waiting:
         if is_dead(value):
             continue
         while isinstance(value, functools.partial):
@@ -353,7 +367,7 @@ def _code_of(
         if isinstance(value, Optimizer):
             value = type(value).step
         found.append(value.__func__ if inspect.ismethod(value) else value)
-    return found, classes, is_all
+    return found
 
 
 def _is_holder(value: Any) -> bool:
