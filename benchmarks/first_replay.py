@@ -6,10 +6,10 @@
 A workload is trained by the plan ``fast`` without a compiler, from nothing. After the steps of the
 warm-up the device is drained, and the next step captures. Told is the time from its beginning to
 the launch of the first replay, and to its end, by when replays have been compared with eager steps;
-both also in steps of the plan ``eager``, of which the median of some steady ones is taken. Each
-time is the median over some trainers, each of which captures anew. With ``--profile`` it is told
-which functions the time until the first replay went to, in place of how long it was: a profiler of
-Python makes it longer.
+both also in steps of the plan ``eager``, of which the median of some steady ones is taken. Beside
+it stands the first replay of the loop by hand, which looks at nothing. Each time is the median over
+some trainers, each of which captures anew. With ``--profile`` it is told which functions the time
+until the first replay went to, in place of how long it was: a profiler of Python makes it longer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from benchmarks.arms import parser_of, write_rows
+from benchmarks.job import Job
+from benchmarks.methods import by_hand
 from benchmarks.workloads import NAMES, Workload, workload
 from torchfast import Plan, Trainer
 
@@ -88,6 +91,29 @@ def captured_ms(work: Workload, batches: list[Any]) -> tuple[float, float]:
     raise RuntimeError(f"{work.name} was not captured in {STEADY_STEPS} steps:\n{trainer.report()}")
 
 
+def by_hand_ms(work: Workload) -> float:
+    """Return the time from the warm-up of the loop by hand to its first replay."""
+    started = 0.0
+
+    class FoundError(Exception):
+        pass
+
+    with replays_noted() as launched:
+
+        def tick(loss: Tensor) -> None:
+            nonlocal started
+            del loss
+            if launched:
+                raise FoundError
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+
+        torch.manual_seed(0)
+        with suppress(FoundError):
+            by_hand.graph(Job(work, work.build().cuda(), torch.device("cuda"), tick))
+        return (launched[0] - started) * 1e3
+
+
 def profiled(work: Workload, batches: list[Any]) -> pstats.Stats:
     """Return where the time of the step that captures goes, until its first replay."""
     profiler = cProfile.Profile()
@@ -112,14 +138,17 @@ def measured(name: str, args: Any) -> dict[str, Any]:
     # The first of a process loads what the others find.
     times = [captured_ms(work, batches) for _ in range(args.rounds + 1)][1:]
     first, whole = (statistics.median(each) for each in zip(*times, strict=True))
+    hand = [by_hand_ms(work) for _ in range(args.rounds + 1)][1:]
     return {
         "workload": name,
         "eager_ms": eager,
         "first_replay_ms": first,
         "checked_ms": whole,
+        "by_hand_ms": statistics.median(hand),
         "first_replay_steps": first / eager,
         "checked_steps": whole / eager,
         "times_ms": times,
+        "times_by_hand_ms": hand,
     }
 
 
@@ -147,7 +176,8 @@ def main() -> None:
         print(
             f"{name:<10} eager {row['eager_ms']:8.2f} ms  first replay after "
             f"{row['first_replay_ms']:8.2f} ms ({row['first_replay_steps']:.2f} steps), checked "
-            f"after {row['checked_ms']:8.2f} ms ({row['checked_steps']:.2f} steps)",
+            f"after {row['checked_ms']:8.2f} ms ({row['checked_steps']:.2f} steps), "
+            f"by hand after {row['by_hand_ms']:8.2f} ms",
             flush=True,
         )
         write_rows(args, rows)
