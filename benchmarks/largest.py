@@ -7,7 +7,8 @@
 a wider Llama of as many layers as fit, on one sequence. Both have their head, their loss and AdamW
 with float32 parameters under bf16, but where the levers say that weights are bf16 themselves. A
 size fits if two whole steps of it do: the second one has the optimizer's state from the beginning.
-Sizes double until one does not fit, and are halved in between then. Each set of levers has a
+Sizes double until it can be guessed by their peaks which one takes all memory; sizes around that
+one are tried, and where the guesses are wrong, they are halved in between. Each set of levers has a
 process of its own. One that dies, or is not done in time, counts as a size that does not fit, and
 the next size gets another process.
 
@@ -26,7 +27,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -48,6 +49,9 @@ from torchfast.memory.host_pool import default_host_bytes
 
 STEPS = 2
 RESOLUTION = 0.03  # of the largest size, and never finer than one
+GUESSES = 4
+# Of a device, what drivers and libraries take, and what the allocator cannot fill.
+NOT_FOR_TENSORS = 0.02
 TRY_LIMIT_S = 120.0
 
 
@@ -294,24 +298,64 @@ class Trier:
 
 
 def sizes_to_try(
-    fits: Callable[[int], bool], first: int, most: int, resolution: float = RESOLUTION
+    fits: Callable[[int], bool],
+    first: int,
+    most: int,
+    resolution: float = RESOLUTION,
+    guess: Callable[[], int | None] = lambda: None,
 ) -> Iterator[int]:
-    """Yield sizes until the largest that fits is known; ``fits`` answers for those yielded."""
-    low, high, number = 0, most + 1, min(first, most)
-    while high - low > max(1, int(low * resolution)):
+    """Yield sizes until the largest that fits is known.
+
+    Args:
+        fits: Answers for those that were yielded.
+        first: Is yielded first.
+        most: The largest one.
+        resolution: How near the answer has to be, as a part of it, and no nearer than one.
+        guess: Returns what the largest one seems to be by now. Where it is right, one size above it
+            is enough; it is asked so many times only, since it may be wrong each time.
+    """
+    low, high, number, guesses = 0, most + 1, min(first, most), GUESSES
+    while high - low > (near := max(1, int(low * resolution))):
         yield number
         if fits(number):
             low = number
         else:
             high = number
         number = (low + high) // 2 if high <= most else min(2 * low, most)
+        if guesses and (guessed := guess()) is not None and low < most:
+            guesses -= 1
+            above = low + max(1, int(low * resolution))
+            number = max(min(guessed, high - near), above)
+            if not low < number < high:
+                number = (low + high) // 2
 
 
-def searched(name: str, search: Search, trier: Trier, deadline: float) -> dict[str, Any]:
-    """Return the row of one set of levers."""
+def guessed(fitting: Sequence[Try], capacity: int) -> int | None:
+    """Return the size that takes all memory, if the peaks of two sizes go on in a line."""
+    known = {found.number: found.peak_bytes for found in fitting}
+    if len(known) < 2:
+        return None
+    first, second = sorted(known)[-2:]
+    each = (known[second] - known[first]) / (second - first)
+    return second + int((capacity - known[second]) / each) if each > 0 else None
+
+
+def searched(
+    name: str, search: Search, trier: Trier, deadline: float, capacity: int
+) -> dict[str, Any]:
+    """Return the row of one set of levers, on a device of so many bytes."""
     tries: dict[int, Try] = {}
     settled = True
-    sizes = sizes_to_try(lambda number: tries[number].fits, search.first, search.most)
+
+    def guess() -> int | None:
+        fitting = [found for found in tries.values() if found.fits]
+        number = guessed(fitting, capacity)
+        if number is None or "offload" not in LEVERS[name].plan:
+            return number
+        # It may be the host whose memory ends, so by no more than twice at a time.
+        return min(number, 2 * max(found.number for found in fitting))
+
+    sizes = sizes_to_try(lambda number: tries[number].fits, search.first, search.most, guess=guess)
     for number in sizes:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
@@ -337,6 +381,16 @@ def searched(name: str, search: Search, trier: Trier, deadline: float) -> dict[s
     }
 
 
+def capacity_of(device: str, limit_gb: float | None) -> int:
+    """Return what tensors may take."""
+    if device != "cuda":
+        assert limit_gb is not None
+        return int(limit_gb * 1e9)
+    total = torch.cuda.get_device_properties(0).total_memory
+    limit = total if limit_gb is None else min(total, int(limit_gb * 1e9))
+    return int(limit * (1 - NOT_FOR_TENSORS))
+
+
 def main() -> None:
     """Search, print and write the figures."""
     parser = parser_of(__doc__, rounds=1)
@@ -354,6 +408,7 @@ def main() -> None:
     settings = settings_of(args, {"limit_gb": args.limit_gb})
     rows = ResultRows(args.out, ("search", "levers"), settings)
     ends_at = time.monotonic() + args.limit_s
+    capacity = capacity_of(args.device, args.limit_gb)
     for place, (kind, name) in enumerate(orders):
         left_s = ends_at - time.monotonic()
         # An equal share of what is left, so that the last ones get theirs.
@@ -362,7 +417,7 @@ def main() -> None:
         search = SEARCHES[args.size][kind]
         trier = Trier(search, name, args.device, args.limit_gb)
         try:
-            found = {"search": kind, **searched(name, search, trier, deadline)}
+            found = {"search": kind, **searched(name, search, trier, deadline, capacity)}
         finally:
             trier.stop()
         print(line(found), flush=True)

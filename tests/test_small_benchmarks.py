@@ -251,6 +251,34 @@ def test_sizes_are_tried_until_the_largest_that_fits_is_known(true):
     assert 900 < max(n for n in coarse if n <= 1000) <= 1000
 
 
+@pytest.mark.parametrize("true", [0, 1, 3, 37, 63, 64, 1000])
+@pytest.mark.parametrize("off", [-40, -1, 0, 1, 40, 10**6])
+def test_a_guess_of_the_largest_size_saves_tries_and_may_be_wrong(true, off):
+    tried = []
+
+    def guess():
+        return None if sum(n <= true for n in tried) < 2 else max(true + off, 0)
+
+    for number in largest.sizes_to_try(lambda n: n <= true, 4, 64, resolution=0.0, guess=guess):
+        tried.append(number)
+        assert len(tried) < 20
+    assert len(set(tried)) == len(tried)
+    assert max([n for n in tried if n <= true], default=0) == min(true, 64)
+    if off == 0 and true == 37:
+        assert tried == [4, 8, 37, 38]
+
+
+def test_the_largest_size_is_guessed_by_what_two_sizes_take():
+    def fitting(number):
+        return largest.Try(number, fits=True, peak_bytes=100 + 10 * number)
+
+    assert largest.guessed([fitting(4)], 1000) is None
+    assert largest.guessed([fitting(4), fitting(8)], 1000) == 90
+    assert largest.guessed([fitting(8), fitting(4), fitting(80)], 995) == 89
+    flat = [largest.Try(n, fits=True, peak_bytes=100) for n in (4, 8)]
+    assert largest.guessed(flat, 1000) is None
+
+
 def test_the_largest_batch_of_a_small_memory(run):
     options = ["--searches", "batch", "--levers", "plain", "recompute", "--limit-gb", "0.002"]
     rows, printed = run(largest, *options)
