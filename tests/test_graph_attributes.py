@@ -16,7 +16,7 @@ from torch import nn
 from host_values import ADAMW, CHANGED_AT, train
 from models import make_batches
 from tape import CPU, Twins, reasons
-from torchfast.graphs import attributes
+from torchfast.graphs import reached
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.watch import StateWatch
 
@@ -266,11 +266,12 @@ def test_many_values_are_put_back_by_one_look_at_where_they_lie(monkeypatch):
 
     values = Attributes(total, CPU)
     values.refresh([])
+    before = values.reached()
     for name in vars(held):
         setattr(held, name, -1)
     looks = []
-    values_in = attributes.values_in
-    monkeypatch.setattr(attributes, "values_in", lambda *a: looks.append(1) or values_in(*a))
-    values.put_back()
+    values_in = reached.values_in
+    monkeypatch.setattr(reached, "values_in", lambda *a: looks.append(1) or values_in(*a))
+    before.put_back()
     assert total(held) == sum(range(100))
     assert len(looks) <= 2  # the default value of the function, and the object

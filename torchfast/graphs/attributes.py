@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, final
 
@@ -35,7 +34,6 @@ from torchfast.graphs.places import (
     Key,
     Place,
     counts_in,
-    is_plain,
     items_of,
     most_objects,
     parts_of,
@@ -44,8 +42,8 @@ from torchfast.graphs.places import (
     what_is_read,
     written_by,
 )
+from torchfast.graphs.reached import Reached
 from torchfast.graphs.value_forms import (
-    COUNTED,
     OTHER,
     bits,
     contents,
@@ -87,7 +85,6 @@ class Attributes:
         self._objects: list[Any] = []
         self._sized: list[_Reader] = []
         self._sizes: list[Any] = []
-        self._before: list[tuple[Place, str, Any, Any]] = []
         self._counts: list[tuple[Place, dict[str, Any]]] = []
         self._stopped: dict[str, None] = {}  # counts that no replay goes on with, in words
         self._generators: list[tuple[Any, Any]] = []
@@ -106,8 +103,6 @@ class Attributes:
         counts = [(place, dict(counts_in(place, self._read))) for place in self._places()]
         self._counts = [(place, found) for place, found in counts if found]
         held = list(self._values())
-        before = [(place, name, value, _content(value)) for place, name, value in held]
-        self._before = [b for b in before if is_plain(b[2]) or b[3] is not None]
         found = {id(g): g for _, _, value in held for g in _generators_in(value)}
         self._generators = [(g, _state_of(g)) for g in found.values()]
 
@@ -181,18 +176,12 @@ class Attributes:
                 return _in_words(key[1], place)
         return None
 
-    def put_back(self) -> None:
-        """Undo what Python has changed since the values were taken, in plain values."""
-        now: dict[int, dict[str, Any]] = {}
-        for place, name, value, content in self._before:
-            if content is not None:
-                _put_numbers_back(value, content)
-            if place.is_module:  # whose attributes are put back as a whole
-                continue
-            if id(place) not in now:
-                now[id(place)] = dict(values_in(place, self._read))
-            if now[id(place)].get(name, _NOTHING) is not value:
-                place.write(name, value)
+    def reached(self) -> Reached:
+        """Return all values as they are now, those too that the step writes itself."""
+        return Reached(places(self._functions, self._modules, self._read, {}), self._read)
+
+    def put_generators_back(self) -> None:
+        """Set generators of the host back to where they were when the values were taken."""
         for generator, state in self._generators:
             _set_state(generator, state)
 
@@ -370,24 +359,6 @@ def _readers(value: Any, *, on_host: bool) -> list[_Reader]:
         for part in parts_of(value)
         if is_small_array(part) or (on_host and is_frozen(part))
     ]
-
-
-def _content(value: Any) -> Any:
-    """Return a copy of what holds numbers by key or place; None of other values."""
-    if not is_dead(value) and isinstance(value, dict | list | deque) and len(value) <= LONGEST:
-        return dict(value) if isinstance(value, dict) else list(value)
-    return None
-
-
-def _put_numbers_back(container: Any, content: Any) -> None:
-    """Write numbers to where they were; what was put in or taken out may be for others to see."""
-    if isinstance(container, dict):
-        pairs = [(key, value) for key, value in content.items() if key in container]
-    else:
-        pairs = list(enumerate(content)) if len(content) == len(container) else []
-    for key, value in pairs:
-        if isinstance(value, COUNTED) and container[key] is not value:
-            container[key] = value
 
 
 def _generators_in(value: Any) -> list[Any]:

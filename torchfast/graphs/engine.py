@@ -252,9 +252,9 @@ class GraphEngine:
 
     def _drop_error(self) -> None:
         """Let go of an error that was kept to be raised, and of all that its frames hold."""
-        error, self._error = self._error, None
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)
+        if self._error is not None:
+            traceback.clear_frames(self._error.__traceback__)
+        self._error = None
 
     def _attempt(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> Failure | None:
         """Capture and check; where that fails all is as before, and the reason is returned."""
@@ -274,7 +274,7 @@ class GraphEngine:
             self.store.add(entry)
             self._watch.attributes.ran(call.key)
             self._frozen = self._watch.frozen()
-            mismatch = self._mismatch(Ready(entry, call)) if self._options.check else None
+            mismatch = self._mismatch(Ready(entry, call), facts) if self._options.check else None
             if together.all_agree(mismatch is None):
                 return None
             if mismatch is None:
@@ -364,7 +364,7 @@ class GraphEngine:
             self.store.hold_gradients(entry)
         return entry.outputs.cloned()
 
-    def _mismatch(self, ready: Ready) -> Mismatch | None:
+    def _mismatch(self, ready: Ready, facts: HostFacts) -> Mismatch | None:
         """Return how replays differ from eager steps; None if they do not."""
         entry, call, _ = ready
         static = entry.inputs
@@ -383,6 +383,8 @@ class GraphEngine:
                 replay=lambda: self.replay(ready) if ready.draws() else eager(),
                 eager=eager,
                 gradients=[gradient for _, gradient in entry.added_to],
+                before=facts.reached,
+                attributes=self._watch.attributes,
                 with_gradients=self._keeps_gradients,
                 any_says=self._together.any_says,
             )

@@ -19,6 +19,7 @@ from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.named_state import NamedState
+from torchfast.graphs.reached import Memory
 
 LATER = "the step made new state of its optimizer, and can be captured later"
 _NUMBERS = (bool, int, float)
@@ -47,6 +48,9 @@ class HostFacts:
         kind: Hashable = None,
     ) -> None:
         self._device, self._read, self._kind = device, attributes, kind
+        self.reached = None if attributes is None else attributes.reached()
+        beside = [] if self.reached is None else self.reached.tensors
+        self._memory = Memory({id(t): t for t in (*state.tensors, *beside)}.values())
         self._rng = get_rng_state(device)
         self._generators = [(g, g.get_state()) for g in state.generators]
         self._attributes = [
@@ -87,6 +91,7 @@ class HostFacts:
             held.update(attributes)
         for scheduler, held in self._schedulers:
             vars(scheduler).update(held)
+        self._memory.put_back()  # before gradients, which have to fit
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         with torch.no_grad():
@@ -96,7 +101,9 @@ class HostFacts:
         for generator, state in self._generators:
             generator.set_state(state)
         if self._read is not None:
-            self._read.put_back()
+            self._read.put_generators_back()
+        if self.reached is not None:
+            self.reached.put_back()
 
     def check_capturable(self) -> None:
         """Raise if Python draws from an iterator, as a capture would once more than steps do.
@@ -125,6 +132,11 @@ class HostFacts:
             raise CaptureError(
                 f"the step draws from {drawn}, and each replay would repeat what was drawn once; "
                 "draw on the device (torch.rand(..., device=...)) or outside the step"
+            )
+        if self._memory.has_moved():
+            raise CaptureError(
+                "the memory of a tensor was replaced (tensor.data = ...) by the step itself, so a "
+                "replay would read what is gone; write to it in place (tensor.copy_(...))"
             )
         if (changed := self.changes()) is not None:
             told = f"the step changes what no replay changes: {changed}"
@@ -184,8 +196,10 @@ class HostFacts:
         return None
 
     def replaced(self) -> list[Tensor]:
-        """Return tensors that modules held as plain attributes and that the step has replaced."""
-        return [
+        """Return what the graph may read and nobody else holds: tensors that the step replaced."""
+        now = None if self._read is None else self._read.reached()
+        beside = [] if now is None or self.reached is None else self.reached.gone(now)
+        return beside + [
             value
             for module, attributes in self._attributes
             for name, value in attributes.items()

@@ -91,13 +91,29 @@ class Place(NamedTuple):
         return self.holder if isinstance(self.holder, dict) else vars(self.holder)
 
     def write(self, name: str, value: Any) -> None:
-        """Put a plain value back."""
+        """Put a value back, past what a class of its own would do with it."""
         if self.read is CELL:
             self.holder.cell_contents = value
-        elif isinstance(self.holder, dict):
-            self.holder[name] = value
-        elif self.read is None:
+        elif isinstance(self.holder, type):
             setattr(self.holder, name, value)
+        elif self.in_slots:
+            object.__setattr__(self.holder, name, value)
+        elif self.read is None:
+            self._own_table()[name] = value
+
+    def remove(self, name: str) -> None:
+        """Take a value away that was not there."""
+        if self.read is CELL:
+            del self.holder.cell_contents
+        elif isinstance(self.holder, type):
+            delattr(self.holder, name)
+        elif self.in_slots:
+            object.__delattr__(self.holder, name)
+        elif self.read is None:
+            del self._own_table()[name]
+
+    def _own_table(self) -> dict[str, Any]:
+        return self.holder if isinstance(self.holder, dict) else vars(self.holder)
 
 
 # Stands for all that is not looked into any more, as there is too much of it.

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from torchfast._core.batches import tensors
+from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.named_state import NamedState
+from torchfast.graphs.reached import Copies, Reached
 from torchfast.graphs.run_ends import Left, left
 from torchfast.graphs.saved_named_state import SavedNamedState, bytes_of, have_room
 from torchfast.graphs.signature import describe, without_tensors
@@ -67,6 +69,8 @@ def find_mismatch(
     eager: Callable[[], Any],
     *,
     gradients: Sequence[Tensor] = (),
+    before: Reached | None = None,
+    attributes: Attributes | None = None,
     with_gradients: bool = False,
     any_says: Callable[[bool], bool] = bool,
 ) -> Mismatch | None:
@@ -78,6 +82,8 @@ def find_mismatch(
         replay: Replays on the batch at hand, and returns what the step returns.
         eager: Runs the step on that batch.
         gradients: Gradients that the step adds to; they are state too.
+        before: What the step reached before it was captured; with ``attributes``, what it does now.
+        attributes: Values on the host, to be put back.
         with_gradients: Compare all gradients, where no update shows what they were.
         any_says: Returns whether any rank says yes.
 
@@ -86,7 +92,15 @@ def find_mismatch(
 
     Synchronizes: Yes.
     """
-    start = SavedNamedState(state, device, gradients)
+    known = {id(tensor) for tensor in (*state.everything(), *state.tensors, *gradients)}
+    written, come, unsure = list(gradients), [], []
+    if before is not None and attributes is not None:
+        now = attributes.reached()
+        written += [t for t in before.written() if id(t) not in known]
+        come = [t for t in now.come(before) if id(t) not in known]
+        known.update(map(id, (*written, *come)))
+        unsure = [t for t in now.unsure(device) if id(t) not in known]
+    start, copies = SavedNamedState(state, device, (*written, *come), attributes), Copies(unsure)
     any_says(True)  # or steps would begin though there is no memory for this on another rank
     num_bytes = bytes_of(start.tensors())
     if with_gradients:
@@ -99,12 +113,13 @@ def find_mismatch(
             outputs = [step() for _ in range(_STEPS)]
             found = left(list(tensors(outputs)))
             others = without_tensors(describe(outputs).key)
-            ends = [*state.everything(), *gradients]
+            ends = [*state.everything(), *written]
             if with_gradients:
                 ends += [p.grad for p in state.parameters if p.grad is not None]
             return _Run(found + left(ends, whole=whole), others, len(list(tensors(outputs[0]))))
         finally:
             start.put_back()
+            copies.put_back()
 
     judging, verdict, is_open = _judge(), None, True
     next(judging)

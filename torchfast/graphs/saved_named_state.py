@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchfast._core.pinned_block import PinnedBlock
+from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.named_state import NamedState
 
@@ -28,14 +29,19 @@ class SavedNamedState:
         state: What to save.
         device: Where the step runs.
         others: Tensors to save with it.
+        attributes: What else of the host to put back.
 
     Synchronizes: Yes.
     """
 
     def __init__(
-        self, state: NamedState, device: torch.device, others: Sequence[Tensor] = ()
+        self,
+        state: NamedState,
+        device: torch.device,
+        others: Sequence[Tensor] = (),
+        attributes: Attributes | None = None,
     ) -> None:
-        self._host = HostFacts(state, device)
+        self._host = HostFacts(state, device, attributes)
         self._device = device
         self._tensors = [*state.everything(), *others]
         self._block: PinnedBlock | None = None

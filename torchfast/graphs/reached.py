@@ -1,0 +1,181 @@
+"""What a step reaches beside its named state, as it is before a capture: to be put back.
+
+A capture runs the step's Python once and none of its kernels, and the check of replays runs some
+steps more. What that leaves behind in lists, closures and objects would be there for the steps that
+follow: a moving average that is some steps ahead, or, where the capture failed, a tensor that
+nobody ever computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from torchfast._core.code_names import Read
+from torchfast._core.compare import same_bits
+from torchfast.graphs.places import CELL, Place, parts_of, values_in
+from torchfast.graphs.value_forms import is_small_array
+
+# Others may have ways of their own to be filled, such as the outputs of transformers.
+_REFILLED = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+# Writes through ``.data`` and of foreach leave no version behind. Larger tensors may be data.
+_SMALL_BYTES = 2**25
+_MISSING = object()
+
+
+@final
+class Reached:
+    """Values in places that are no attributes of modules, and what is in containers anywhere.
+
+    Args:
+        places: Where a step's code reads values.
+        read: Which of them.
+
+    Attributes:
+        tensors: All that are there, modules' too, each once.
+    """
+
+    def __init__(self, places: Iterable[Place], read: Read) -> None:
+        self._read = read
+        self._values: list[tuple[Place, dict[str, Any]]] = []
+        contents: dict[int, tuple[Any, Any]] = {}
+        tensors: dict[int, Tensor] = {}
+        for place in places:
+            held = dict(values_in(place, read))
+            if not place.is_module and (place.read is None or place.read is CELL):
+                self._values.append((place, held))
+            for value in held.values():
+                for part in parts_of(value):
+                    if type(part) in _REFILLED or is_small_array(part):
+                        contents[id(part)] = part, part.copy()
+                    elif isinstance(part, Tensor):
+                        tensors[id(part)] = part
+        self._contents = list(contents.values())
+        self.tensors = list(tensors.values())
+        self._versions = {id(t): _version(t) for t in self.tensors}
+
+    def put_back(self) -> None:
+        """Undo what has been put in, taken out or replaced since."""
+        for container, content in self._contents:
+            _refill(container, content)
+        for place, held in self._values:
+            now = dict(values_in(place, self._read))
+            for name in now.keys() - held.keys():
+                place.remove(name)
+            for name, value in held.items():
+                if now.get(name, _MISSING) is not value:
+                    place.write(name, value)
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors that were written to since, as far as their versions tell."""
+        return [t for t in self.tensors if _is_state(t) and _version(t) != self._versions[id(t)]]
+
+    def come(self, before: Reached) -> list[Tensor]:
+        """Return the tensors that were not there before."""
+        return [t for t in self.tensors if _is_state(t) and id(t) not in before._versions]
+
+    def unsure(self, device: torch.device) -> list[Tensor]:
+        """Return small tensors of a device, to which a step may write without a trace."""
+        return [
+            tensor
+            for tensor in self.tensors
+            if type(tensor) is Tensor and tensor.device == device and _is_state(tensor)
+            if tensor.numel() * tensor.element_size() <= _SMALL_BYTES
+        ]
+
+    def gone(self, now: Reached) -> list[Tensor]:
+        """Return the memory of tensors that are not there any more: a graph may read it."""
+        there = {id(tensor) for tensor in now.tensors}
+        return [tensor.detach() for tensor in self.tensors if id(tensor) not in there]
+
+
+@final
+class Memory:
+    """Where tensors lie, which ``tensor.data = other`` changes.
+
+    Args:
+        tensors: Which; those of a class of their own know by themselves where they lie.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._held = [
+            (tensor, tensor.data)
+            for tensor in tensors
+            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        ]
+
+    def has_moved(self) -> bool:
+        """Whether one lies elsewhere now."""
+        return any(True for _ in self._moved())
+
+    def put_back(self) -> None:
+        """Let each lie where it did."""
+        for tensor, place in self._moved():
+            tensor.data = place
+
+    def _moved(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for tensor, place in self._held:
+            is_there = tensor.data_ptr() == place.data_ptr() and tensor.shape == place.shape
+            if not is_there or tensor.stride() != place.stride() or tensor.dtype != place.dtype:
+                yield tensor, place
+
+
+@final
+class Copies:
+    """Values of tensors, which are written to only if they have changed: a write is a trace.
+
+    Args:
+        tensors: Whose.
+
+    Synchronizes: Where they are put back.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._held = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def put_back(self) -> None:
+        """Write what has changed."""
+        with torch.no_grad():
+            for tensor, value in self._held:
+                if not same_bits(tensor, value):
+                    tensor.copy_(value)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _is_state(tensor: Tensor) -> bool:
+    """Whether a step may keep in it what the next one reads, by writing to it in place."""
+    if tensor.layout is not torch.strided or tensor.is_inference():
+        return False
+    if tensor.requires_grad and not tensor.is_leaf:
+        return False
+    return not any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, list | deque):
+        is_same = len(container) == len(content) and all(
+            a is b for a, b in zip(container, content, strict=True)
+        )
+        if not is_same:
+            container.clear()
+            container.extend(content)
+    elif isinstance(container, dict):
+        is_same = list(container) == list(content) and all(
+            container[key] is value for key, value in content.items()
+        )
+        if not is_same:
+            container.clear()
+            container.update(content)
+    elif isinstance(container, set):
+        if container != content:
+            container.clear()
+            container.update(content)
+    else:  # an array
+        container[...] = content
