@@ -248,7 +248,8 @@ def test_objects_that_the_step_makes_are_no_change_and_are_not_kept():
         assert not twins.differences(gradients=False)
     assert twins.counts[0] == twins.counts[3] == 4, reasons(twins.captured)
     gc.collect()
-    assert len(refs) <= 2  # the latest, and what was there when the last graph was captured
+    # The latest, and that of each graph, which is the latest again behind its replays.
+    assert len(refs) <= 1 + 4
 
 
 def test_a_container_in_itself_is_looked_at_once():

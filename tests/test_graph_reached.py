@@ -17,11 +17,11 @@ import torch
 from torch import nn, optim
 
 from both_ways import alike, trained
-from models import mean_loss
+from models import make_batches, mean_loss
 from tape import CPU, counts, reasons
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_facts import HostFacts
-from torchfast.graphs.reached import Copies, Memory, Reached
+from torchfast.graphs.reached import Copies, Memory, Notes, Reached
 
 pytestmark = pytest.mark.usefixtures("tape")
 
@@ -281,14 +281,98 @@ def test_a_graph_keeps_the_memory_that_it_reads():
         return loss
 
     replaced_ones = []
-    take = HostFacts.replaced
+    take = HostFacts.left
 
     def note(self):
-        replaced_ones.extend(found := take(self))
+        found = take(self)
+        replaced_ones.extend(found[0])
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostFacts, "replaced", note)
+        patch.setattr(HostFacts, "left", note)
         step, _ = trained(loss_fn, STEPS, SGD, net=lambda: nn.Linear(8, 5))
     assert counts(step)[1] > 0
     assert [tuple(t.shape) for t in replaced_ones] == [(5,)]
+
+
+# --- What the step writes and the loop reads ------------------------------------------------------
+
+
+def in_hook(model, noted):
+    model.register_forward_hook(lambda *call: noted.update(a=call[-1].detach()))
+    return lambda: noted["a"]
+
+
+def in_attribute_of_module(model, _):
+    take = model.forward
+
+    def forward(inputs):
+        model.latest = take(inputs)
+        return model.latest
+
+    model.forward = forward
+    return lambda: model.latest.detach()
+
+
+def in_new_list(model, noted):
+    model.register_forward_hook(lambda *call: noted.update(a=[call[-1].detach()]))
+    return lambda: noted["a"][0]
+
+
+def in_other_object(model, _):
+    held = Held()
+    model.register_forward_hook(lambda *call: setattr(held, "latest", call[-1].detach()))
+    return lambda: held.latest
+
+
+@pytest.mark.parametrize("sizes", [(6,), (6, 4), (6, 6, 4)], ids=str)
+@pytest.mark.parametrize(
+    "note",
+    [in_hook, in_attribute_of_module, in_new_list, in_other_object],
+    ids=lambda f: f.__name__,
+)
+def test_what_a_step_notes_is_that_of_the_step_whatever_ran_before(note, sizes):
+    """Of a memory bank, or a plot: replays of several graphs and steps that run eagerly."""
+    batches = [
+        tuple(part[: sizes[number % len(sizes)]] for part in batch)
+        for number, batch in enumerate(make_batches(16))
+    ]
+
+    def train(*, cuda_graph):
+        read, means = [], []
+
+        def net():
+            model = nn.Linear(8, 5)
+            read.append(note(model, {}))
+            return model
+
+        def before(number):
+            if number:
+                means.append(read[0]().mean(0))
+
+        step, left = trained(mean_loss, batches, SGD, net=net, before=before, cuda_graph=cuda_graph)
+        return step, [left, means]
+
+    step = alike(train)
+    assert counts(step)[1] >= 16 - 5
+    assert "hold what the latest replay has computed" in str(step.report())
+
+
+def test_without_writing_them_again_notes_are_those_of_another_step(monkeypatch):
+    monkeypatch.setattr(Notes, "write", lambda self: None)
+    with pytest.raises(AssertionError):
+        test_what_a_step_notes_is_that_of_the_step_whatever_ran_before(in_hook, (6, 4))
+
+
+def test_a_list_that_grows_is_left_as_it_is():
+    """Nobody can know how long it is to be; one entry came of the capture, as of a step."""
+    noted = []
+
+    def loss_fn(model, batch):
+        loss = mean_loss(model, batch)
+        noted.append(loss.detach())
+        return loss
+
+    step, _ = trained(loss_fn, STEPS, SGD, net=lambda: nn.Linear(8, 5))
+    assert counts(step) == (1, STEPS - 3, 3, 1)
+    assert len(noted) == 4

@@ -76,6 +76,7 @@ class Read(NamedTuple):
         all: Whether it may be any attribute, by whatever name.
         globals: Variables of modules of the user's own: each module's table, and names in it.
         codes: Where all this was found.
+        used: All names in it, of attributes that it only writes too.
     """
 
     names: frozenset[str]
@@ -85,6 +86,7 @@ class Read(NamedTuple):
     all: bool
     globals: list[tuple[dict[str, Any], frozenset[str]]]
     codes: frozenset[CodeType] = frozenset()
+    used: frozenset[str] = frozenset()
 
 
 class Load(NamedTuple):
@@ -178,6 +180,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         all=is_all,
         globals=[(table, frozenset(names)) for table, names in variables.values()],
         codes=frozenset(seen),
+        used=frozenset(used | strings if "setattr" in used else used),
     )
 
 

@@ -178,7 +178,8 @@ class Attributes:
 
     def reached(self) -> Reached:
         """Return all values as they are now, those too that the step writes itself."""
-        return Reached(places(self._functions, self._modules, self._read, {}), self._read)
+        read = self._read._replace(names=self._read.names | self._read.used)
+        return Reached(places(self._functions, self._modules, read, {}), read)
 
     def put_generators_back(self) -> None:
         """Set generators of the host back to where they were when the values were taken."""

@@ -330,7 +330,7 @@ class GraphEngine:
             entry.graph, entry.outputs = self._backend.capture(body, state.generators)
         self.facts = None
         entry.inputs = static
-        entry.kept = facts.replaced()
+        entry.kept, entry.notes = facts.left()
         self._habits.note(found := before.compared())
         entry.gradients, entry.added_to = found.made, found.added_to
         # An update behind the graph must find none there, whatever another kind of call has left.
@@ -367,8 +367,7 @@ class GraphEngine:
     def _mismatch(self, ready: Ready, facts: HostFacts) -> Mismatch | None:
         """Return how replays differ from eager steps; None if they do not."""
         entry, call, _ = ready
-        static = entry.inputs
-        assert static is not None
+        static: Any = entry.inputs
         before = Counter(self._counts), entry.num_replays, self._num_since_change
 
         def eager() -> Any:

@@ -21,6 +21,7 @@ from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.moments import Moment, PhaseMoments, Times
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.outputs import StaticOutputs
+from torchfast.graphs.reached import Notes, in_few_words
 from torchfast.graphs.secrecy import Secret
 from torchfast.graphs.signature import Call, num_steps, only_tensors, shapes, single
 from torchfast.graphs.static_inputs import StaticInputs
@@ -52,6 +53,7 @@ class Entry:
         from_none: Parameters that had no gradient at capture, where it is not known whether the
             step would have added to one: they must have none again.
         kept: Tensors that the graph reads and nobody else may hold.
+        notes: Tensors that the step writes to attributes and the like, for others to read.
         secret: That it is being captured; None where that is told to whoever asks.
         constants: What it copies from the host, once a capture has failed for that.
         draws: What it draws on the host, likewise.
@@ -75,6 +77,7 @@ class Entry:
     added_to: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     from_none: list[Tensor] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
+    notes: Notes | None = None
     secret: Secret | None = field(default_factory=Secret)
     constants: HostConstants | None = None
     draws: HostDraws | None = None
@@ -112,6 +115,8 @@ class Entry:
             self.graph.replay()
         if self.moments is not None:
             self.moments.replayed()
+        if self.notes is not None:
+            self.notes.write()
         self.num_replays += 1
 
     def before_another(
@@ -158,7 +163,7 @@ class Entry:
         """Let go of the graph."""
         if self.graph is not None:
             self.graph.reset()
-        self.graph = self.inputs = self.outputs = self.moments = None
+        self.graph = self.inputs = self.outputs = self.moments = self.notes = None
         self.num_refused = 0
         self.gradients, self.added_to, self.from_none, self.kept = [], [], [], []
 
@@ -308,6 +313,10 @@ class GraphStore:
             for entry in self.graphs
         ]
         found += [graph_decision("applied", note) for note in (notes() if self.graphs else ())]
+        noted = {name: None for e in self.graphs if e.notes for name in e.notes.names()}
+        if noted:
+            detail = f"{in_few_words([*noted])} hold what the latest replay has computed, until the"
+            found.append(graph_decision("applied", f"{detail} next one; clone what you keep"))
         reasons = [why for why in (why_eager, self._concern) if why]
         reasons += [f"{e.shapes}: {e.why_eager}" for e in self.entries.values() if e.why_eager]
         return found + [graph_decision("stepped aside", reason) for reason in reasons]

@@ -19,7 +19,7 @@ from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.reached import Memory
+from torchfast.graphs.reached import Memory, Notes
 
 LATER = "the step made new state of its optimizer, and can be captured later"
 _NUMBERS = (bool, int, float)
@@ -195,11 +195,18 @@ class HostFacts:
                 return LATER
         return None
 
-    def replaced(self) -> list[Tensor]:
-        """Return what the graph may read and nobody else holds: tensors that the step replaced."""
-        now = None if self._read is None else self._read.reached()
-        beside = [] if now is None or self.reached is None else self.reached.gone(now)
-        return beside + [
+    def left(self) -> tuple[list[Tensor], Notes | None]:
+        """Return tensors that the step has replaced, and what it has written for others to read.
+
+        The graph may read the former, and nobody else holds them.
+        """
+        if self._read is None or self.reached is None:
+            return self._replaced(), None
+        now = self._read.reached()
+        return self._replaced() + self.reached.gone(now), now.notes(self.reached)
+
+    def _replaced(self) -> list[Tensor]:
+        return [
             value
             for module, attributes in self._attributes
             for name, value in attributes.items()

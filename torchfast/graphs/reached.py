@@ -8,6 +8,7 @@ nobody ever computed.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, final
@@ -29,7 +30,7 @@ _MISSING = object()
 
 @final
 class Reached:
-    """Values in places that are no attributes of modules, and what is in containers anywhere.
+    """Values in places, and what is in containers there.
 
     Args:
         places: Where a step's code reads values.
@@ -46,7 +47,7 @@ class Reached:
         tensors: dict[int, Tensor] = {}
         for place in places:
             held = dict(values_in(place, read))
-            if not place.is_module and (place.read is None or place.read is CELL):
+            if place.read is None or place.read is CELL:
                 self._values.append((place, held))
             for value in held.values():
                 for part in parts_of(value):
@@ -54,15 +55,17 @@ class Reached:
                         contents[id(part)] = part, part.copy()
                     elif isinstance(part, Tensor):
                         tensors[id(part)] = part
-        self._contents = list(contents.values())
+        self._contents = contents
         self.tensors = list(tensors.values())
         self._versions = {id(t): _version(t) for t in self.tensors}
 
     def put_back(self) -> None:
         """Undo what has been put in, taken out or replaced since."""
-        for container, content in self._contents:
+        for container, content in self._contents.values():
             _refill(container, content)
         for place, held in self._values:
+            if place.is_module:  # whose attributes are put back as a whole
+                continue
             now = dict(values_in(place, self._read))
             for name in now.keys() - held.keys():
                 place.remove(name)
@@ -73,6 +76,30 @@ class Reached:
     def written(self) -> list[Tensor]:
         """Return the tensors that were written to since, as far as their versions tell."""
         return [t for t in self.tensors if _is_state(t) and _version(t) != self._versions[id(t)]]
+
+    def notes(self, before: Reached) -> Notes | None:
+        """Return what holds tensors and was written since, for others to read; None if nothing.
+
+        Not what was put into a list or taken out: that is none of a replay's to do again.
+        """
+        known = {id(p.holder): (p, dict(held)) for p, held in before._values}
+        for place, held in before._values:
+            known[id(place.holder)][1].update(held)  # in slots and beside
+        values = [
+            (place, name, value)
+            for place, held in self._values
+            if id(place.holder) in known
+            for name, value in held.items()
+            if known[id(place.holder)][1].get(name, _MISSING) is not value and _has_tensors(value)
+        ]
+        items = [
+            (container, key, value)
+            for identity, (container, content) in self._contents.items()
+            if identity in before._contents
+            for key, value in _replaced_in(before._contents[identity][1], content)
+            if _has_tensors(value)
+        ]
+        return Notes(values, items) if values or items else None
 
     def come(self, before: Reached) -> list[Tensor]:
         """Return the tensors that were not there before."""
@@ -91,6 +118,36 @@ class Reached:
         """Return the memory of tensors that are not there any more: a graph may read it."""
         there = {id(tensor) for tensor in now.tensors}
         return [tensor.detach() for tensor in self.tensors if id(tensor) not in there]
+
+
+@final
+class Notes:
+    """What a step has written to attributes and containers of others', to be written there again.
+
+    A replay computes anew what these tensors hold, and runs no Python: after a step that ran
+    eagerly, or another graph's replay, they would not be there.
+
+    Args:
+        values: By place and name.
+        items: By container and key.
+    """
+
+    def __init__(
+        self, values: list[tuple[Place, str, Any]], items: list[tuple[Any, Any, Any]]
+    ) -> None:
+        self._values, self._items = values, items
+
+    def write(self) -> None:
+        """Write all to where the step has written it."""
+        for place, name, value in self._values:
+            place.write(name, value)
+        for container, key, value in self._items:
+            container[key] = value
+
+    def names(self) -> list[str]:
+        """Return where they are, in words."""
+        names = [f"{name!r} of {p.label}" if name else p.label for p, name, _ in self._values]
+        return names + ["entries of lists and dictionaries"] * bool(self._items)
 
 
 @final
@@ -145,6 +202,12 @@ class Copies:
                     tensor.copy_(value)
 
 
+def in_few_words(names: list[str]) -> str:
+    """Return the first of many names."""
+    more = [f"{len(names) - 3} more"] * (len(names) > 3)
+    return " and ".join([", ".join(names[:3]), *more])
+
+
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
@@ -156,6 +219,21 @@ def _is_state(tensor: Tensor) -> bool:
     if tensor.requires_grad and not tensor.is_leaf:
         return False
     return not any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _has_tensors(value: Any) -> bool:
+    inner = vars(value).values() if hasattr(value, "__dict__") else ()
+    parts = itertools.chain(parts_of(value), *map(parts_of, inner))
+    return not isinstance(value, nn.Module) and any(isinstance(part, Tensor) for part in parts)
+
+
+def _replaced_in(before: Any, now: Any) -> list[tuple[Any, Any]]:
+    """Return entries that are others, by their keys, if there are as many as before."""
+    if isinstance(now, dict):
+        return [(key, value) for key, value in now.items() if before.get(key, value) is not value]
+    if isinstance(now, list) and len(now) == len(before):
+        return [(i, now[i]) for i in range(len(now)) if now[i] is not before[i]]
+    return []
 
 
 def _refill(container: Any, content: Any) -> None:
