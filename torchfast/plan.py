@@ -214,6 +214,11 @@ class Plan:
     @classmethod
     def preset(cls, name: str) -> Plan:
         """Return the preset plan of this name."""
+        if name in PrecisionOptions.FORMATS:
+            raise PlanError(
+                f"plan must be one of {list(cls.PRESETS)} or a Plan, got {name!r}; that is a "
+                f"precision: plan=Plan(precision={name!r})"
+            )
         check_choice("plan", name, cls.PRESETS, PlanError)
         if name == "fast":
             return cls(

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfast._core.arguments import check_callable, check_int, check_positive, explain_keywords
+from torchfast._core.arguments import check_int, check_positive, explain_keywords
 from torchfast._core.batches import StepBatches
 from torchfast._core.building import claim, device_decision, scheduler_decision, untrained_decisions
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ClosedError
-from torchfast._core.loss import LossParts, Number, SeveralOutput, with_norm
+from torchfast._core.loss import LossParts, Number, SeveralOutput, check_loss_fn, with_norm
 from torchfast._core.reachable import weak_hook, weak_method
 from torchfast.compiled_loss import CompiledLoss, LossFn
 from torchfast.ema import EMAOptions
@@ -107,7 +107,7 @@ class TrainStep:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+        check_loss_fn(loss_fn)
         self.plan = Plan.of(plan)
         self.memory = StepMemory(self.plan, model, loss_fn)  # before anything is moved to a device
         self.accumulate = check_int("accumulate", accumulate, minimum=1)

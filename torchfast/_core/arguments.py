@@ -16,11 +16,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
+# What other libraries, and torch, take as an argument beside the model, and here is a plan's field.
+_OF_PLANS = {
+    **dict.fromkeys(("scaler", "grad_scaler", "fp16"), "precision='fp16'"),
+    **dict.fromkeys(
+        ("amp", "use_amp", "autocast", "mixed_precision", "bf16", "precision", "dtype"),
+        "precision='bf16'",
+    ),
+    **dict.fromkeys(("compile", "use_compile", "torch_compile", "compile_model"), "compile=True"),
+    **dict.fromkeys(("fused", "fused_optimizer"), "optimizer='fused'"),
+    **dict.fromkeys(("gradient_checkpointing", "recompute"), "recompute='blocks'"),
+    **dict.fromkeys(("ddp", "fsdp", "strategy", "shard"), "shard='ddp'"),
+    **dict.fromkeys(("cuda_graph", "cudagraph", "cuda_graphs"), "cuda_graph=True"),
+    **dict.fromkeys(("channels_last", "memory_format"), "channels_last=True"),
+    **dict.fromkeys(("benchmark", "cudnn_benchmark"), "cudnn_benchmark=True"),
+    **{name: f"{name}=..." for name in ("nonfinite", "offload", "sync_guard", "allocator")},
+    "out_of_memory": "out_of_memory='split'",
+}
+
 
 def check_int(name: str, value: object, *, minimum: int) -> int:
     """Return ``value`` as an int of at least ``minimum``; bools and floats are not ints."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int >= {minimum}, got {_describe(value)}")
+        raise TypeError(f"{name} must be an int >= {minimum}, got {describe(value)}")
     if value < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {value}")
     return int(value)
@@ -30,7 +48,7 @@ def check_positive(name: str, value: object) -> float:
     """Return ``value`` as a float if it is a real number above zero (infinity is accepted)."""
     # numpy's numbers are registered as such; its bool, like torch's tensors, is not.
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number > 0, got {_describe(value)}")
+        raise TypeError(f"{name} must be a number > 0, got {describe(value)}")
     number = float(value)
     if math.isnan(number) or number <= 0:
         raise ValueError(f"{name} must be > 0, got {value}")
@@ -40,14 +58,14 @@ def check_positive(name: str, value: object) -> float:
 def check_flag(name: str, value: object) -> bool:
     """Return ``value`` if it is a bool; 0 and 1 are not."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {_describe(value)}")
+        raise TypeError(f"{name} must be True or False, got {describe(value)}")
     return value
 
 
 def check_flag_or_auto(name: str, value: object) -> bool | Literal["auto"]:
     """Return ``value`` if it is a bool or ``"auto"``."""
     if value != "auto" and not isinstance(value, bool):
-        raise TypeError(f"{name} must be True, False or 'auto', got {_describe(value)}")
+        raise TypeError(f"{name} must be True, False or 'auto', got {describe(value)}")
     return value
 
 
@@ -55,7 +73,7 @@ def check_float_dtype(name: str, value: object) -> torch.dtype:
     """Return ``value`` if it is a floating-point dtype."""
     if not (isinstance(value, torch.dtype) and value.is_floating_point):
         raise TypeError(
-            f"{name} must be a floating-point torch.dtype or None, got {_describe(value)}"
+            f"{name} must be a floating-point torch.dtype or None, got {describe(value)}"
         )
     return value
 
@@ -66,7 +84,7 @@ def check_choice(
     """Return ``value`` if it is one of ``choices``, else raise ``error`` with the nearest one."""
     known = list(choices)
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be one of {known}, got {_describe(value)}")
+        raise TypeError(f"{name} must be one of {known}, got {describe(value)}")
     if value not in known:
         raise error(f"{name} must be one of {known}, got {value!r}{suggestion(value, known)}")
     return value
@@ -75,7 +93,7 @@ def check_choice(
 def check_callable(name: str, value: object, signature: str) -> None:
     """Raise unless ``value`` can be called; ``signature`` says how it will be."""
     if not callable(value):
-        raise TypeError(f"{name} must be callable as {signature}, got {_describe(value)}")
+        raise TypeError(f"{name} must be callable as {signature}, got {describe(value)}")
 
 
 def check_type(name: str, value: object, kind: type) -> None:
@@ -85,7 +103,7 @@ def check_type(name: str, value: object, kind: type) -> None:
         TypeError: It is not.
     """
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be torch's {kind.__name__}, got {_describe(value)}")
+        raise TypeError(f"{name} must be torch's {kind.__name__}, got {describe(value)}")
 
 
 def check_iterable(name: str, value: object, of: str) -> None:
@@ -94,7 +112,7 @@ def check_iterable(name: str, value: object, of: str) -> None:
     ``iter()`` itself would start loader workers and draw random numbers.
     """
     if not (hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")):
-        raise TypeError(f"{name} must be an iterable of {of}, got {_describe(value)}")
+        raise TypeError(f"{name} must be an iterable of {of}, got {describe(value)}")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -120,9 +138,11 @@ def explain_keywords(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in accepted:
+                hint = suggestion(name, accepted)
+                if "plan" in accepted and name in _OF_PLANS:
+                    hint = f"; that is for the plan: plan=Plan({_OF_PLANS[name]})"
                 raise TypeError(
-                    f"{owner}() has no argument {name!r}{suggestion(name, accepted)} "
-                    f"(accepted: {', '.join(accepted)})"
+                    f"{owner}() has no argument {name!r}{hint} (accepted: {', '.join(accepted)})"
                 )
         return function(*args, **kwargs)
 
@@ -135,8 +155,9 @@ def explain_init_keywords(cls: C) -> C:
     return cls
 
 
-def _describe(value: object) -> str:
-    text = repr(value)
+def describe(value: object) -> str:
+    """Return a value as a message names it: in one line, and with its type."""
+    text = " ".join(repr(value).split())
     if len(text) > 80:
         text = text[:77] + "..."
     return f"{text} ({type(value).__name__})"

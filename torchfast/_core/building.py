@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from torchfast._core.arguments import describe
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError, UnsupportedOptimizerError
 
@@ -33,9 +34,11 @@ def build_optimizer(source: object, model: nn.Module) -> Optimizer:
     optimizer = source
     if not isinstance(optimizer, Optimizer):
         if not callable(optimizer):
+            is_several = isinstance(optimizer, list | tuple | dict)
+            several = "; of several, each goes with a Trainer, or a step, of its own" * is_several
             raise TypeError(
                 "optimizer must be a torch.optim.Optimizer or a callable parameters -> Optimizer, "
-                f"got {optimizer!r} ({type(optimizer).__name__})"
+                f"got {describe(optimizer)}{several}"
             )
         optimizer = optimizer(model.parameters())
         if not isinstance(optimizer, Optimizer):
@@ -55,6 +58,12 @@ def build_optimizer(source: object, model: nn.Module) -> Optimizer:
 
 
 def _check(optimizer: Optimizer) -> None:
+    if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"{kind} has not called Optimizer.__init__(), so it lacks what torch.optim.Optimizer "
+            f"has; call super().__init__(params, defaults) in {kind}.__init__()"
+        )
     parameters = list(optimized(optimizer))
     if not parameters:
         raise ValueError("optimizer holds no parameters; pass it model.parameters()")

@@ -7,11 +7,30 @@ from numbers import Real
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchfast._core.arguments import check_callable
 from torchfast._core.errors import LossError
 
 Number = Tensor | float | int
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Raise unless it can be called with a model and a batch.
+
+    Raises:
+        TypeError: It is no function, or one of torch's, which take outputs and targets.
+    """
+    check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+    of = type(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+    module = str(getattr(of, "__module__", ""))
+    if module in ("torch.nn.modules.loss", "torch.nn.functional"):
+        name = getattr(of, "__name__", "it")
+        raise TypeError(
+            f"loss_fn is called as loss_fn(model, batch), and torch's {name} takes outputs and "
+            "targets; write a function that calls the model too, such as "
+            "lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
 
 
 class LossParts(NamedTuple):

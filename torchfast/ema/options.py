@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from numbers import Real
 
-from torchfast._core.arguments import check_flag, explain_init_keywords
+from torchfast._core.arguments import check_flag, describe, explain_init_keywords
 
 
 @explain_init_keywords
@@ -57,9 +57,7 @@ class EMAOptions:
 def _checked_decay(name: str, value: object) -> float:
     accepted = "a number in [0, 1)" if name == "decay" else "a decay in [0, 1), EMAOptions or None"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(
-            f"{name} must be {accepted}, such as 0.999, got {value!r} ({type(value).__name__})"
-        )
+        raise TypeError(f"{name} must be {accepted}, such as 0.999, got {describe(value)}")
     if not 0 <= float(value) < 1:  # NaN neither
         raise ValueError(
             f"{name} must be {accepted}, got {value}: it is what the average keeps of itself at an "

@@ -35,7 +35,7 @@ from torchfast.graphs.signature import Call, Several, describe
 from torchfast.graphs.static_inputs import StaticInputs
 from torchfast.graphs.steady import Steady
 from torchfast.graphs.together import EAGERLY, NEW_CAPTURE, OTHERS, Together
-from torchfast.graphs.watch import StateWatch
+from torchfast.graphs.watch import FILL, StateWatch
 
 logger = logging.getLogger(__name__)
 
@@ -419,8 +419,8 @@ class GraphEngine:
         watch.refresh()
         self._num_hasty = self._num_hasty + 1 if self._num_since_change < _SETTLED_REPLAYS else 0
         if self._num_hasty >= (1 if frozen else ATTEMPTS):
-            self.varies = frozen
-            self.why_eager = f"{reason}, again after {self._num_since_change} replays"
+            self.varies, after = frozen, f", again after {self._num_since_change} replays"
+            self.why_eager = reason + after + FILL * frozen
         self._num_since_change = 0
         if self.why_eager is not None:
             message = f"the step runs eagerly from now on: {self.why_eager}"

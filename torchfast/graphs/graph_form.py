@@ -75,9 +75,10 @@ def graph_form(optimizer: Optimizer, numerics: Numerics) -> tuple[GraphForm | No
                 return GraphForm(form, dtype), graph_decision("applied", detail)
             rounds = True
             refusal = f"{name} as given and {form.replace('_', ' ')} differ by rounding"
-    remedy = "AdamW with fused=True and SGD can be in a graph"
+    others = ["AdamW with fused=True", *(["SGD"] if name != "SGD" else [])]
+    remedy = f"{' and '.join(others)} can be in a graph"
     if rounds:
-        remedy = "plan='fast' (numerics='close') allows that; so do AdamW with fused=True and SGD"
+        remedy = f"plan='fast' (numerics='close') allows that; {remedy} as it is"
     detail = f"the update of {name} is not in the graph: {refusal}; {remedy}"
     return None, graph_decision("stepped aside", detail)
 

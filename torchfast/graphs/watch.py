@@ -26,6 +26,8 @@ from torchfast.graphs.named_state import NamedState, Table
 from torchfast.graphs.places import is_own
 from torchfast.graphs.value_forms import contents, is_frozen
 
+# What helps where a value changes too often for a graph that holds it.
+FILL = "; keep a value that changes so often in a tensor on the device and fill that"
 _TRAINING = operator.attrgetter("training")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _PARAMETER_HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
