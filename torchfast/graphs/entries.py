@@ -315,8 +315,8 @@ class GraphStore:
         found += [graph_decision("applied", note) for note in (notes() if self.graphs else ())]
         noted = {name: None for e in self.graphs if e.notes for name in e.notes.names()}
         if noted:
-            detail = f"{in_few_words([*noted])} hold what the latest replay has computed, until the"
-            found.append(graph_decision("applied", f"{detail} next one; clone what you keep"))
+            detail = "what the latest replay has computed, until the next one; clone what you keep"
+            found.append(graph_decision("applied", f"{in_few_words([*noted])}: {detail}"))
         reasons = [why for why in (why_eager, self._concern) if why]
         reasons += [f"{e.shapes}: {e.why_eager}" for e in self.entries.values() if e.why_eager]
         return found + [graph_decision("stepped aside", reason) for reason in reasons]

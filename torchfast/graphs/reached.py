@@ -135,14 +135,15 @@ class Notes:
     def __init__(
         self, values: list[tuple[Place, str, Any]], items: list[tuple[Any, Any, Any]]
     ) -> None:
-        self._values, self._items = values, items
+        self._values = [(place, name, _own(value)) for place, name, value in values]
+        self._items = [(container, key, _own(value)) for container, key, value in items]
 
     def write(self) -> None:
         """Write all to where the step has written it."""
         for place, name, value in self._values:
-            place.write(name, value)
+            place.write(name, _own(value))
         for container, key, value in self._items:
-            container[key] = value
+            container[key] = _own(value)
 
     def names(self) -> list[str]:
         """Return where they are, in words."""
@@ -219,6 +220,11 @@ def _is_state(tensor: Tensor) -> bool:
     if tensor.requires_grad and not tensor.is_leaf:
         return False
     return not any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _own(value: Any) -> Any:
+    """Return a container of its own for whoever empties it; any other value itself."""
+    return value.copy() if type(value) in _REFILLED else value
 
 
 def _has_tensors(value: Any) -> bool:
