@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from functools import partial
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn, optim
+from torch.utils.data import DataLoader
 
-from models import mean_loss
+from models import make_batches, mean_loss
 from torchfast import Plan, PlanError, Trainer
 from torchfast._core.arguments import _OF_PLANS
 from torchfast.graphs.graph_form import graph_form
+from torchfast.testing import assert_parity
 
 
 def make_model():
@@ -85,3 +89,21 @@ def test_an_optimizer_is_not_told_to_be_itself(monkeypatch):
         assert form is None
         assert "AdamW with fused=True" in decision.detail
         assert ("and SGD" in decision.detail) == (kind is not optim.SGD)
+
+
+def test_parity_takes_a_loader_and_leaves_the_generators_alone():
+    batches = make_batches(6)
+    loader = DataLoader(batches, batch_size=None, shuffle=True)
+    before = torch.get_rng_state()
+    result = assert_parity(
+        make_model,
+        partial(optim.SGD, lr=0.1),
+        lambda model, batch: mean_loss(model, tuple(batch)),
+        loader,
+        accumulate=2,
+    )
+    assert result.exact
+    assert result.num_steps == 3
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ValueError, match="at least one batch"):
+        assert_parity(make_model, partial(optim.SGD, lr=0.1), mean_loss, iter(()))

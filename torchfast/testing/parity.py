@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from torchfast._core.arguments import check_callable, check_int, explain_keywords
+from torchfast._core.arguments import check_callable, check_int, check_iterable, explain_keywords
 from torchfast._core.batches import MicroBatches, map_batch, to_device
 from torchfast._core.building import build_scheduler
 from torchfast._core.compare import differences
@@ -79,7 +79,7 @@ def assert_parity(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     loss_fn: Callable[[Any, Any], Any],
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     plan: str | Plan = "exact",
     *,
     max_grad_norm: float | None = None,
@@ -96,7 +96,8 @@ def assert_parity(
         model: A model, which is copied and left alone, or a callable that makes one.
         optimizer: ``parameters -> Optimizer``.
         loss_fn: As `Trainer` takes it.
-        batches: Batches, cut into updates of ``accumulate``; the last may be shorter.
+        batches: Batches, or a loader of few, cut into updates of ``accumulate``; the last may be
+            shorter.
         plan: The plan to prove.
         max_grad_norm: As `Trainer` takes it.
         accumulate: Micro-batches in an update.
@@ -136,13 +137,16 @@ def assert_parity(
             f"{type(optimizer).__name__}"
         )
     check_callable("optimizer", optimizer, "optimizer(parameters)")
-    if not batches:
+    check_iterable("batches", batches, "batches")
+    with preserved_rng(torch.device("cpu")):  # a loader draws its order
+        taken = list(batches)
+    if not taken:
         raise ValueError("assert_parity needs at least one batch, got none")
     chosen = Plan.of(plan)
     if tolerance is None and not _keeps_bits(chosen):
         tolerance = Tolerance()
     pair = _Pair(_twins(model, seed), loss_fn, max_grad_norm, device)
-    groups = [list(batches[i : i + accumulate]) for i in range(0, len(batches), accumulate)]
+    groups = [taken[i : i + accumulate] for i in range(0, len(taken), accumulate)]
     with preserved_rng(pair.device), _deterministic(deterministic):
         seed_everything(seed)
         pair.build(optimizer, lr_scheduler, plan, accumulate)
