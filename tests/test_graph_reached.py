@@ -271,6 +271,25 @@ def test_what_has_come_into_being_goes():
     assert not table
 
 
+def test_what_cannot_be_compared_or_written_to_is_put_back_too():
+    """Keys that are tensors, of which a comparison says nothing, and an array that is only read."""
+    first, second, array = torch.ones(2), torch.ones(2), np.arange(3.0)
+    array.flags.writeable = False
+    by_tensor = {first: 1.0}
+
+    def loss_fn():
+        return by_tensor, array
+
+    attributes = Attributes(loss_fn, CPU)
+    attributes.refresh([])
+    before = attributes.reached()
+    del by_tensor[first]
+    by_tensor[second] = 2.0
+    before.put_back()
+    assert [*by_tensor.items()] == [(first, 1.0)]
+    assert next(iter(by_tensor)) is first
+
+
 def test_a_graph_keeps_the_memory_that_it_reads():
     """Of a tensor in an object, which the step replaces: it may be given to another otherwise."""
     held = Held()

@@ -9,8 +9,9 @@ nobody ever computed.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torchfast._core.code_names import Read
 from torchfast._core.compare import same_bits
 from torchfast.graphs.places import CELL, Place, parts_of, values_in
-from torchfast.graphs.value_forms import is_small_array
+from torchfast.graphs.value_forms import bits, is_small_array
 
 # Others may have ways of their own to be filled, such as the outputs of transformers.
 _REFILLED = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
@@ -242,18 +243,18 @@ def _replaced_in(before: Any, now: Any) -> list[tuple[Any, Any]]:
     return []
 
 
+def _are_same(some: Collection[Any], others: Collection[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
 def _refill(container: Any, content: Any) -> None:
     if isinstance(container, list | deque):
-        is_same = len(container) == len(content) and all(
-            a is b for a, b in zip(container, content, strict=True)
-        )
-        if not is_same:
+        if not _are_same(container, content):
             container.clear()
             container.extend(content)
     elif isinstance(container, dict):
-        is_same = list(container) == list(content) and all(
-            container[key] is value for key, value in content.items()
-        )
+        # By being the same: keys may be tensors, whose comparison gives another one.
+        is_same = _are_same(container, content) and _are_same(container.values(), content.values())
         if not is_same:
             container.clear()
             container.update(content)
@@ -261,5 +262,5 @@ def _refill(container: Any, content: Any) -> None:
         if container != content:
             container.clear()
             container.update(content)
-    else:  # an array
+    elif bits(container) != bits(content):  # an array, which may be one that is only read
         container[...] = content
