@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from models import make_batches, mean_loss
-from torchfast import Plan, PlanError, Trainer
+from torchfast import CUDAGraphStep, Plan, PlanError, Trainer
 from torchfast._core.arguments import _OF_PLANS
 from torchfast.graphs.graph_form import graph_form
 from torchfast.testing import assert_parity
@@ -107,3 +107,25 @@ def test_parity_takes_a_loader_and_leaves_the_generators_alone():
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(ValueError, match="at least one batch"):
         assert_parity(make_model, partial(optim.SGD, lr=0.1), mean_loss, iter(()))
+
+
+class OwnSample:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.usefixtures("tape")
+def test_the_warning_of_many_kinds_shows_the_value_that_differs(caplog):
+    """A path or a name that the collator put in, or an object that is new each time."""
+    step = CUDAGraphStep(lambda batch: batch["x"] * 2, device="cpu", max_graphs=2)
+    for number in range(40):
+        step({"n": 1, "x": torch.ones(2), "paths": ["all.jpg", f"{number:070d}.jpg"]})
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert warning.endswith(f"such as paths; the latest is '{'0' * 59}... (str)")
+    caplog.clear()
+    step = CUDAGraphStep(lambda batch: batch.x * 2, device="cpu", max_graphs=2)
+    kept = [OwnSample(torch.ones(2)) for _ in range(40)]
+    for sample in kept:
+        step(sample)
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert warning.endswith("the latest is an object of OwnSample")

@@ -307,6 +307,7 @@ def test_values_that_differ_each_time_are_warned_of_once(caplog):
     assert counts(step)[1] == 0
     (warning,) = [r.getMessage() for r in caplog.records]
     assert "an input that is no tensor has another value each time; pass it as a tensor" in warning
+    assert warning.endswith("the latest is 16.0 (float)")
 
 
 def test_shapes_that_differ_each_time_are_warned_of_once(caplog):

@@ -23,7 +23,7 @@ from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.reached import Notes, in_few_words
 from torchfast.graphs.secrecy import Secret
-from torchfast.graphs.signature import Call, num_steps, only_tensors, shapes, single
+from torchfast.graphs.signature import Call, num_steps, only_tensors, other_value, shapes, single
 from torchfast.graphs.static_inputs import StaticInputs
 
 # Captures of one kind of call that may fail.
@@ -280,13 +280,16 @@ class GraphStore:
 
     def _concern_of_many(self, key: Any) -> str:
         kinds = [known[1] for known in self.entries]
-        alike = sum(only_tensors(kind) == only_tensors(key[1]) for kind in kinds)
-        why = (
-            "an input that is no tensor has another value each time; pass it as a tensor, and an "
-            "object that holds tensors as a dictionary, a tuple or a dataclass of them"
-            if alike > self._limit
-            else "pad or bucket the batches to fewer shapes, or raise max_graphs"
-        )
+        alike = [kind for kind in kinds if only_tensors(kind) == only_tensors(key[1])]
+        why = "pad or bucket the batches to fewer shapes, or raise max_graphs"
+        if len(alike) > self._limit:
+            before = next(kind for kind in reversed(alike) if kind != key[1])
+            why = (
+                "an input that is no tensor has another value each time; pass it as a tensor, and "
+                "an object that holds tensors as a dictionary, a tuple or a dataclass of them; "
+                "leave out what the step does not read, such as paths; the latest is "
+                f"{other_value(key[1], before)}"
+            )
         return f"{len(kinds)} kinds of steps, each with a graph of its own; {why}"
 
     def _forget_some(self, limit: int) -> None:

@@ -35,6 +35,7 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 # What changes in these is noticed elsewhere, if they are named.
 _NAMED = (nn.Module, Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+_LONGEST_TEXT = 60
 _MOST_WITHIN = 256  # objects in an object, and entries in a container: more are data
 
 
@@ -92,6 +93,20 @@ def only_tensors(key: tuple[Any, ...]) -> tuple[Any, ...]:
 def without_tensors(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the other part."""
     return tuple(part for part in key if not _is_of_tensor(part))
+
+
+def other_value(key: tuple[Any, ...], before: tuple[Any, ...]) -> str:
+    """Return the first value, in words, in which a key differs from another one of its tensors."""
+    for part, known in zip(without_tensors(key), without_tensors(before), strict=False):
+        if part == known or not (isinstance(part, tuple) and len(part) == 2):
+            continue
+        kind, value = part
+        if isinstance(value, _WeakIdentity):
+            return f"an object of {kind.__name__}"
+        text = repr(value)
+        text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+        return f"{text} ({kind.__name__})"
+    return "in another container"
 
 
 def num_steps(key: tuple[Any, ...]) -> int:
