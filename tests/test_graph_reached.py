@@ -19,6 +19,7 @@ from torch import nn, optim
 from both_ways import alike, trained
 from models import make_batches, mean_loss
 from tape import CPU, counts, reasons
+from torchfast.graphs import reached
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.reached import Copies, Memory, Notes, Reached
@@ -194,6 +195,15 @@ def test_what_a_step_carries_over_is_that_of_the_plain_loop(place, way, reads):
 def test_what_foreach_writes_is_put_back_behind_the_check():
     step = alike(carrying(in_list_of_module, written_by_foreach, reads=False))
     assert counts(step) == (1, STEPS - 3, 3, 1)
+
+
+def test_what_may_be_data_is_not_copied(monkeypatch):
+    monkeypatch.setattr(reached, "_SMALL_BYTES", 4 * 12)
+    kept = [torch.ones(10), torch.ones(10), torch.ones(2), torch.ones(1)]
+    attributes = Attributes(lambda: kept, CPU)
+    attributes.refresh([])
+    found = attributes.reached().unsure(CPU)
+    assert [*map(len, found)] == [10, 2]
 
 
 CONTROLS = {

@@ -24,8 +24,8 @@ from torchfast.graphs.value_forms import bits, is_small_array
 
 # Others may have ways of their own to be filled, such as the outputs of transformers.
 _REFILLED = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-# Writes through ``.data`` and of foreach leave no version behind. Larger tensors may be data.
-_SMALL_BYTES = 2**25
+# Writes through ``.data`` and of foreach leave no version behind. More than this may be data.
+_SMALL_BYTES = 2**26
 _MISSING = object()
 
 
@@ -108,12 +108,14 @@ class Reached:
 
     def unsure(self, device: torch.device) -> list[Tensor]:
         """Return small tensors of a device, to which a step may write without a trace."""
-        return [
-            tensor
-            for tensor in self.tensors
-            if type(tensor) is Tensor and tensor.device == device and _is_state(tensor)
-            if tensor.numel() * tensor.element_size() <= _SMALL_BYTES
-        ]
+        found, num_bytes = [], 0
+        for tensor in self.tensors:
+            size = tensor.numel() * tensor.element_size()
+            is_meant = type(tensor) is Tensor and tensor.device == device and _is_state(tensor)
+            if is_meant and num_bytes + size <= _SMALL_BYTES:
+                num_bytes += size
+                found.append(tensor)
+        return found
 
     def gone(self, now: Reached) -> list[Tensor]:
         """Return the memory of tensors that are not there any more: a graph may read it."""
