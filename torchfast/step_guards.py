@@ -7,13 +7,14 @@ around its loop, to hear callbacks and transforms too.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, final
 
 import torch
 
 from torchfast._core.decisions import Decision
+from torchfast._core.no_context import NO_CONTEXT
 from torchfast._core.syncs import WATCH
 from torchfast.plan import Plan
 from torchfast.profiling import SyncGuard, SyncReport
@@ -52,17 +53,17 @@ class StepSyncs:
 
     def during(self, what: str) -> AbstractContextManager[None]:
         """Say in the account what of the loop around the steps waits."""
-        return nullcontext() if self._guard is None else WATCH.during(what)
+        return NO_CONTEXT if self._guard is None else WATCH.during(what)
 
     def loading(self) -> AbstractContextManager[None]:
         """Listen to a loader, on CUDA: what it holds elsewhere is the host's on any machine."""
         if self._guard is None:
-            return nullcontext()
+            return NO_CONTEXT
         return WATCH.during("loader") if self._guard.device_type == "cuda" else WATCH.unheard()
 
     def unheard(self) -> AbstractContextManager[None]:
         """Leave out what has to wait, such as an evaluation."""
-        return nullcontext() if self._guard is None else WATCH.unheard()
+        return NO_CONTEXT if self._guard is None else WATCH.unheard()
 
     def report(self) -> SyncReport | None:
         """Return the account; None where the plan asks for none."""

@@ -41,10 +41,19 @@ class StepInputs:
         self._gradients, self._transforms, self._memory = gradients, transforms, memory
         self._compiled, self._sharding = gradients.compiled, gradients.sharding
         self._graph, self._accumulate = graph, accumulate
+        # Whether anything ever looks at what a step is given: on one rank, by most plans, nothing.
+        self._is_looked_at = (
+            transforms.looks_at_batches or self._compiled.is_undecided or self._sharding.is_on
+        )
 
     def of_step(self, batch: Any, number: int) -> tuple[Any, ...]:
         """Return the micro-batches of the step of this number; the first is 1."""
         group = as_group(batch, self._accumulate)
+        if self._is_looked_at:
+            self._look_before(batch, group, number)
+        return group
+
+    def _look_before(self, batch: Any, group: tuple[Any, ...], number: int) -> None:
         self._sharding.check_same_parts()
         if self._accumulate > 1:
             self._sharding.check_counts(len(group), are_even=batch.are_even)
@@ -53,7 +62,6 @@ class StepInputs:
         if self._sharding.is_undecided:
             with untouched(self._gradients.model, self._gradients.device):
                 self._sharding.decide(lambda: self._gradients(group))
-        return group
 
     def of_steps(self, batches: Any) -> tuple[tuple[Any, ...], ...]:
         """Return the micro-batches of each of several steps; nothing looks at them yet."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torchfast.memory import MemoryAccount, MemoryMonitor, OutOfMemoryGuard
 
 R = TypeVar("R")
+Group = tuple[object, ...]
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
@@ -49,6 +50,13 @@ _STAGES = {
     Update.clip.__code__: "update",
     Update.behind_graph.__code__: "update",
 }
+
+
+class Run(Protocol):
+    """How `OutOfMemoryGuard.run` is called here."""
+
+    def __call__(self, attempt: Callable[[Group], R], group: Group, *, is_step: bool = True) -> R:
+        """Return ``attempt(group)``."""
 
 
 @final
@@ -66,7 +74,11 @@ class StepMemory:
     Attributes:
         attention: Which attention the first forwards ran.
         monitor: What watches memory in `fit`; None before, and on a device without an allocator.
+        run: Runs a step or its first half on micro-batches, from `watch` on; see
+            `OutOfMemoryGuard.run`.
     """
+
+    run: Run
 
     def __init__(self, plan: Plan, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._plan = plan
@@ -108,7 +120,7 @@ class StepMemory:
                 **offload.on_device(),
             }
 
-        self._guard = OutOfMemoryGuard(
+        guard_of_memory = self._guard = OutOfMemoryGuard(
             model,
             optimizer,
             device,
@@ -118,17 +130,7 @@ class StepMemory:
             others=others,
             after_failure=guard.forget,
         )
-
-    def run(
-        self,
-        attempt: Callable[[tuple[object, ...]], R],
-        group: tuple[object, ...],
-        *,
-        is_step: bool = True,
-    ) -> R:
-        """Return ``attempt(group)``; see `OutOfMemoryGuard.run`."""
-        assert self._guard is not None
-        return self._guard.run(attempt, group, is_step=is_step)
+        self.run = guard_of_memory.run  # itself: a step would feel a call in between
 
     def run_update(self, update: Callable[[], R]) -> R:
         """Return ``update()``; gradients stay if it fails, so that it can be called again."""

@@ -21,12 +21,14 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
-from typing import Any, Final, Protocol, cast, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 from torch.compiler import is_dynamo_compiling
+
+from torchfast._core.no_context import NO_CONTEXT
 
 PREFIX: Final = "torchfast."
 
@@ -81,20 +83,6 @@ _recorders: dict[int, Recorder] = {}
 # Likewise those that only look where a thread stands, beside a recorder that times it: a watchdog
 # of the user's around a fit that has one too.
 _watchers: dict[int, tuple[Recorder, ...]] = {}
-
-
-@final
-class _Silent:
-    """A phase that nobody listens to."""
-
-    __slots__ = ()
-    # A function of C that takes anything and returns what is false: one in Python would cost more
-    # than all that has been asked before.
-    __enter__ = "".format
-    __exit__ = "".format
-
-
-_SILENT = cast("AbstractContextManager[Any]", _Silent())
 
 
 @final
@@ -159,17 +147,22 @@ def phase(name: str) -> AbstractContextManager[Any]:
     """
     if is_dynamo_compiling():
         return nullcontext()  # one that it knows; what follows would be guarded
+    return phase_outside(name)
+
+
+def phase_outside(name: str) -> AbstractContextManager[Any]:
+    """Name a part of a step that lies outside of all that is compiled; see `phase`."""
     if _recorders or _watchers or _UNDER_NSIGHT or _profiler_enabled():
         thread = get_ident()
         return _Heard(name, _recorders.get(thread), _watchers.get(thread, ()))
-    return _SILENT
+    return NO_CONTEXT
 
 
 def annotation(name: str) -> AbstractContextManager[Any]:
     """Name what goes on beside the step, for profilers only: it is no part of the step's time."""
     if _UNDER_NSIGHT or _profiler_enabled():
         return _Heard(name, None)
-    return _SILENT
+    return NO_CONTEXT
 
 
 def start_recording(recorder: Recorder) -> None:

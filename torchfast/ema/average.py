@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, final
 
@@ -31,6 +31,7 @@ from torchfast._core.compare import same_objects
 from torchfast._core.decisions import Decision
 from torchfast._core.device import is_capturing
 from torchfast._core.errors import StateMismatchError
+from torchfast._core.no_context import NO_CONTEXT
 from torchfast._core.state import check_module_state
 from torchfast.ema.options import EMAOptions
 from torchfast.ema.pairs import (
@@ -125,7 +126,7 @@ class WeightAverage:
 
     def around_step(self) -> AbstractContextManager[None]:
         """Follow, and leave it at that until the end: what the step does may be in a capture."""
-        return self._around_step() if self.is_on else nullcontext()
+        return NO_CONTEXT if self.options is None else self._around_step()
 
     @contextmanager
     def _around_step(self) -> Iterator[None]:
@@ -180,7 +181,7 @@ class WeightAverage:
 
     def after_update(self) -> None:
         """Do what the host does after an update."""
-        if not self.is_on or not self.is_new:
+        if not self.is_new:
             return
         if self._is_fixed:
             self._start()

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
+from torchfast._core.no_context import NO_CONTEXT
 from torchfast.parallel.likeness import check_alike, difference, number_of
 from torchfast.parallel.meshes import check_mesh
 from torchfast.parallel.meta_device import (
@@ -270,7 +271,7 @@ class Sharding:
     def heard(self) -> AbstractContextManager[None]:
         """Enter it around all that ranks do together, so that an error of one is told by all."""
         words = self.ranks.last_words if self.is_on else None
-        return nullcontext() if words is None else self._heard_by(words)
+        return NO_CONTEXT if words is None else self._heard_by(words)
 
     @contextmanager
     def _heard_by(self, words: LastWords) -> Iterator[None]:
