@@ -286,6 +286,12 @@ def test_the_surroundings_are_seen(name, named):
     assert named.watch.mode() == mode
 
 
+def test_values_that_were_noted_anew_are_not_as_they_were(named):
+    glance, values = named.watch.glance(), named.watch.attributes
+    values.take, values.out_of = values.take[:-1], values.out_of[:-1]  # one is written by the step
+    assert not glance.is_as_it_was()
+
+
 def rate_of_a_scheduler(n):
     n.group["lr"] = n.group["lr"] * 0.3
 

@@ -106,7 +106,7 @@ class Update:
         if self.graph is None:
             return self.whole(group)
         is_whole = self.graph.is_whole
-        output: StepOutput = self.graph(group)
+        output: StepOutput = self.graph.run(group)
         if not is_whole:
             self.behind_graph()
         return output

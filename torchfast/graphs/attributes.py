@@ -69,6 +69,10 @@ class Attributes:
     Args:
         function: The step.
         device: Where it runs. Of a tensor on the host beside it a graph holds the values.
+
+    Attributes:
+        take: Functions that return what has to be the very object that it was, some at a time.
+        out_of: What each of them is called with.
     """
 
     def __init__(self, function: object, device: torch.device) -> None:
@@ -80,8 +84,8 @@ class Attributes:
         self._left: dict[Hashable, dict[Key, tuple[Any, Any]]] = {}
         self._read, self._is_all = NOTHING, True
         self._known: _Known = {}
-        self._take: list[Callable[[Any], Any]] = []
-        self._out_of: list[Any] = []
+        self.take: list[Callable[[Any], Any]] = []
+        self.out_of: list[Any] = []
         self._objects: list[Any] = []
         self._sized: list[_Reader] = []
         self._sizes: list[Any] = []
@@ -108,7 +112,7 @@ class Attributes:
 
     def objects(self) -> Iterator[Any]:
         """Return all that has to be the very object that it was, in one line."""
-        taken = map(operator.call, self._take, self._out_of)
+        taken = map(operator.call, self.take, self.out_of)
         return itertools.chain.from_iterable(taken)
 
     def sizes(self) -> list[_Reader]:
@@ -330,8 +334,8 @@ class Attributes:
                 names.insert(0, "training")
             if names:  # of one name alone it would be no tuple
                 pairs.append((operator.itemgetter(names[0], *names[1:] or names), table))
-        self._take = [take for take, _ in pairs]
-        self._out_of = [held for _, held in pairs]
+        self.take = [take for take, _ in pairs]
+        self.out_of = [held for _, held in pairs]
         self._objects = list(self.objects())
         self._sizes = self._sizes_now()
 

@@ -110,11 +110,11 @@ class GraphEngine:
         self._counts, self._capture_s = Counter[str](), 0.0
         self._warned: set[str] = set()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and return what ``fn`` returns, detached and safe to keep."""
         inputs = (args, kwargs)
         found = self._found(inputs)
-        if isinstance(found, Ready) and found.draws():
+        if type(found) is Ready and (found.entry.draws is None or found.draws()):
             return self.replay(found)
         with found.around:
             return self._run_eagerly(inputs)
@@ -129,7 +129,7 @@ class GraphEngine:
         args, kwargs = inputs
         if self._steady.goes_on():
             call = describe(args, kwargs)
-            if (known := self._steady.entry(call.key)) is not None:
+            if (known := self._steady.entries.get(call.key)) is not None:
                 return self._agreed(known, call)
         if self.why_eager is None:
             self._notice_changes()
@@ -354,7 +354,8 @@ class GraphEngine:
         entry, call, _ = ready
         assert entry.inputs is not None
         assert entry.outputs is not None
-        self._state.fill_rates()
+        for rates in self._state.rates:
+            rates.fill()
         entry.inputs.fill(call.tensors)
         entry.replay()
         self.store.used(entry)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchfast._core.decisions import Decision
-from torchfast._core.phases import REPLAY, phase
+from torchfast._core.phases import REPLAY, phase_outside
 from torchfast.graphs.backend import Graph
 from torchfast.graphs.constants import HostConstants
 from torchfast.graphs.failures import LETS_GO, NOT_NOW, Failure
@@ -111,7 +111,7 @@ class Entry:
         assert self.graph is not None
         if self.moments is not None:
             self.moments.before_replay()
-        with phase(REPLAY):
+        with phase_outside(REPLAY):
             self.graph.replay()
         if self.moments is not None:
             self.moments.replayed()
@@ -217,6 +217,9 @@ class GraphStore:
 
     Args:
         options: How many, and what new shapes get.
+
+    Attributes:
+        adds_to_gradients: Whether a graph adds to gradients that were there before it.
     """
 
     def __init__(self, options: CUDAGraphOptions) -> None:
@@ -224,7 +227,7 @@ class GraphStore:
         self.num_evicted = 0
         self.graphs: list[Entry] = []  # the least recently used first
         self.owner: Entry | None = None
-        self._adds_to_gradients = False
+        self.adds_to_gradients = False
         self._concern: str | None = None  # of too many kinds
         self._options, self._limit = options, options.max_graphs
         self._phase_times: deque[Times] = deque(maxlen=_WINDOW)
@@ -339,7 +342,7 @@ class GraphStore:
         self._note_additions()
 
     def _note_additions(self) -> None:
-        self._adds_to_gradients = any(e.added_to or e.from_none for e in self.graphs)
+        self.adds_to_gradients = any(e.added_to or e.from_none for e in self.graphs)
 
     def make_room(self) -> None:
         """Let go of the least recently used graphs until there is room for another."""
@@ -395,7 +398,5 @@ class GraphStore:
 
     def has_its_gradients(self) -> bool:
         """Whether gradients that the graphs add to are still there, and others still are not."""
-        if not self._adds_to_gradients:
-            return True
         added_to = all(p.grad is g for entry in self.graphs for p, g in entry.added_to)
         return added_to and all(p.grad is None for entry in self.graphs for p in entry.from_none)

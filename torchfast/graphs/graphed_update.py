@@ -101,11 +101,11 @@ class GraphedUpdate(Closing):
             assert until_update is not None
             self._graph = self._engine(until_update)
 
-    def __call__(self, group: tuple[Any, ...]) -> Any:
+    def run(self, group: tuple[Any, ...]) -> Any:
         """Run a step, but for the optimizer's ``step()`` unless `is_whole`."""
         self._failed_in_update = self._changed_in_update = False
         failed_before = self._graph.failure
-        output = self._graph(group)
+        output = self._graph.run(group)
         if self.is_whole and self._until_update is not None:
             if self._graph.varies:
                 # Hyperparameters change again and again: from the next step on it is outside.

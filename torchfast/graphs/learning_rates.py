@@ -23,8 +23,10 @@ from torchfast._core.loss import Number
 
 def rates_of(optimizer: Optimizer) -> list[Number]:
     """Return the learning rates that stand in the parameter groups now, safe to keep."""
-    rates = (group["lr"] for group in optimizer.param_groups)
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    return [
+        rate.clone() if isinstance(rate := group["lr"], Tensor) else rate
+        for group in optimizer.param_groups
+    ]
 
 
 @final
@@ -56,8 +58,8 @@ class LearningRates:
 
     def fill(self) -> None:
         """Bring the tensors to the floats that stand in the groups now."""
-        groups = self.groups
-        for _ in range(len(self._tensors), len(groups)):
+        groups = self.optimizer.param_groups
+        while len(self._tensors) < len(groups):
             self._tensors.append(torch.zeros((), dtype=self._dtype, device=self._device))
             self._filled.append(0.0)
         for index, group in enumerate(groups):

@@ -163,6 +163,10 @@ class _WeakIdentity:
 
 def _scan(value: Any, key: list[Any], found: list[Tensor], seen: dict[int, int]) -> None:
     kind = type(value)
+    while kind is tuple and len(value) == 1:  # mostly: one argument, of one micro-batch
+        key.append((tuple, 1))
+        (value,) = value
+        kind = type(value)
     if kind is Tensor:
         _note(value, key, found, seen)
     elif kind is tuple or kind is list:

@@ -23,11 +23,15 @@ class Steady:
     Args:
         watch: What looks closer.
         store: Whose graphs.
+
+    Attributes:
+        entries: What serves a call, by what `describe` says of its inputs; to be read where all
+            `goes_on`. What is not there is to be found out.
     """
 
     def __init__(self, watch: StateWatch, store: GraphStore) -> None:
         self._watch, self._store = watch, store
-        self._entries: dict[Any, Entry] = {}  # by what `describe` says of the inputs
+        self.entries: dict[Any, Entry] = {}
         self._glance: Glance | None = None
         self._num_lasted, self._wait = 0, 0
 
@@ -36,16 +40,12 @@ class Steady:
         glance, store = self._glance, self._store
         if glance is None:
             return False
-        if glance.is_as_it_was() and store.has_its_gradients():
+        if glance.is_as_it_was() and (not store.adds_to_gradients or store.has_its_gradients()):
             self._num_lasted += 1
             return True
         self.forget()
         self._wait = 0 if self._num_lasted >= _LASTS else _LASTS
         return False
-
-    def entry(self, key: Any) -> Entry | None:
-        """Return what serves a call of this key; None where that is to be found out."""
-        return self._entries.get(key)
 
     def note(self, key: Any, entry: Entry) -> None:
         """Keep what serves such calls, found by a look at everything in this very call."""
@@ -58,9 +58,9 @@ class Steady:
             if self._glance is None:
                 self._wait = _LASTS
                 return
-        self._entries[key] = entry
+        self.entries[key] = entry
 
     def forget(self) -> None:
         """Let go of it, before the state is taken as it is then, or a graph goes for another."""
         self._glance = None
-        self._entries = {}
+        self.entries = {}

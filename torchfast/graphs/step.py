@@ -141,7 +141,7 @@ class CUDAGraphStep(Closing):
         Returns:
             What ``fn`` returns, detached and safe to keep.
         """
-        return self._engine(*args, **kwargs)
+        return self._engine.run(*args, **kwargs)
 
     def phase_times(self) -> list[dict[str, float]]:
         """Return what each `phase` took in some of the latest replays, with ``time_phases=True``.

@@ -90,7 +90,7 @@ class GraphTrials(Closing):
         )
         self._engines.append(engine)
         for _ in range(_MOST_CALLS):
-            engine(self._inputs)
+            engine.run(self._inputs)
             if engine.store.graphs:
                 break
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, final
 
@@ -40,6 +41,21 @@ NOT_FROZEN = frozenset(
 _END = object()
 _STATE_AND_GROUPS = operator.attrgetter("state", "param_groups")
 _NUM_HOOKS = operator.attrgetter("next_id")
+_RATE = operator.itemgetter("lr")
+_OF_C: Any = torch._C
+# Settings of the thread and the process by which torch chooses what to run, each by a function of
+# C: torch's own in Python take several times as long.
+_SURROUNDINGS: tuple[Callable[[], object], ...] = (
+    torch.is_grad_enabled,
+    _OF_C._get_deterministic_algorithms,
+    torch.get_default_dtype,
+    _OF_C._get_flash_sdp_enabled,
+    _OF_C._get_mem_efficient_sdp_enabled,
+    _OF_C._get_math_sdp_enabled,
+    _OF_C._get_cudnn_sdp_enabled,
+    partial(_OF_C._get_fp32_precision_getter, "cuda", "matmul"),
+    partial(_OF_C._get_fp32_precision_getter, "cuda", "conv"),
+)
 _SCALER_SETTINGS = operator.attrgetter("_growth_factor", "_backoff_factor", "_growth_interval")
 
 
@@ -95,7 +111,7 @@ class StateWatch:
     def mode(self) -> tuple[Any, ...]:
         """Return what steers the step's control flow, hashable: a graph for each value."""
         return (
-            *_surroundings(),
+            *map(operator.call, _SURROUNDINGS),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
             *map(_TRAINING, self._state.every_module),
@@ -225,7 +241,6 @@ class Glance:
             *watch.attributes.sizes(),
             *((len, held) for held in params),
             *((tuple, held) for held in (*state.own_groups(), *filter(None, hooks))),
-            *((_type_of_rate, group) for group in rated),
             *((_SCALER_SETTINGS, scaler) for scaler in state.scalers),
             *((_REQUIRES_GRAD, parameter) for parameter in state.parameters),
             *((Tensor.data_ptr, tensor) for tensor in watch._placed),
@@ -243,7 +258,8 @@ class Glance:
             *((_STATE_AND_GROUPS, optimizer) for optimizer in optimizers),
             (tuple, (_END,)),  # or what is gone at the end would not be missed
         )
-        self._attributes = watch.attributes.objects
+        self._rated = rated
+        self._attributes = watch.attributes
         self._values, self._objects = self._values_now(), [*self._objects_now()]
 
     def is_as_it_was(self) -> bool:
@@ -258,27 +274,18 @@ class Glance:
             return False  # one is gone, or is a tensor or an array now
 
     def _values_now(self) -> list[Any]:
-        return [*_surroundings(), *map(operator.call, self._read, self._of)]
+        return [
+            *map(operator.call, _SURROUNDINGS),
+            *map(type, map(_RATE, self._rated)),
+            *map(operator.call, self._read, self._of),
+        ]
 
     def _objects_now(self) -> Iterator[Any]:
+        attributes = self._attributes
+        # Theirs as they are noted now: what is noted anew is not what it was.
+        of_attributes = map(operator.call, attributes.take, attributes.out_of)
         taken = map(operator.call, self._take, self._out_of)
-        return chain(self._attributes(), chain.from_iterable(chain(self._tables, taken)))
-
-
-def _surroundings() -> tuple[Any, ...]:
-    """Return settings of the thread and the process by which torch chooses what to run."""
-    of_c: Any = torch._C
-    return (
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        of_c._get_flash_sdp_enabled(),
-        of_c._get_mem_efficient_sdp_enabled(),
-        of_c._get_math_sdp_enabled(),
-        of_c._get_cudnn_sdp_enabled(),
-        of_c._get_fp32_precision_getter("cuda", "matmul"),
-        of_c._get_fp32_precision_getter("cuda", "conv"),
-    )
+        return chain.from_iterable(chain(of_attributes, self._tables, taken))
 
 
 def _own_in(*tables: dict[int, Any]) -> list[Any]:
@@ -290,10 +297,6 @@ def _unzipped(
     *pairs: tuple[Callable[[Any], Any], Any],
 ) -> tuple[list[Callable[[Any], Any]], list[Any]]:
     return [function for function, _ in pairs], [value for _, value in pairs]
-
-
-def _type_of_rate(group: Table) -> type:
-    return type(group["lr"])
 
 
 @final
