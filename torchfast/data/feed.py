@@ -28,7 +28,7 @@ from typing import Any, Protocol, final
 from typing_extensions import override
 
 from torchfast._core.errors import ClosedError
-from torchfast._core.phases import DATA_WAIT, phase
+from torchfast._core.phases import DATA_WAIT, phase_outside
 from torchfast._core.rng import RNGState, get_rng_state, same_rng_state
 from torchfast.data.position import Position
 from torchfast.data.ring import Ring, Staged
@@ -99,7 +99,7 @@ class DirectFeed(Feed):
 
     @override
     def take(self) -> tuple[Any, Position, int] | None:
-        with phase(DATA_WAIT):
+        with phase_outside(DATA_WAIT):
             return self._take()
 
     def _take(self) -> tuple[Any, Position, int] | None:
@@ -200,7 +200,7 @@ class RingFeed(Feed):
 
     @override
     def take(self) -> tuple[Any, Position, int] | None:
-        with phase(DATA_WAIT):
+        with phase_outside(DATA_WAIT):
             return self._take()
 
     def _take(self) -> tuple[Any, Position, int] | None:
@@ -330,7 +330,7 @@ class RingFeed(Feed):
         if self.finished:  # closed by another thread, which could not close this
             _close(stager.batches)
             return None
-        self._count_wait(stager.fetch_s)
+        self._counters.waited(stager.fetch_s, starved=self._is_idle())
         if pair is None:
             self.finished = True
             return None
@@ -340,17 +340,17 @@ class RingFeed(Feed):
         slot = stager.free_slot()  # a loop ahead of the device waits here: no time of the loader's
         assert slot is not None
         staged = stage(self._ring, slot, *pair)
-        was_swift = fetching.is_swift
         fetching.num_here += 1
+        has_become_slow = False
         if fetching.num_here > NUM_FIRST and stager.num_fetched > 1:
             seconds = stager.fetch_s + time.perf_counter() - stager.now
             copy_s = staged.num_bytes / BUS_BYTES_PER_S
             if copy_s > SWIFT_S and self._is_idle():  # asked here, some time behind the release
                 seconds += copy_s
-            fetching.note_time(seconds)
+            has_become_slow = fetching.note_time(seconds)
         self._watches_next = False
         if fetching.where == "thread" and not fetching.is_swift:
-            if was_swift:
+            if has_become_slow:
                 self._watches_next = True  # seen only now to be slow, it may draw by now
             else:
                 self.start()

@@ -66,6 +66,12 @@ class Grouping:
             left: Of how many steps more the batches are wanted; None if of all.
             at_once: Under ``unroll``, says of how many now.
         """
+        if self.size == 1 and self.unroll is None:
+            if (taken := feed.take()) is None:
+                return None
+            batch, position, num_bytes = taken
+            counters.handed_out(time.perf_counter(), num_bytes)
+            return batch, [position]
         batches: list[Any] = []
         positions: list[Position] = []
         size = self.size

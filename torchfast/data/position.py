@@ -34,7 +34,7 @@ from torchfast.data.resharding import resharded
 from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded import dealt_by_sample
 from torchfast.data.sharded_batches import carries_state
-from torchfast.data.turns import check_free, in_turn
+from torchfast.data.turns import Turn, check_free, turn_of
 from torchfast.data.unannotated import unannotated
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class PositionedLoader:
             at = Position(0, self._generators())
             self._has_begun = True
             iterator = iter(self.loader)
-        return in_turn(self.loader, self._positions(iterator, at))
+        return self._positions(iterator, at, turn_of(self.loader))
 
     def rewind(self) -> None:
         """Put the loader's own generators where the last batch that came out had left them.
@@ -199,19 +199,24 @@ class PositionedLoader:
             self._set_epoch_start(self._announced)
         self._announced = None
 
-    def _positions(self, iterator: Iterator[Any], at: Position) -> Iterator[tuple[Any, Position]]:
+    def _positions(
+        self, iterator: Iterator[Any], at: Position, turn: Turn
+    ) -> Iterator[tuple[Any, Position]]:
         own = None  # looked up once an epoch, behind the first batch: iter() may make one
         holds: dict[str, Generator] = {}
         carries_state = False
-        for number, batch in enumerate(unannotated(iterator), start=at.num_batches + 1):
-            if own is None:
-                own, carries_state = self._own_generators(), self.carries_state
-                holds = self._held_generators()
-            generators = tuple([g.get_state() for g in own]) if own else ()
-            state = self._loader_state() if carries_state else None
-            apart = getattr(self.loader, "draws_apart", False) is True
-            held = {name: state_of(g) for name, g in holds.items()} if holds else NOTHING
-            yield batch, Position(number, at.epoch_start, state, generators, apart, held)
+        try:
+            for number, batch in enumerate(unannotated(iterator), start=at.num_batches + 1):
+                if own is None:
+                    own, carries_state = self._own_generators(), self.carries_state
+                    holds = self._held_generators()
+                generators = tuple([g.get_state() for g in own]) if own else ()
+                state = self._loader_state() if carries_state else None
+                apart = getattr(self.loader, "draws_apart", False) is True
+                held = {name: state_of(g) for name, g in holds.items()} if holds else NOTHING
+                yield batch, Position(number, at.epoch_start, state, generators, apart, held)
+        finally:
+            turn.is_over = True
 
     def _resumed(self, at: Position) -> Iterator[Any]:
         self._has_begun = True

@@ -91,14 +91,20 @@ class Fetching:
         """Whether batches are fetched in the thread."""
         return self.where == "thread" and not self.is_suspect and not self.is_swift
 
-    def note_time(self, seconds: float) -> None:
-        """Note what a batch of the caller's thread took: to fetch and stage, and to copy alone."""
+    def note_time(self, seconds: float) -> bool:
+        """Note what a batch of the caller's thread took: to fetch and stage, and to copy alone.
+
+        Returns:
+            Whether they are seen to be slow now, and were not before.
+        """
         more = seconds - SWIFT_S
         if more <= 0.0 and not self.behind_s and not self.hiccups_s:
-            return  # nothing to add, and nothing to pay off: the steady case
-        if self.is_swift:
+            return False  # nothing to add, and nothing to pay off: the steady case
+        was_swift = self.is_swift
+        if was_swift:
             self.behind_s = max(0.0, self.behind_s + min(more, MOST_AT_ONCE_S))
             self.hiccups_s = max(0.0, self.hiccups_s + min(max(more, 0.0), HICCUP_S) - PAID_OFF_S)
+        return was_swift and not self.is_swift
 
     @property
     def is_suspect(self) -> bool:

@@ -8,14 +8,12 @@ the rest of each epoch, and nobody would hear of it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from torch.utils.data import DataLoader
 
 from torchfast._core.errors import IterationError
 
-T = TypeVar("T")
 _NAME = "_torchfast_turn"
 
 
@@ -39,14 +37,14 @@ def check_free(loader: Any) -> None:
         )
 
 
-def in_turn(loader: Any, batches: Iterator[T]) -> Iterator[T]:
-    """Return the batches of an iteration that has just begun, which go on until it is over."""
+def turn_of(loader: Any) -> Turn:
+    """Return the turn of an iteration that has just begun; it says when it is over."""
     turn = Turn()
     iterator = _staying(loader)
     if iterator is not None:
         # Weakly: one that was let go before its first batch is over.
         setattr(iterator, _NAME, weakref.ref(turn))
-    return _in(turn, batches)
+    return turn
 
 
 def _staying(loader: Any) -> Any:
@@ -54,10 +52,3 @@ def _staying(loader: Any) -> Any:
     # Others may have anything by this name: torchdata's has there the one of the last epoch.
     stays = isinstance(loader, DataLoader) and loader.persistent_workers
     return loader._iterator if stays else None
-
-
-def _in(turn: Turn, batches: Iterator[T]) -> Iterator[T]:
-    try:
-        yield from batches
-    finally:
-        turn.is_over = True
