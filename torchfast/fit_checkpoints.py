@@ -214,6 +214,11 @@ class FitCheckpoints:
 
     # -- Saving ------------------------------------------------------------------------------------
 
+    @property
+    def are_on(self) -> bool:
+        """Whether any are saved."""
+        return self._manager is not None
+
     def after_step(self, progress: FitProgress, evaluation: Mapping[str, float] | None) -> None:
         """Save if a checkpoint is due.
 

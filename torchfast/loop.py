@@ -255,7 +255,8 @@ class FitLoop:
                 continue  # the model is further on
             if every and self._done % every == 0:
                 self._evaluate()
-            self._checkpoints.after_step(self._progress(), self._fresh_evaluation())
+            if self._checkpoints.are_on:
+                self._checkpoints.after_step(self._progress(), self._fresh_evaluation())
             self._check_end(num_told)
             num_told = 0
 
@@ -371,10 +372,12 @@ class FitLoop:
         with self._syncs.during("count_items"):
             self._records.add(done, batch)
         self._steps.is_told()
-        self._emit("step", None, done.loss)
+        if self._options.callbacks:
+            self._emit("step", None, done.loss)
         if self._done % self._options.log_every == 0:
             self._stage()
-        self._flush(wait=False)
+        if self._records.are_staged:
+            self._flush(wait=False)
         self._steps.was_heard(done)
         self._telling = None
 

@@ -67,13 +67,20 @@ class IntervalRecords:
         """Whether steps were added since the last record was staged."""
         return bool(self._losses)
 
+    @property
+    def are_staged(self) -> bool:
+        """Whether records are on their way."""
+        return bool(self._staged)
+
     def add(self, done: DoneStep, batch: Any) -> None:
         """Note a step, of which the clock knows, and what it took."""
         self.clock.count()
         self._last = done
         self._losses.append(done.loss)
-        batches = batch if isinstance(batch, MicroBatches) else (batch,)
-        self._items += sum(self._count_items(b) for b in batches)
+        if isinstance(batch, MicroBatches):
+            self._items += sum(map(self._count_items, batch))
+        else:
+            self._items += self._count_items(batch)
 
     def stage(self, record: Record) -> None:
         """Begin to read the interval that ends with the last step, for ``record``."""

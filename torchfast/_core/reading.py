@@ -78,6 +78,7 @@ class Marks:
         self._device = device
         self._spare: list[torch.cuda.Event] = []
         self._beside: torch.cuda.Stream | None = None  # on which collectives are waited for
+        self._stream: torch.cuda.Stream | None = None  # the current one, when it was last asked
 
     @property
     def is_capturing(self) -> bool:
@@ -88,7 +89,19 @@ class Marks:
         """Note this moment, on the device's current stream."""
         if self._device.type != "cuda":
             return time.perf_counter()
-        return self._on(torch.cuda.current_stream(self._device))
+        return self._on(self._current())
+
+    def _current(self) -> torch.cuda.Stream:
+        """Return the current stream, and the very object that it was for as long as it stays."""
+        index: int | None = self._device.index
+        if index is None:
+            return torch.cuda.current_stream(self._device)
+        # Of its three numbers the first: torch.cuda.current_stream() takes as long as a launch.
+        number = torch._C._cuda_getCurrentStream(index)[0]
+        stream = self._stream  # which another thread may replace meanwhile
+        if stream is None or stream.stream_id != number:
+            stream = self._stream = torch.cuda.current_stream(self._device)
+        return stream
 
     def queue(self) -> int | None:
         """Return which of the device's queues `now` notes moments of; None for the host's clock."""

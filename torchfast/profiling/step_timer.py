@@ -197,7 +197,8 @@ class StepTimer:
     def begin_step(self) -> None:
         """Say that the next batch is about to be asked for."""
         self._thread = get_ident()
-        self.cancel_step()
+        if self._sample is not None:
+            self.cancel_step()
         is_first = 0 < self._num_steps < NUM_FIRST
         if not is_first and self._until_next > 1:
             return
@@ -232,7 +233,8 @@ class StepTimer:
                 sample.stop = self._marks.now()
                 sample.spent_s += time.perf_counter() - started
                 self._pending.append(sample)
-        self._take_up()
+        if self._pending:
+            self._take_up()
 
     def cancel_step(self) -> None:
         """Forget the step that has begun, if there is one: there was no batch for it."""
