@@ -52,8 +52,7 @@ logger = logging.getLogger(__name__)
 # With warm_up, the decay after n updates is at most (1 + n) / (10 + n).
 _WARM_UP = 10
 _STATE = ("ema_model", "ema")
-_VERSION = operator.attrgetter("_version")
-_DTYPE = operator.attrgetter("dtype")
+_VERSION, _DTYPE = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
 
 @final
