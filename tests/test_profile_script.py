@@ -86,6 +86,21 @@ def test_the_status_is_that_of_the_script(script, capsys, end, status):
         assert "commands.py" not in said.err
 
 
+@pytest.mark.parametrize("end", ["import nowhere", "raise SystemExit(2)", "def f(:"])
+def test_a_script_that_fails_before_its_first_step(tmp_path, capsys, monkeypatch, end):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(end)
+
+    status = main(["profile", "train.py"])
+
+    said = capsys.readouterr().err
+    assert status == (2 if "Exit" in end else 1)
+    assert said.splitlines()[-1] == (
+        f"the script ended with status {status}, before its first step"
+    )
+    assert "warmup" not in said
+
+
 def test_options_of_the_script_are_its_own(script, tmp_path, capsys):
     path = script()
     arguments = ["20", "--json", "mine", "--steps", "3", "--out", "here"]

@@ -173,8 +173,9 @@ def _profile_script(
     try:
         report = profiling.report
     except TraceError as error:
-        told = str(error) if profiling.num_steps or status else _NO_STEPS
-        return fail(told, status or DAMAGED)
+        if status and not profiling.num_steps:
+            return fail(f"the script ended with status {status}, before its first step", status)
+        return fail(str(error) if profiling.num_steps else _NO_STEPS, status or DAMAGED)
     return _deliver(report, arguments, folder / PAGE) if not status else _failed(report, status)
 
 

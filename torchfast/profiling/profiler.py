@@ -35,6 +35,7 @@ from torchfast._core.rank_group import is_distributed
 from torchfast.profiling.ceilings import Ceilings, measure_ceilings
 from torchfast.profiling.held_memory import HeldMemory
 from torchfast.profiling.lines import UserLines
+from torchfast.profiling.other_profilers import OtherProfilers
 from torchfast.profiling.report import ProfileReport, report_on
 from torchfast.profiling.trace import read_trace
 
@@ -48,6 +49,11 @@ PAGE: Final = "report.html"
 _DROPPED: Final = 1
 _LINED: Final = 2
 _TEARDOWN: Final = "TEARDOWN_CUPTI"
+_CUT: Final = "the loop ended before, or the other profiler began"
+_ANOTHER: Final = (
+    "another torch.profiler ran, and torch has room for one at a time: no step was measured "
+    "while it did; take it out to have all of them"
+)
 
 
 @explain_keywords
@@ -147,6 +153,7 @@ class Profile:
         self._entered = False
         self._process = 0
         self._remarks: list[str] = []
+        self._others = OtherProfilers(self._give_way)
         self._ended_at: list[float] = []  # when each step ended that no profiler saw
 
     def __enter__(self) -> Self:
@@ -154,6 +161,7 @@ class Profile:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (TRACE, LINES, PAGE):
             (self.folder / name).unlink(missing_ok=True)
+        self._others.start()
         self._begin_if_due()
         return self
 
@@ -166,6 +174,7 @@ class Profile:
         self._entered = False
         if os.getpid() != self._process:
             return  # a fork of the one that profiles: the files are not its own
+        self._others.stop()
         self._end_stretch()
         if self._ceilings and kind is None and torch.cuda.is_available():
             try:
@@ -196,7 +205,8 @@ class Profile:
             if self.num_steps == self._first_noted and torch.cuda.is_initialized():
                 _drain_devices()
             self._note_memory()
-            self._running.step()
+            with self._others.ours():
+                self._running.step()
             if self.num_steps >= self._end_of_stretch:
                 self._end_stretch()
             elif self._stretch == LINES and self.num_steps == self._first_noted:
@@ -250,8 +260,8 @@ class Profile:
         if self._num_measured < self._steps:
             trace.keep_steps(self._num_measured)
             trace.remarks.append(
-                f"{self._steps} steps were wanted and {self._num_measured} were measured: the loop "
-                "ended before"
+                f"{self._steps} steps were wanted and {self._num_measured} were measured: "
+                + (_CUT if _ANOTHER in self._remarks else "the loop ended before")
             )
         return report_on(trace, lined, self._measured, self._untraced_us())
 
@@ -270,10 +280,27 @@ class Profile:
         """Start the profiler one step before those that it is to note."""
         if self._running is not None:
             return
-        if self.num_steps == self._warmup - _DROPPED:
+        if self._others.is_on:
+            self._postpone()
+        elif self.num_steps == self._warmup - _DROPPED:
             self._begin(TRACE, self._steps)
         elif self._lines and self.num_steps == self._warmup + self._steps:
             self._begin(LINES, _LINED)
+
+    def _give_way(self) -> None:
+        """End what runs, since a profiler of the user's begins: what it has seen is kept."""
+        if self._running is not None:
+            self._end_stretch()
+            self._postpone()
+
+    def _postpone(self) -> None:
+        """Measure later what is due while another profiler is on."""
+        if self.num_steps < self._warmup - _DROPPED:
+            return
+        if not self._num_measured:
+            self._warmup = self.num_steps + 1 + _DROPPED
+        if _ANOTHER not in self._remarks and not self.is_done:
+            self._remarks.append(_ANOTHER)
 
     def _begin(self, name: str, steps: int) -> None:
         is_lined = name == LINES
@@ -288,7 +315,8 @@ class Profile:
         with warnings.catch_warnings():
             # torch 2.11 tells of later cycles when the first begins; there is only one.
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
-            self._running.start()
+            with self._others.ours():
+                self._running.start()
 
     def _note_memory(self) -> None:
         """Note what the loop holds when the first step begins that is measured."""
@@ -331,7 +359,7 @@ class Profile:
 
     def _write(self, running: torch.profiler.profile) -> None:
         is_last = self.is_done or not (self._entered and self._lines)
-        with nullcontext() if is_last else _tracing_kept():
+        with nullcontext() if is_last else _tracing_kept(), self._others.ours():
             running.stop()
         whole = min(self.num_steps, self._end_of_stretch) - self._first_noted
         if whole < 1:

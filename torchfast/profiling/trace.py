@@ -70,14 +70,27 @@ class Trace:
 
     @property
     def steps(self) -> list[HostSpan]:
-        """The steps that were annotated as such, in order, each once."""
+        """The steps that were annotated as such, in order, each once.
+
+        Where two profilers annotate them, as one of the script's own does even when it is off, the
+        steps of one overlap those of the other: they are those of whose came first.
+        """
         found = [s for s in self.spans if s.kind == "annotation" and STEP.match(s.name)]
-        return sorted({s.name: s for s in found}.values(), key=lambda s: s.start)
+        steps: dict[str, HostSpan] = {}
+        end = -math.inf
+        for span in sorted(found, key=lambda s: s.start):
+            if span.start >= end:
+                steps[span.name], end = span, span.end
+        return sorted(steps.values(), key=lambda s: s.start)
 
     def keep_steps(self, number: int) -> None:
         """Forget the annotations of the steps after the first ones, such as one that was cut."""
-        extra = {step.name for step in self.steps[number:]}
-        self.spans = [s for s in self.spans if s.name not in extra]
+        kept = {id(step) for step in self.steps[:number]}
+        self.spans = [
+            s
+            for s in self.spans
+            if s.kind != "annotation" or not STEP.match(s.name) or id(s) in kept
+        ]
 
     def main_thread(self) -> str:
         """Return the thread that makes the steps; of a trace without, the one with most events."""
