@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import FrameType
 from typing import NamedTuple
 
-from torchfast._core.user_code import function_of, module_of, owner_of
+from torchfast._core.user_code import function_of, is_installed, module_of, owner_of
 
 # What stands in place of a call or in front of an operator, by which nobody waits.
 _BETWEEN = ("torchfast._core.syncs", "torchfast._core.sync_net")
@@ -36,6 +36,8 @@ class SyncPlace(NamedTuple):
         via: Where in torch the call is, such as ``"torch.optim.adafactor"``; empty where the user's
             line is the call itself.
         during: What ran it, where that is no step: ``"callbacks"``, ``"transform"``, ...
+        called_from: Where the file is of an installed package, the nearest line that called it and
+            is of none, as ``file:line``; empty where there is none.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class SyncPlace(NamedTuple):
     function: str
     via: str
     during: str = ""
+    called_from: str = ""
 
 
 def place_of(frame: FrameType | None, kind: str, types: frozenset[str]) -> SyncPlace | None:
@@ -57,8 +60,9 @@ def place_of(frame: FrameType | None, kind: str, types: frozenset[str]) -> SyncP
         if owner == "user":
             if "cuda" not in types and _is_called_by(frame, "torch.utils.data"):
                 return None
+            file, line, function = frame.f_code.co_filename, frame.f_lineno, function_of(frame)
             return SyncPlace(
-                kind, frame.f_code.co_filename, frame.f_lineno, function_of(frame), via
+                kind, file, line, function, via, called_from=_outside_of_packages(frame)
             )
         if owner == "torchfast" and not via.startswith(_OF_THE_STEP):
             return None
@@ -72,6 +76,18 @@ def place_of(frame: FrameType | None, kind: str, types: frozenset[str]) -> SyncP
                 return None
         frame = frame.f_back
     return SyncPlace(kind, "?", 0, "?", via)
+
+
+def _outside_of_packages(frame: FrameType | None) -> str:
+    """Return who calls a line of an installed package: of a progress bar, its own helps little."""
+    if frame is None or not is_installed(frame.f_code.co_filename):
+        return ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_installed(file) and owner_of(frame) == "user":
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _is_called_by(frame: FrameType | None, module: str) -> bool:

@@ -35,6 +35,11 @@ def is_library(file: str) -> bool:
     return file.startswith(standard) and "-packages" not in file[len(standard) :]
 
 
+def is_installed(file: str) -> bool:
+    """Whether a file is of a package that was installed, torch or any other."""
+    return "/site-packages/" in file or "/dist-packages/" in file
+
+
 def is_compiled(file: str) -> bool:
     """Whether a file lies in one of the folders in which torch's compilers keep what they make."""
     own = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]

@@ -32,6 +32,8 @@ class HostSync:
         via: The part of torch that the line called and that waited; empty if the line itself did.
         during: What ran it, of what runs between the steps of ``fit``: ``"callbacks"``,
             ``"loader"``, ``"transform"``, ``"count_items"``; empty for a step.
+        called_from: Where the file is of an installed package, such as a progress bar's, the
+            nearest line that called it and is of none, as ``file:line``; else empty.
         count: How often.
         num_timed: How often the time is known; not of waits of kind ``"other"``.
         total_ms: Host milliseconds that the calls took, the wait and the call's own work.
@@ -51,6 +53,7 @@ class HostSync:
     total_ms: float
     max_ms: float
     remedy: str
+    called_from: str = ""
 
 
 @final
@@ -122,7 +125,8 @@ def describe(row: HostSync) -> str:
     source = f": {row.source}" if row.source else ""
     during = f" (of {row.during})" if row.during else ""
     place = f"{Path(row.file).name}:{row.line}, in {row.function}{during}"
-    return f"{row.kind}{via} at {place}{source}"
+    called = f", called from {Path(row.called_from).name}" if row.called_from else ""
+    return f"{row.kind}{via} at {place}{called}{source}"
 
 
 def row_of(place: SyncPlace, tally: Tally | None = None) -> HostSync:
@@ -141,6 +145,7 @@ def row_of(place: SyncPlace, tally: Tally | None = None) -> HostSync:
         total_ms=tally.total_ms,
         max_ms=tally.max_ms,
         remedy=remedy_for(place.kind),
+        called_from=place.called_from,
     )
 
 
