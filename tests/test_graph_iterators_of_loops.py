@@ -108,6 +108,13 @@ class Job:
         return mean_loss(model, batch) * self.factor()
 
 
+class JobByName(Job):
+    """Reads by a name that is written there."""
+
+    def loss_fn(self, model, batch):
+        return mean_loss(model, batch) * getattr(self, "factor", None)()
+
+
 class FactorByTick(Job):
     """Draws in what the loop draws in, by a function that only its attribute has."""
 
@@ -130,7 +137,19 @@ class FactorByTable(collections.UserDict):
         return mean_loss(model, batch) * self["factor"]()
 
 
-@pytest.mark.parametrize("kind", [Job, FactorByTick, FactorByTable])
+class FactorByAnyName(FactorByTick):
+    """Calls it by a name that only an attribute has."""
+
+    def __init__(self, loop):
+        super().__init__(loop)
+        self.name = "tick"
+
+    def drawing(self):
+        getattr(self, self.name)()
+        return 2.0
+
+
+@pytest.mark.parametrize("kind", [Job, JobByName, FactorByTick, FactorByTable, FactorByAnyName])
 def test_a_function_of_the_loops_that_an_object_of_the_steps_has_is_none_of_the_steps(kind):
     def loop(step, job):
         for batch in make_batches(STEPS):
@@ -141,7 +160,7 @@ def test_a_function_of_the_loops_that_an_object_of_the_steps_has_is_none_of_the_
     torch.manual_seed(0)
     step = TrainStep(DropoutNet(), ADAMW, job.loss_fn, Plan(cuda_graph=True))
     loop(step, Job(loop) if kind is FactorByTable else job)
-    is_drawing = kind is not Job
+    is_drawing = kind not in (Job, JobByName)
     assert counts(step) == ((0, 0, STEPS, 0) if is_drawing else (1, STEPS - 3, 3, 1)), reasons(step)
     told = ["'script' of Clock" in reason for reason in reasons(step)]
     assert told == [True] * is_drawing

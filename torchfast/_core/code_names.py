@@ -15,6 +15,7 @@ from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from torchfast._core.any_name import takes_any_name
 from torchfast._core.proxies import is_dead
 from torchfast._core.user_code import is_users, place_in
 
@@ -35,6 +36,14 @@ _ALWAYS = frozenset(
     )
 )
 _WITH_NAMES_IN_STRINGS = frozenset(("getattr", "attrgetter"))
+# Python calls these where an object is made, copied or printed, which a step seldom does.
+_SELDOM_RUN = frozenset(
+    (
+        *("__init__", "__new__", "__post_init__", "__del__", "__init_subclass__"),
+        *("__set_name__", "__repr__", "__str__", "__format__", "__copy__", "__deepcopy__"),
+        *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    )
+)
 _WITH_ALL_NAMES = frozenset(("__dict__", "vars", "asdict"))
 
 
@@ -51,6 +60,7 @@ class Names(NamedTuple):
         global_: Global variables that it reads.
         strings: Those that are constants of it.
         all: Whether it may read all attributes of what it sees.
+        is_open: Whether it may read an attribute by a name that is written nowhere in it.
     """
 
     read: frozenset[str]
@@ -61,6 +71,7 @@ class Names(NamedTuple):
     global_: frozenset[str]
     strings: frozenset[str]
     all: bool
+    is_open: bool
 
 
 class Read(NamedTuple):
@@ -77,6 +88,7 @@ class Read(NamedTuple):
         globals: Variables of modules of the user's own: each module's table, and names in it.
         codes: Where all this was found.
         used: All names in it, of attributes that it only writes too.
+        is_open: Whether code of the user's may read more, by names that are written nowhere in it.
     """
 
     names: frozenset[str]
@@ -87,6 +99,7 @@ class Read(NamedTuple):
     globals: list[tuple[dict[str, Any], frozenset[str]]]
     codes: frozenset[CodeType] = frozenset()
     used: frozenset[str] = frozenset()
+    is_open: bool = False
 
 
 class Load(NamedTuple):
@@ -137,7 +150,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     used = set(_ALWAYS)
     strings: set[str] = set()
     named: set[str] = set()  # by strings
-    by_strings = is_all = False
+    by_strings = is_all = is_open = False
     variables: dict[int, tuple[dict[str, Any], set[str]]] = {}
     seen: set[CodeType] = set()
     while waiting:
@@ -152,6 +165,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
             is_all = True
             break
         is_all |= names.all and is_own
+        is_open |= names.is_open and is_own
         read |= names.read
         called |= names.called
         counted |= names.counted
@@ -181,7 +195,21 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         globals=[(table, frozenset(names)) for table, names in variables.values()],
         codes=frozenset(seen),
         used=frozenset(used | strings if "setattr" in used else used),
+        is_open=is_open,
     )
+
+
+def special_methods(classes: Iterable[type]) -> list[FunctionType]:
+    """Return methods of the user's that Python calls by itself, for an operator or a ``with``."""
+    every = {c for cls in classes for c in cls.__mro__}
+    return [
+        function
+        for cls in every
+        for name, value in vars(cls).items()
+        if name.startswith("__") and name.endswith("__") and name not in _ALWAYS | _SELDOM_RUN
+        for function in _functions_of(value)
+        if is_users(function.__code__.co_filename)
+    ]
 
 
 def loads_of(name: str, codes: Iterable[CodeType]) -> Iterator[Load]:
@@ -279,7 +307,7 @@ def _functions_of(value: Any) -> list[FunctionType]:
         value = value.fget
     elif isinstance(value, staticmethod | classmethod):
         value = value.__func__
-    elif isinstance(value, functools.cached_property):
+    elif isinstance(value, functools.cached_property | functools.partialmethod):
         value = value.func
     return _with_wrapped(value)
 
@@ -323,6 +351,7 @@ def _names_of(code: CodeType) -> Names:
         global_ |= inner.global_
         strings |= inner.strings
     is_all = bool(used & _WITH_ALL_NAMES) or any(inner.all for inner in others)
+    is_open = takes_any_name(code) or any(inner.is_open for inner in others)
     return Names(
         read=frozenset(read),
         called=frozenset(called),
@@ -332,6 +361,7 @@ def _names_of(code: CodeType) -> Names:
         global_=frozenset(global_),
         strings=frozenset(strings),
         all=is_all,
+        is_open=is_open,
     )
 
 

@@ -12,8 +12,9 @@ import functools
 import inspect
 import operator
 import sys
+import weakref
 from argparse import Namespace
-from collections import UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from enum import Enum
 from types import (
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchfast._core.code_names import Read, names_read
+from torchfast._core.code_names import Read, names_read, special_methods
 from torchfast._core.proxies import is_dead
 from torchfast._core.user_code import is_users
 
@@ -49,7 +50,7 @@ _WATCHED_ELSEWHERE = (
     *(nn.Module, Tensor, torch.Generator, torch.amp.GradScaler),
     *(ModuleType, np.ndarray),
 )
-_AROUND_DATA = (UserDict, UserList)
+_AROUND_DATA = (UserDict, UserList, ChainMap)
 _HOLDERS = (FunctionType, functools.partial, LRScheduler, Optimizer)
 _NO_DATA = (
     *(FunctionType, classmethod, staticmethod, property, functools.cached_property),
@@ -64,6 +65,8 @@ _OF_SCHEDULERS = ("last_epoch", "_last_lr")
 # Of one of the user's own class the rest counts, such as a count of its steps; of one that is not
 # the step's so do its groups, as in a loss that reads the learning rate.
 _OWN_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
+# They lead to what no code names.
+_READ_BY_VALUE = (operator.attrgetter, operator.methodcaller, weakref.ref)
 _DEPTH = 6
 _MOST_OBJECTS = 4096
 _ROUNDS = 8
@@ -126,22 +129,39 @@ def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> t
     """Return what functions and modules may read of what they reach, and whether that is all.
 
     A function counts only where the step reads its way there: an object of the step's may hold one
-    of the loop as well. Methods count where they are named, of any class that is reached.
+    of the loop as well; all do where code reads by names that are written nowhere. Methods count
+    where they are named, of any class that is reached.
     """
     read, known, is_all = NOTHING, None, True
+    wide = read  # what the way to a function may be
     classes: set[type] = set()
+    specials: list[FunctionType] = []
     for number in range(_ROUNDS):  # what is read leads to other functions, which read more
         waiting = _beginnings(functions, modules, read)
         if known != read.globals:
             known = read.globals
             classes, is_all = _classes_reached(waiting.copy(), modules)
+            specials = special_methods(classes)
         is_last = number == _ROUNDS - 1  # not all that is read was found: so any function counts
-        deque(_reached(waiting, _EVERYTHING if is_last else read, {}), maxlen=0)
+        deque(_reached(waiting, _EVERYTHING if is_last else wide, {}), maxlen=0)
         found = names_read(_functions_in(waiting), classes)
-        if found == read:
+        ways = _ways(found, waiting, specials, classes)
+        if (found, ways) == (read, wide):
             break
-        read = found
+        read, wide = found, ways
     return read, is_all
+
+
+def _ways(
+    read: Read, waiting: Sequence[_Waiting], specials: list[FunctionType], classes: set[type]
+) -> Read:
+    """Return what may be read on the way to a function, also by special methods: if they run."""
+    beside = names_read(specials, classes) if specials else NOTHING
+    by_value = any(issubclass(type(value), _READ_BY_VALUE) for value, _, _ in waiting)
+    if by_value or read.is_open or beside.is_open:
+        return _EVERYTHING
+    names, called = read.names | beside.names, read.called | beside.called
+    return read._replace(names=names, called=called, all=read.all | beside.all)
 
 
 def most_objects() -> int:
@@ -292,8 +312,8 @@ def _reached(
                 place = found._replace(via=via)
                 yield place
                 waiting += _inner(place, read, depth - 1, written)
-            kinds = value.__bases__ if isinstance(value, type) else (type(value),)
-            waiting += [(kind, depth, via) for kind in kinds]
+            kinds = value.__bases__ if isinstance(value, type) else ()
+            waiting += [(kind, depth, via) for kind in (*kinds, type(value))]
 
 
 def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Place]:
@@ -321,7 +341,7 @@ def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Plac
         yield Place(value, name, names=_wanted(names, read))
     else:
         if isinstance(value, _AROUND_DATA):  # read by their base's methods, which are a library's
-            yield Place(value, name, names=("data",))
+            yield Place(value, name, names=("data", "maps"))
         if hasattr(value, "__dict__"):
             yield Place(value, name)
         if slots := slots_of(type(value)):
