@@ -17,6 +17,8 @@ _ANY_NAME: Final = frozenset(
     )
 )
 _CODE_IN_STRINGS: Final = frozenset(("eval", "exec"))
+_LOOKED_AT: Final = _CODE_IN_STRINGS | {"getattr"}
+_MATCH_CLASS: Final = dis.opmap["MATCH_CLASS"]
 _CONSTANTS: Final = frozenset(("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"))
 _BESIDE_STACK: Final = frozenset(("EXTENDED_ARG", "PRECALL", "CACHE"))
 
@@ -25,13 +27,17 @@ def takes_any_name(code: CodeType) -> bool:
     """Whether it does, itself; not functions that are made in it."""
     if not _ANY_NAME.isdisjoint(code.co_names):
         return True
+    # What takes an object apart by its class reads what that class says.
+    if _MATCH_CLASS in code.co_code[::2]:
+        return True
+    if _LOOKED_AT.isdisjoint(code.co_names):
+        return False  # most code, for which there is no need to look at each instruction
     depth, begun = 0, list[int]()  # of the stack; where it was before each ``getattr`` was loaded
     before: list[dis.Instruction] = []
     for found in dis.get_instructions(code):
         name, number = found.opname, found.arg
         is_global = name in ("LOAD_GLOBAL", "LOAD_NAME")
-        # What takes an object apart by its class reads what that class says.
-        if name == "MATCH_CLASS" or (is_global and found.argval in _CODE_IN_STRINGS):
+        if is_global and found.argval in _CODE_IN_STRINGS:
             return True
         if name.startswith("LOAD") and found.argval == "getattr":
             begun.append(depth)
