@@ -7,6 +7,7 @@ to train as it does uncaptured.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -17,12 +18,13 @@ import torch
 from torch import nn, optim
 
 from both_ways import alike, trained
-from models import make_batches, mean_loss
+from models import mean_loss
 from tape import CPU, counts, reasons
 from torchfast.graphs import reached
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_facts import HostFacts
-from torchfast.graphs.reached import Copies, Memory, Notes, Reached
+from torchfast.graphs.named_state import NamedState
+from torchfast.graphs.reached import Copies, Memory, Reached
 
 pytestmark = pytest.mark.usefixtures("tape")
 
@@ -324,85 +326,75 @@ def test_a_graph_keeps_the_memory_that_it_reads():
     assert [tuple(t.shape) for t in replaced_ones] == [(5,)]
 
 
-# --- What the step writes and the loop reads ------------------------------------------------------
-
-
-def in_hook(model, noted):
-    model.register_forward_hook(lambda *call: noted.update(a=call[-1].detach()))
-    return lambda: noted["a"]
-
-
-def in_attribute_of_module(model, _):
-    take = model.forward
-
-    def forward(inputs):
-        model.latest = take(inputs)
-        return model.latest
-
-    model.forward = forward
-    return lambda: model.latest.detach()
-
-
-def in_new_list(model, noted):
-    model.register_forward_hook(lambda *call: noted.update(a=[call[-1].detach()]))
-    return lambda: noted["a"]
-
-
-def in_other_object(model, _):
-    held = Held()
-    model.register_forward_hook(lambda *call: setattr(held, "latest", call[-1].detach()))
-    return lambda: held.latest
-
-
-@pytest.mark.parametrize("sizes", [(6,), (6, 4), (6, 6, 4)], ids=str)
-@pytest.mark.parametrize(
-    "note",
-    [in_hook, in_attribute_of_module, in_new_list, in_other_object],
-    ids=lambda f: f.__name__,
-)
-def test_what_a_step_notes_is_that_of_the_step_whatever_ran_before(note, sizes):
-    """Of a memory bank, or a plot: replays of several graphs and steps that run eagerly."""
-    batches = [
-        tuple(part[: sizes[number % len(sizes)]] for part in batch)
-        for number, batch in enumerate(make_batches(16))
-    ]
-
-    def train(*, cuda_graph):
-        read, means = [], []
-
-        def net():
-            model = nn.Linear(8, 5)
-            read.append(note(model, {}))
-            return model
-
-        def before(number):
-            if number:
-                found = read[0]()
-                means.append((found.pop() if isinstance(found, list) else found).mean(0))
-
-        step, left = trained(mean_loss, batches, SGD, net=net, before=before, cuda_graph=cuda_graph)
-        return step, [left, means]
-
-    step = alike(train)
-    assert counts(step)[1] >= 16 - 5
-    assert ": what the latest replay has computed, until the next one" in str(step.report())
-
-
-def test_without_writing_them_again_notes_are_those_of_another_step(monkeypatch):
-    monkeypatch.setattr(Notes, "write", lambda self: None)
-    with pytest.raises(AssertionError):
-        test_what_a_step_notes_is_that_of_the_step_whatever_ran_before(in_hook, (6, 4))
-
-
-def test_a_list_that_grows_is_left_as_it_is():
-    """Nobody can know how long it is to be; one entry came of the capture, as of a step."""
-    noted = []
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("reads", [True, False], ids=["failed", "checked"])
+def test_a_nested_tensor_in_an_attribute_stops_no_training(reads):
+    """It says that it is strided, and has neither strides nor a shape."""
+    nested = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])
 
     def loss_fn(model, batch):
-        loss = mean_loss(model, batch)
-        noted.append(loss.detach())
-        return loss
+        loss = mean_loss(model, batch) * nested.size(0)
+        return loss * 2.0 if reads and loss.item() > 1e9 else loss
+
+    def train(*, cuda_graph):
+        return trained(loss_fn, STEPS, SGD, net=lambda: nn.Linear(8, 5), cuda_graph=cuda_graph)
+
+    alike(train)
+
+
+def test_a_proxy_of_what_is_gone_stops_no_capture():
+    def loss_fn(model, batch):
+        held = Held()
+        model.seen = weakref.proxy(held)
+        return mean_loss(model, batch)
 
     step, _ = trained(loss_fn, STEPS, SGD, net=lambda: nn.Linear(8, 5))
     assert counts(step) == (1, STEPS - 3, 3, 1)
-    assert len(noted) == 4
+
+
+def test_what_a_step_reaches_is_walked_twice_in_a_capture(monkeypatch):
+    walks = []
+    take = Attributes.reached
+    monkeypatch.setattr(Attributes, "reached", lambda self: walks.append(1) or take(self))
+    step, _ = trained(mean_loss, STEPS, SGD, net=lambda: nn.Linear(8, 5))
+    assert counts(step) == (1, STEPS - 3, 3, 1)
+    assert len(walks) == 2
+
+
+def test_what_is_kept_of_an_earlier_step_keeps_no_graph_of_autograd():
+    """A graph may read the tensor's memory; what a function had kept for backward it does not."""
+    kept = []
+    take = HostFacts.left
+
+    def loss_fn(model, batch):
+        model.latest = model(batch[0])
+        return mean_loss(model, batch) + 0.0 * model.latest.sum()
+
+    def note(self):
+        found = take(self)
+        kept.extend(found[0])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostFacts, "left", note)
+        step, _ = trained(loss_fn, STEPS, SGD, net=lambda: nn.Linear(8, 5))
+    assert counts(step)[1] > 0
+    assert kept
+    assert not any(tensor.requires_grad for tensor in kept)
+
+
+def test_a_failed_capture_whose_facts_are_held_keeps_nothing_that_it_has_made():
+    """Where memory ran out, another attempt follows while they are."""
+    held = Held()
+
+    def loss_fn():
+        return held.value
+
+    attributes = Attributes(loss_fn, CPU)
+    attributes.refresh([])
+    facts = HostFacts(NamedState([]), CPU, attributes)
+    held.value = torch.ones(5)
+    made = weakref.ref(held.value)
+    facts.left()
+    facts.put_back()
+    assert made() is None

@@ -383,8 +383,7 @@ class GraphEngine:
                 replay=lambda: self.replay(ready) if ready.draws() else eager(),
                 eager=eager,
                 gradients=[gradient for _, gradient in entry.added_to],
-                before=facts.reached,
-                attributes=self._watch.attributes,
+                facts=facts,
                 with_gradients=self._keeps_gradients,
                 any_says=self._together.any_says,
             )

@@ -19,7 +19,7 @@ from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.reached import Memory, Notes
+from torchfast.graphs.reached import Memory, Notes, Reached
 
 LATER = "the step made new state of its optimizer, and can be captured later"
 _NUMBERS = (bool, int, float)
@@ -38,6 +38,11 @@ class HostFacts:
         device: Whose default generator is kept too.
         attributes: Values that the step reads beside it, taken right before.
         kind: Of the call.
+        reached: What the step reaches beside it now, if somebody has looked already.
+
+    Attributes:
+        reached: What the step reached beside the state; None without ``attributes``.
+        after: The same after the capture, once `left` has looked, until all is put back.
     """
 
     def __init__(
@@ -46,9 +51,13 @@ class HostFacts:
         device: torch.device,
         attributes: Attributes | None = None,
         kind: Hashable = None,
+        reached: Reached | None = None,
     ) -> None:
         self._device, self._read, self._kind = device, attributes, kind
-        self.reached = None if attributes is None else attributes.reached()
+        if reached is None and attributes is not None:
+            reached = attributes.reached()
+        self.reached = reached
+        self.after: Reached | None = None
         beside = [] if self.reached is None else self.reached.tensors
         self._memory = Memory({id(t): t for t in (*state.tensors, *beside)}.values())
         self._rng = get_rng_state(device)
@@ -78,8 +87,13 @@ class HostFacts:
             if tensor.device.type == "cpu"
         ]
 
+    def afresh(self, state: NamedState) -> HostFacts:
+        """Return the same as it is now, right behind `left`."""
+        return HostFacts(state, self._device, self._read, self._kind, self.after)
+
     def put_back(self) -> None:
         """Undo what Python has changed since."""
+        self.after = None  # or it would keep what a failed capture has allocated
         for table, content in (*self._tables, *self._of_optimizers):
             if table.keys() != content.keys() or any(table[k] is not content[k] for k in content):
                 table.clear()
@@ -202,12 +216,14 @@ class HostFacts:
         """
         if self._read is None or self.reached is None:
             return self._replaced(), None
-        now = self._read.reached()
-        return self._replaced() + self.reached.gone(now), now.notes(self.reached)
+        self.after = self._read.reached()
+        gone = self._replaced() + self.reached.gone(self.after)
+        return gone, self.after.notes(self.reached)
 
     def _replaced(self) -> list[Tensor]:
+        # Detached, or what autograd has kept of an earlier step would be kept with them.
         return [
-            value
+            value.detach()
             for module, attributes in self._attributes
             for name, value in attributes.items()
             if not is_dead(value) and isinstance(value, Tensor)

@@ -267,8 +267,8 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Whether torch would let a step write to it in place."""
-    if tensor.layout is not torch.strided or tensor.is_inference():
+    """Whether torch would let a step write to it in place, and says how it lies."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
         return False
     return not any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 

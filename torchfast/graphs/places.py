@@ -93,6 +93,12 @@ class Place(NamedTuple):
         """Where the values are by name, as it is at any time, if they are not in slots."""
         return self.holder if isinstance(self.holder, dict) else vars(self.holder)
 
+    def value(self, name: str) -> Any:
+        """Return the value of a name, as it is now; None if there is none."""
+        if self.read is not None:
+            return next((value for _, value in values_in(self, NOTHING)), None)
+        return getattr(self.holder, name, None) if self.in_slots else self.table.get(name)
+
     def write(self, name: str, value: Any) -> None:
         """Put a value back, past what a class of its own would do with it."""
         if self.read is CELL:
@@ -102,7 +108,7 @@ class Place(NamedTuple):
         elif self.in_slots:
             object.__setattr__(self.holder, name, value)
         elif self.read is None:
-            self._own_table()[name] = value
+            self.own_table()[name] = value
 
     def remove(self, name: str) -> None:
         """Take a value away that was not there."""
@@ -113,9 +119,15 @@ class Place(NamedTuple):
         elif self.in_slots:
             object.__delattr__(self.holder, name)
         elif self.read is None:
-            del self._own_table()[name]
+            del self.own_table()[name]
 
-    def _own_table(self) -> dict[str, Any]:
+    @property
+    def has_table(self) -> bool:
+        """Whether a value is written by its name to a table that the holder has to itself."""
+        return self.read is None and not self.in_slots and not isinstance(self.holder, type)
+
+    def own_table(self) -> dict[str, Any]:
+        """Return that table."""
         return self.holder if isinstance(self.holder, dict) else vars(self.holder)
 
 

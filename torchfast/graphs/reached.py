@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchfast._core.code_names import Read
 from torchfast._core.compare import same_bits
+from torchfast._core.proxies import is_dead
 from torchfast.graphs.places import CELL, Place, parts_of, values_in
 from torchfast.graphs.value_forms import bits, is_small_array
 
@@ -81,7 +82,8 @@ class Reached:
     def notes(self, before: Reached) -> Notes | None:
         """Return what holds tensors and was written since, for others to read; None if nothing.
 
-        Not what was put into a list or taken out: that is none of a replay's to do again.
+        Not what was put into a list or taken out: that is none of a replay's to do again. A key
+        that has come is written each time, for a loop that clears its dictionary.
         """
         known = {id(p.holder): (p, dict(held)) for p, held in before._values}
         for place, held in before._values:
@@ -93,8 +95,9 @@ class Reached:
             for name, value in held.items()
             if known[id(place.holder)][1].get(name, _MISSING) is not value and _has_tensors(value)
         ]
+        at = {id(v): (p, name) for p, held in self._values for name, v in held.items()}
         items = [
-            (container, key, value)
+            (container, at.get(identity), key, value)
             for identity, (container, content) in self._contents.items()
             if identity in before._contents
             for key, value in _replaced_in(before._contents[identity][1], content)
@@ -132,26 +135,42 @@ class Notes:
 
     Args:
         values: By place and name.
-        items: By container and key.
+        items: By container, where it lies, and key.
     """
 
     def __init__(
-        self, values: list[tuple[Place, str, Any]], items: list[tuple[Any, Any, Any]]
+        self,
+        values: list[tuple[Place, str, Any]],
+        items: list[tuple[Any, tuple[Place, str] | None, Any, Any]],
     ) -> None:
-        self._values = [(place, name, _own(value)) for place, name, value in values]
-        self._items = [(container, key, _own(value)) for container, key, value in items]
+        self._names = [f"{name!r} of {p.label}" if name else p.label for p, name, _ in values]
+        own = [(place, name, _own(value)) for place, name, value in values]
+        # Most are attributes of modules, many of a kind, and each replay writes them.
+        self._tables = [(p.own_table(), n, v) for p, n, v in own if p.has_table]
+        self._values = [(p, n, v) for p, n, v in own if not p.has_table]
+        # A length that became another one has another meaning; of a dictionary any will do.
+        self._items = [
+            (container, at, len(container) if type(container) is list else None, key, _own(value))
+            for container, at, key, value in items
+        ]
 
     def write(self) -> None:
         """Write all to where the step has written it."""
+        for table, name, value in self._tables:
+            table[name] = value if type(value) not in _REFILLED else value.copy()
         for place, name, value in self._values:
             place.write(name, _own(value))
-        for container, key, value in self._items:
-            container[key] = _own(value)
+        for container, at, length, key, value in self._items:
+            into = container
+            if at is not None:  # there may be another one by now: a loop's for each step
+                found = at[0].value(at[1])
+                into = found if type(found) is type(container) else container
+            if length is None or len(into) == length:
+                into[key] = _own(value)
 
     def names(self) -> list[str]:
         """Return where they are, in words."""
-        names = [f"{name!r} of {p.label}" if name else p.label for p, name, _ in self._values]
-        return names + ["entries of lists and dictionaries"] * bool(self._items)
+        return self._names + ["entries of lists and dictionaries"] * bool(self._items)
 
 
 @final
@@ -166,7 +185,7 @@ class Memory:
         self._held = [
             (tensor, tensor.data)
             for tensor in tensors
-            if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+            if type(tensor) in (Tensor, nn.Parameter) and _is_dense(tensor)
         ]
 
     def has_moved(self) -> bool:
@@ -216,9 +235,14 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether it has strides: a nested one has none, and may say that it is a strided one."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _is_state(tensor: Tensor) -> bool:
     """Whether a step may keep in it what the next one reads, by writing to it in place."""
-    if tensor.layout is not torch.strided or tensor.is_inference():
+    if not _is_dense(tensor) or tensor.is_inference():
         return False
     if tensor.requires_grad and not tensor.is_leaf:
         return False
@@ -231,15 +255,19 @@ def _own(value: Any) -> Any:
 
 
 def _has_tensors(value: Any) -> bool:
+    if is_dead(value):
+        return False
     inner = vars(value).values() if hasattr(value, "__dict__") else ()
     parts = itertools.chain(parts_of(value), *map(parts_of, inner))
     return not isinstance(value, nn.Module) and any(isinstance(part, Tensor) for part in parts)
 
 
 def _replaced_in(before: Any, now: Any) -> list[tuple[Any, Any]]:
-    """Return entries that are others, by their keys, if there are as many as before."""
+    """Return entries that are others, by their keys; of a list, if there are as many as before."""
     if isinstance(now, dict):
-        return [(key, value) for key, value in now.items() if before.get(key, value) is not value]
+        return [
+            (key, value) for key, value in now.items() if before.get(key, _MISSING) is not value
+        ]
     if isinstance(now, list) and len(now) == len(before):
         return [(i, now[i]) for i in range(len(now)) if now[i] is not before[i]]
     return []

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from torchfast._core.batches import tensors
-from torchfast.graphs.attributes import Attributes
+from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.reached import Copies, Reached
+from torchfast.graphs.reached import Copies
 from torchfast.graphs.run_ends import Left, left
 from torchfast.graphs.saved_named_state import SavedNamedState, bytes_of, have_room
 from torchfast.graphs.signature import describe, without_tensors
@@ -69,8 +69,7 @@ def find_mismatch(
     eager: Callable[[], Any],
     *,
     gradients: Sequence[Tensor] = (),
-    before: Reached | None = None,
-    attributes: Attributes | None = None,
+    facts: HostFacts | None = None,
     with_gradients: bool = False,
     any_says: Callable[[bool], bool] = bool,
 ) -> Mismatch | None:
@@ -82,8 +81,7 @@ def find_mismatch(
         replay: Replays on the batch at hand, and returns what the step returns.
         eager: Runs the step on that batch.
         gradients: Gradients that the step adds to; they are state too.
-        before: What the step reached before it was captured; with ``attributes``, what it does now.
-        attributes: Values on the host, to be put back.
+        facts: What the host held before the step was captured, and what the step reaches now.
         with_gradients: Compare all gradients, where no update shows what they were.
         any_says: Returns whether any rank says yes.
 
@@ -92,15 +90,15 @@ def find_mismatch(
 
     Synchronizes: Yes.
     """
-    known = {id(tensor) for tensor in (*state.everything(), *state.tensors, *gradients)}
     written, come, unsure = list(gradients), [], []
-    if before is not None and attributes is not None:
-        now = attributes.reached()
+    if facts is not None and facts.reached is not None and facts.after is not None:
+        before, now = facts.reached, facts.after
+        known = {id(t) for t in (*state.everything(), *state.tensors, *gradients)}
         written += [t for t in before.written() if id(t) not in known]
         come = [t for t in now.come(before) if id(t) not in known]
         known.update(map(id, (*written, *come)))
         unsure = [t for t in now.unsure(device) if id(t) not in known]
-    start, copies = SavedNamedState(state, device, (*written, *come), attributes), Copies(unsure)
+    start, copies = SavedNamedState(state, device, (*written, *come), facts), Copies(unsure)
     any_says(True)  # or steps would begin though there is no memory for this on another rank
     num_bytes = bytes_of(start.tensors())
     if with_gradients:

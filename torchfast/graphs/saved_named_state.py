@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torchfast._core.pinned_block import PinnedBlock
-from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.named_state import NamedState
 
@@ -29,7 +28,7 @@ class SavedNamedState:
         state: What to save.
         device: Where the step runs.
         others: Tensors to save with it.
-        attributes: What else of the host to put back.
+        facts: Of before a capture, with what the step reached right behind it: put back too.
 
     Synchronizes: Yes.
     """
@@ -39,9 +38,9 @@ class SavedNamedState:
         state: NamedState,
         device: torch.device,
         others: Sequence[Tensor] = (),
-        attributes: Attributes | None = None,
+        facts: HostFacts | None = None,
     ) -> None:
-        self._host = HostFacts(state, device, attributes)
+        self._host = HostFacts(state, device) if facts is None else facts.afresh(state)
         self._device = device
         self._tensors = [*state.everything(), *others]
         self._block: PinnedBlock | None = None
