@@ -93,12 +93,6 @@ class Place(NamedTuple):
         """Where the values are by name, as it is at any time, if they are not in slots."""
         return self.holder if isinstance(self.holder, dict) else vars(self.holder)
 
-    def value(self, name: str) -> Any:
-        """Return the value of a name, as it is now; None if there is none."""
-        if self.read is not None:
-            return next((value for _, value in values_in(self, NOTHING)), None)
-        return getattr(self.holder, name, None) if self.in_slots else self.table.get(name)
-
     def write(self, name: str, value: Any) -> None:
         """Put a value back, past what a class of its own would do with it."""
         if self.read is CELL:
@@ -121,13 +115,8 @@ class Place(NamedTuple):
         elif self.read is None:
             del self.own_table()[name]
 
-    @property
-    def has_table(self) -> bool:
-        """Whether a value is written by its name to a table that the holder has to itself."""
-        return self.read is None and not self.in_slots and not isinstance(self.holder, type)
-
     def own_table(self) -> dict[str, Any]:
-        """Return that table."""
+        """Return where values are written to by name."""
         return self.holder if isinstance(self.holder, dict) else vars(self.holder)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchfast._core.code_names import Read
 from torchfast._core.compare import same_bits
 from torchfast._core.proxies import is_dead
-from torchfast.graphs.places import CELL, Place, parts_of, values_in
+from torchfast.graphs.places import CELL, NOTHING, Place, parts_of, values_in
 from torchfast.graphs.value_forms import bits, is_small_array
 
 # Others may have ways of their own to be filled, such as the outputs of transformers.
@@ -146,8 +146,8 @@ class Notes:
         self._names = [f"{name!r} of {p.label}" if name else p.label for p, name, _ in values]
         own = [(place, name, _own(value)) for place, name, value in values]
         # Most are attributes of modules, many of a kind, and each replay writes them.
-        self._tables = [(p.own_table(), n, v) for p, n, v in own if p.has_table]
-        self._values = [(p, n, v) for p, n, v in own if not p.has_table]
+        self._tables = [(p.own_table(), n, v) for p, n, v in own if _has_table(p)]
+        self._values = [(p, n, v) for p, n, v in own if not _has_table(p)]
         # A length that became another one has another meaning; of a dictionary any will do.
         self._items = [
             (container, at, len(container) if type(container) is list else None, key, _own(value))
@@ -163,7 +163,7 @@ class Notes:
         for container, at, length, key, value in self._items:
             into = container
             if at is not None:  # there may be another one by now: a loop's for each step
-                found = at[0].value(at[1])
+                found = _value_at(*at)
                 into = found if type(found) is type(container) else container
             if length is None or len(into) == length:
                 into[key] = _own(value)
@@ -247,6 +247,19 @@ def _is_state(tensor: Tensor) -> bool:
     if tensor.requires_grad and not tensor.is_leaf:
         return False
     return not any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _has_table(place: Place) -> bool:
+    return place.read is None and not place.in_slots and not isinstance(place.holder, type)
+
+
+def _value_at(place: Place, name: str) -> Any:
+    """Return the value of a name, as it is now; None if there is none."""
+    if place.read is not None:
+        return next((value for _, value in values_in(place, NOTHING)), None)
+    if place.in_slots:
+        return getattr(place.holder, name, None)
+    return place.table.get(name)
 
 
 def _own(value: Any) -> Any:
