@@ -3,13 +3,15 @@
 The scripts train with the framework's own loop, and know nothing of torchfast but the guard. In
 each the first line with the mark is what was planted; what the framework itself reads is told too,
 at the framework's lines, and is no line of the script's. Behind them the slow scripts of the
-benchmarks are run as they stand, which do not even know the guard.
+benchmarks are run as they stand, which do not even know the guard. Where a package waits for the
+user, as a progress bar does, the user's line is told beside its own.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import warm_python
 from benchmarks.slow_scripts.expected import EXPECTED, lines_of, path_of
+from host_waits import here
 from torchfast import SyncGuard
 
 # In a process of its own: what the scripts set is never put back.
@@ -167,3 +170,21 @@ def test_scripts_as_they_stand(tmp_path):
         assert sorted(row[1:3] for row in costliest) == [[line, "item"] for line in planted]
         assert all(count > 2 * STEPS for *_, count in costliest)
         assert all(count == 1 for *_, count in others)
+
+
+def test_a_line_of_an_installed_package_is_told_with_its_caller():
+    package: dict[str, Any] = {"__name__": "bars"}
+    source = "def shown(loss):\n    return f'{loss:.3f}'\n"
+    exec(compile(source, "/some/site-packages/bars/bar.py", "exec"), package)
+    loss = torch.ones(())
+    with SyncGuard(device="cpu") as guard:
+        package["shown"](loss)
+        line = here() - 1
+        loss.item()
+    told, own = sorted(guard.report().syncs, key=lambda sync: sync.line)
+    assert (told.kind, told.file[-6:], told.line) == ("print", "bar.py", 2)
+    assert told.called_from == f"{__file__}:{line}"
+    assert f"bar.py:2, in shown, called from test_sync_guard_frameworks.py:{line}" in str(
+        guard.report()
+    )
+    assert own.called_from == ""
