@@ -308,7 +308,7 @@ def at_exit_with_graphs(rank, monkeypatch):
     monkeypatch.undo()
     graph.close()
     with pytest.raises(ClosedError):
-        graph._graph()
+        graph._graph.run()
     del trainer, graph
     gc.collect()
     assert not list(start_ranks().group._graphed)
