@@ -302,6 +302,22 @@ def test_what_cannot_be_compared_or_written_to_is_put_back_too():
     assert next(iter(by_tensor)) is first
 
 
+def trained_with_kept(loss_fn):
+    """Return a step that has trained, and the tensors that its captures keep for their graphs."""
+    kept = []
+    take = HostFacts.left
+
+    def note(self):
+        found = take(self)
+        kept.extend(found[0])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostFacts, "left", note)
+        step, _ = trained(loss_fn, STEPS, SGD, net=lambda: nn.Linear(8, 5))
+    return step, kept
+
+
 def test_a_graph_keeps_the_memory_that_it_reads():
     """Of a tensor in an object, which the step replaces: it may be given to another otherwise."""
     held = Held()
@@ -311,17 +327,7 @@ def test_a_graph_keeps_the_memory_that_it_reads():
         held.value = loss.detach().expand(5).clone()
         return loss
 
-    replaced_ones = []
-    take = HostFacts.left
-
-    def note(self):
-        found = take(self)
-        replaced_ones.extend(found[0])
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostFacts, "left", note)
-        step, _ = trained(loss_fn, STEPS, SGD, net=lambda: nn.Linear(8, 5))
+    step, replaced_ones = trained_with_kept(loss_fn)
     assert counts(step)[1] > 0
     assert [tuple(t.shape) for t in replaced_ones] == [(5,)]
 
@@ -363,21 +369,12 @@ def test_what_a_step_reaches_is_walked_twice_in_a_capture(monkeypatch):
 
 def test_what_is_kept_of_an_earlier_step_keeps_no_graph_of_autograd():
     """A graph may read the tensor's memory; what a function had kept for backward it does not."""
-    kept = []
-    take = HostFacts.left
 
     def loss_fn(model, batch):
         model.latest = model(batch[0])
         return mean_loss(model, batch) + 0.0 * model.latest.sum()
 
-    def note(self):
-        found = take(self)
-        kept.extend(found[0])
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostFacts, "left", note)
-        step, _ = trained(loss_fn, STEPS, SGD, net=lambda: nn.Linear(8, 5))
+    step, kept = trained_with_kept(loss_fn)
     assert counts(step)[1] > 0
     assert kept
     assert not any(tensor.requires_grad for tensor in kept)

@@ -220,14 +220,13 @@ class CUDATransport(Transport):
     def upload(
         self, slot: Slot, copies: Sequence[tuple[Tensor, Tensor]], finish: Callable[[], Any] | None
     ) -> Any:
-        self._num_uploads = number = self._num_uploads + 1
-        is_timed = not number % TIMED_EVERY and _is_timed(number)
+        self._num_uploads += 1
         stream = self._copy_stream
         with stream:  # torch.cuda.stream() would take ten times as long
             stream.wait_event(slot.free)
             slot.held = None  # what the consumer has read may be overwritten from here on
             try:
-                start = self._marked(stream) if is_timed else None
+                start = self._marked(stream) if _is_timed(self._num_uploads) else None
                 with annotation(H2D):  # beside the step, and mostly in another thread than its
                     for target, source in copies:
                         target.copy_(source, non_blocking=True)
@@ -239,7 +238,7 @@ class CUDATransport(Transport):
 
     @override
     def receive(self, slot: Slot) -> None:
-        self._num_receipts = number = self._num_receipts + 1
+        self._num_receipts += 1
         if self._current()[0] != self._consumer.stream_id:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self._consumer)
@@ -249,7 +248,7 @@ class CUDATransport(Transport):
         if slot.home is not stream and slot.home != stream:
             for block in slot.blocks:  # they go back to the pool of another stream than reads them
                 block.record_stream(stream)
-        if number % TIMED_EVERY or not _is_timed(number):
+        if not _is_timed(self._num_receipts):
             slot.ready.wait(stream)
             return
         start = self._marked(stream)

@@ -89,8 +89,8 @@ class Place(NamedTuple):
     via: tuple[Place, str] | None = None
 
     @property
-    def table(self) -> Mapping[str, Any]:
-        """Where the values are by name, as it is at any time, if they are not in slots."""
+    def table(self) -> dict[str, Any]:
+        """Where the values are by name, at any time, if not in slots; a class's is only read."""
         return self.holder if isinstance(self.holder, dict) else vars(self.holder)
 
     def write(self, name: str, value: Any) -> None:
@@ -102,7 +102,7 @@ class Place(NamedTuple):
         elif self.in_slots:
             object.__setattr__(self.holder, name, value)
         elif self.read is None:
-            self.own_table()[name] = value
+            self.table[name] = value
 
     def remove(self, name: str) -> None:
         """Take a value away that was not there."""
@@ -113,11 +113,7 @@ class Place(NamedTuple):
         elif self.in_slots:
             object.__delattr__(self.holder, name)
         elif self.read is None:
-            del self.own_table()[name]
-
-    def own_table(self) -> dict[str, Any]:
-        """Return where values are written to by name."""
-        return self.holder if isinstance(self.holder, dict) else vars(self.holder)
+            del self.table[name]
 
 
 # Stands for all that is not looked into any more, as there is too much of it.

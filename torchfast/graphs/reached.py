@@ -146,7 +146,7 @@ class Notes:
         self._names = [f"{name!r} of {p.label}" if name else p.label for p, name, _ in values]
         own = [(place, name, _own(value)) for place, name, value in values]
         # Most are attributes of modules, many of a kind, and each replay writes them.
-        self._tables = [(p.own_table(), n, v) for p, n, v in own if _has_table(p)]
+        self._tables = [(p.table, n, v) for p, n, v in own if _has_table(p)]
         self._values = [(p, n, v) for p, n, v in own if not _has_table(p)]
         # A length that became another one has another meaning; of a dictionary any will do.
         self._items = [
