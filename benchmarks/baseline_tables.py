@@ -1,4 +1,4 @@
-"""The tables of ``baseline_h200.json``, in Markdown, of whatever workloads and methods it has."""
+"""The tables of ``baseline_CARD.json``, in Markdown, of whatever workloads and methods it has."""
 
 from __future__ import annotations
 

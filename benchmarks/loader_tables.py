@@ -1,4 +1,4 @@
-"""The tables of ``loader_h200.json``, in Markdown: what was measured of the loader, row by row.
+"""The tables of ``loader_CARD.json``, in Markdown: what was measured of the loader, row by row.
 
 A row is judged only where it can be. Where the upstream supplies less than the step takes, the row
 says "supply-bound" instead of a verdict; what had no time left, or failed, stays in its table with

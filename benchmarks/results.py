@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -16,19 +17,21 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import torchfast
-
 PACKAGES = ("triton", "torchao", "lightning", "accelerate", "transformers", "timm")
 ROOT = Path(__file__).parent.parent
+# Stands for the card in the name of a result file, in the lists of commands and where tables look.
+CARD = "CARD"
 
 
 def machine() -> dict[str, Any]:
     """Return what a reader needs to know of the machine and the software."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    # Not above, here and in `gpu`: tables are made where no torch is.
+    import torch
+
+    import torchfast
+
     return {
-        "gpu": gpu,
+        "gpu": gpu(),
         "cpu_cores": len(cores()),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -36,6 +39,25 @@ def machine() -> dict[str, Any]:
         "packages": {name: v for name in PACKAGES if (v := _version(name)) is not None},
         "commit": _commit(),
     }
+
+
+def gpu() -> str | None:
+    """Return what torch calls the GPU; None without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def card(name: str | None) -> str:
+    """Return what a GPU of this name is called in the names of files: its model, in lower case.
+
+    That is the first word with a digit, "h200" of NVIDIA H200 and "a100" of NVIDIA A100-SXM4-80GB,
+    or all words where none has one. Without a GPU it is "cpu".
+    """
+    if name is None:
+        return "cpu"
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return next((word for word in words if re.search(r"\d", word)), "-".join(words))
 
 
 def cores() -> list[int]:

@@ -5,10 +5,11 @@
 
 A line of the list is ``SECONDS NAME COMMAND``: about how long it takes, what its log is called, and
 what a shell is to run; an empty line, or one that begins with ``#``, is nothing. Each command sees
-one GPU (or ``--each`` of them) and an equal share of the cores, which are its own, and ``PYTHON``
-stands for this Python. A GPU that is free takes the next command that is done within the limit by
-its estimate. One that takes more than twice as long, or is at work when the time is over, is ended
-with all that it has started. So what is listed first is done first, and the rest in a later run.
+one GPU (or ``--each`` of them) and an equal share of the cores, which are its own. ``PYTHON``
+stands for this Python, and ``CARD`` for the model of the GPU in the names of result files: h200, or
+cpu without one. A GPU that is free takes the next command that is done within the limit by its
+estimate. One that takes more than twice as long, or is at work when the time is over, is ended with
+all that it has started. So what is listed first is done first, and the rest in a later run.
 
 What two GPUs of one host do side by side disturbs each other's host a little. Ratios within one
 command bear it; do not compare the host's milliseconds of two.
@@ -78,6 +79,7 @@ class Queue:
     def __init__(self, jobs: list[Job], limit_s: float, logs: Path) -> None:
         self.left = list(jobs)
         self.codes: dict[str, int] = {}
+        self._card = results.card(results.gpu())
         self._logs = logs
         self._started = time.monotonic()
         self._until = self._started + limit_s
@@ -108,7 +110,8 @@ class Queue:
 
     def _run(self, job: Job, gpus: str, cores: list[int]) -> int:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
-        command = job.command.replace("PYTHON", shlex.quote(sys.executable))
+        command = job.command.replace(results.CARD, self._card)
+        command = command.replace("PYTHON", shlex.quote(sys.executable))
         with (self._logs / f"{job.name}.txt").open("w") as log:
             process = subprocess.Popen(
                 ["sh", "-c", command],

@@ -3,9 +3,10 @@
     PYTHONPATH=. python benchmarks/tables.py [--check]
 
 Each table stands in README.md or a page of docs/ between ``<!-- figures: NAME -->`` and
-``<!-- end -->`` and is rewritten from its file in benchmarks/results/; where there is no such file
-yet, the page keeps what it has, or says that nothing was measured. With ``--check`` nothing is
-written, and the exit status says whether a page or a plot differs from its figures.
+``<!-- end -->`` and is rewritten from its file in benchmarks/results/. Where that was measured on
+several cards, it is the file of the one that `PREFERRED` has first; where on none yet, the page
+keeps what it has, or says that nothing was measured. With ``--check`` nothing is written, and the
+exit status says whether a page or a plot differs from its figures.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-
-# The folder above, not torch: tables are made where no torch is.
 from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    anchors,
     baseline_tables,
     below_bf16_tables,
     compile_tables,
@@ -37,10 +37,12 @@ from benchmarks import (
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BASELINE = "baseline_h200.json"
-LOADER = "loader_h200.json"
-MANY_GPUS = "many_gpus_2xh200.json"
-COMPILE = "compile_cost_h200.json"
+BASELINE = "baseline_CARD.json"
+LOADER = "loader_CARD.json"
+MANY_GPUS = "many_gpus_2xCARD.json"
+COMPILE = "compile_cost_CARD.json"
+# Whose file is taken where several cards have one: the first of these, or else of any, by name.
+PREFERRED = ("h200", "h100")
 PLOT = ROOT / "docs" / "_static" / "baseline.svg"
 # Where the commands of a table's runs are listed, if not under it.
 LISTED = {"baseline headline": "docs/benchmarks.md#all-workloads"}
@@ -177,45 +179,45 @@ TABLES: dict[str, tuple[str, Table]] = {
     "baseline summary": (BASELINE, baseline_tables.summary),
     "baseline plot": (BASELINE, baseline_plot),
     "anchors": (BASELINE, baseline_tables.anchor_table),
-    "branches": ("branches_h200.json", branches),
+    "branches": ("branches_CARD.json", branches),
     "loader efficiency": (LOADER, loader_tables.efficiency),
     "loader overlap": (LOADER, loader_tables.overlap),
     "loader next": (LOADER, loader_tables.next_cost),
     "loader memory": (LOADER, loader_tables.memory),
     "loader peers": (LOADER, loader_tables.peers),
     "loader timeline": (LOADER, loader_tables.timeline),
-    "checkpoint cost": ("checkpoint_cost_h200.json", checkpoint_cost),
+    "checkpoint cost": ("checkpoint_cost_CARD.json", checkpoint_cost),
     "compile cold": (COMPILE, compile_tables.cold),
     "compile warm": (COMPILE, compile_tables.warm),
     "compile curves": (COMPILE, compile_tables.curves),
     "compile workloads": (COMPILE, compile_tables.workloads),
-    "losses": ("losses_h200.json", compile_tables.losses),
-    "below bf16": ("below_bf16_h200.json", below_bf16_tables.steps),
-    "below bf16 curves": ("below_bf16_h200.json", below_bf16_tables.curves),
-    "float8 choice": ("float8_choice_h200.json", below_bf16_tables.choice),
-    "recompute": ("recompute_h200.json", memory_tables.recompute),
-    "offload": ("offload_h200.json", memory_tables.offload),
+    "losses": ("losses_CARD.json", compile_tables.losses),
+    "below bf16": ("below_bf16_CARD.json", below_bf16_tables.steps),
+    "below bf16 curves": ("below_bf16_CARD.json", below_bf16_tables.curves),
+    "float8 choice": ("float8_choice_CARD.json", below_bf16_tables.choice),
+    "recompute": ("recompute_CARD.json", memory_tables.recompute),
+    "offload": ("offload_CARD.json", memory_tables.offload),
     "many gpus": (MANY_GPUS, parallel_tables.many_gpus),
     "exact on ranks": (MANY_GPUS, parallel_tables.exact),
     "communication": (MANY_GPUS, parallel_tables.communication),
-    "offload training": ("offload_training_h200.json", memory_tables.offload_training),
-    "offload update": ("offload_update_h200.json", memory_tables.offload_update),
-    "largest": ("largest_h200.json", memory_tables.largest),
-    "watching": ("watching_h200.json", profiling_tables.watching),
-    "first replay": ("first_replay_h200.json", profiling_tables.first_replay),
-    "graph events": ("graph_events_h200.json", profiling_tables.graph_events),
-    "compare check": ("compare_check_h200.json", profiling_tables.compare_check),
-    "slow to fast": ("slow_to_fast_h200.json", profiling_tables.slow_to_fast),
-    "slow scripts": ("slow_scripts_h200.json", profiling_tables.slow_scripts),
-    "sweep": ("sweep_h200.json", sweep_tables.sweep),
-    "sweep exact": ("sweep_exact_h200.json", sweep_tables.sweep),
-    "sweep captured": ("sweep_captured_h200.json", sweep_tables.sweep),
-    "main job": ("main_job_curves_h200.json", main_job),
+    "offload training": ("offload_training_CARD.json", memory_tables.offload_training),
+    "offload update": ("offload_update_CARD.json", memory_tables.offload_update),
+    "largest": ("largest_CARD.json", memory_tables.largest),
+    "watching": ("watching_CARD.json", profiling_tables.watching),
+    "first replay": ("first_replay_CARD.json", profiling_tables.first_replay),
+    "graph events": ("graph_events_CARD.json", profiling_tables.graph_events),
+    "compare check": ("compare_check_CARD.json", profiling_tables.compare_check),
+    "slow to fast": ("slow_to_fast_CARD.json", profiling_tables.slow_to_fast),
+    "slow scripts": ("slow_scripts_CARD.json", profiling_tables.slow_scripts),
+    "sweep": ("sweep_CARD.json", sweep_tables.sweep),
+    "sweep exact": ("sweep_exact_CARD.json", sweep_tables.sweep),
+    "sweep captured": ("sweep_captured_CARD.json", sweep_tables.sweep),
+    "main job": ("main_job_curves_CARD.json", main_job),
 }
 
 
 def table_named(name: str) -> tuple[str, Table]:
-    """Return the file and the function of a table."""
+    """Return the file of a table, with the placeholder for the card, and its function."""
     if name in TABLES:
         return TABLES[name]
     if name.startswith("baseline "):
@@ -227,6 +229,32 @@ def table_named(name: str) -> tuple[str, Table]:
     )
 
 
+def files(template: str) -> dict[str, Path]:
+    """Return the files of this name by card, the preferred card first."""
+    before, after = map(re.escape, template.split(results.CARD))
+    # No card has an underscore: sweep_exact_h200.json is no sweep_CARD.json.
+    pattern = re.compile(f"{before}([a-z0-9-]+){after}")
+    matches = ((pattern.fullmatch(path.name), path) for path in RESULTS.glob("*.json"))
+    found = {match[1]: path for match, path in matches if match}
+    first = [card for card in PREFERRED if card in found]
+    return {card: found[card] for card in (*first, *sorted(found.keys() - set(first)))}
+
+
+def source(name: str) -> tuple[Path, dict[str, Any]] | None:
+    """Return the file that a table is made from and what it has; None if nothing was measured."""
+    template, _ = table_named(name)
+    found = list(files(template).items())
+    if template == BASELINE:
+        found = found[:1]  # these tables are read beside each other: all of them are of one card
+    if name == "anchors":
+        found = [(card, path) for card, path in found if card == anchors.CARD]
+    for _, path in found:
+        result = json.loads(path.read_text())
+        if runs(result, name):  # or only other parts of the file were measured
+            return path, result
+    return None
+
+
 def render(name: str, above: set[str] | None = None) -> str | None:
     """Return the block of this name, markers included; None if nothing was measured yet.
 
@@ -234,20 +262,18 @@ def render(name: str, above: set[str] | None = None) -> str | None:
         name: Of the table.
         above: The lists of runs that the page has so far; one that is among them is not repeated.
     """
-    file, table = table_named(name)
-    path = RESULTS / file
-    if not path.exists():
+    if (found := source(name)) is None:
         return None
-    result = json.loads(path.read_text())
+    path, result = found
     machine = result["machine"]
     device = machine["gpu"] or "CPU"
     devices = f"{result['ranks']} of {device}" if "ranks" in result else f"one {device}"
     where, listed = f"{devices}, torch {machine['torch']}", LISTED.get(name)
-    if not (parts := runs(result, name)):
-        return None  # other parts of the file were measured
-    source = told(parts, where, file, set() if above is None else above, listed)
+    above = set() if above is None else above
+    origin = told(runs(result, name), where, path.name, above, listed)
+    _, table = table_named(name)
     body = "\n".join(table(result))
-    return f"<!-- figures: {name} -->\n\n{body}\n\n{source}\n\n<!-- end -->"
+    return f"<!-- figures: {name} -->\n\n{body}\n\n{origin}\n\n<!-- end -->"
 
 
 def told(
@@ -274,20 +300,25 @@ def told(
 
 
 def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
-    """Return the runs that a table's figures are from: a file can be measured in parts."""
+    """Return the runs that a table's figures are from; none if no part of it was measured."""
     if not {"workloads", "runs"} <= result.keys():
         whole = results.run_of(result)
         own = PARTS.get(table)
         if rows := result.get("rows"):
             every = rows.values() if isinstance(rows, dict) else rows
             return [row.get("run", whole) for row in every if own is None or row["group"] in own]
-        parts = [
-            row.get("run", section.get("run", whole))
+        sections = [
+            section
             for name, section in result.get("sections", {}).items()
             if own is None or name.partition(" again")[0] in own
+        ]
+        if not sections:
+            return [whole] if own is None else []
+        return [
+            row.get("run", section.get("run", whole))
+            for section in sections
             for row in (section, *section.get("rows", ()))
         ]
-        return parts or [whole]
     workload = result["workloads"].get(table.removeprefix("baseline "))
     numbers = range(len(result["runs"]))
     used = {method["run"] for method in workload["methods"].values()} if workload else numbers
@@ -314,15 +345,15 @@ def pages() -> list[Path]:
 
 def wanted() -> dict[Path, str]:
     """Return what every page, and every plot, should be."""
-    files = {page: rewritten(page.read_text()) for page in pages()}
-    if (RESULTS / BASELINE).exists():
-        files[PLOT] = plots.baseline(json.loads((RESULTS / BASELINE).read_text()))
-    if (RESULTS / LOADER).exists():
-        result = json.loads((RESULTS / LOADER).read_text())
+    texts = {page: rewritten(page.read_text()) for page in pages()}
+    if (found := source("baseline plot")) is not None:
+        texts[PLOT] = plots.baseline(found[1])
+    if (found := source("loader timeline")) is not None:
+        _, result = found
         if loader_tables.ran(loader_tables.section(result, "timeline")):
             picture = ROOT / "docs" / "_static" / loader_tables.PICTURE
-            files[picture] = loader_timeline_plot.drawn(result)
-    return files
+            texts[picture] = loader_timeline_plot.drawn(result)
+    return texts
 
 
 def main() -> None:

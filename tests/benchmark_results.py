@@ -163,6 +163,11 @@ def result_of_every_status():
     return made
 
 
+def of_card(template, card="h200"):
+    """Return the name of the file of a card."""
+    return template.replace("CARD", card)
+
+
 def written(path, content):
     """Write a result as a file, and return the path."""
     path.write_text(json.dumps(content))

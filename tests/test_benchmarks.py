@@ -19,30 +19,30 @@ from benchmarks.workloads import NAMES
 
 PAGES = tables.pages()
 FILES = {
-    "baseline_h200.json": benchmark_results.result_of_every_status,
-    "below_bf16_h200.json": program_results.below_bf16,
-    "branches_h200.json": program_results.branches,
-    "checkpoint_cost_h200.json": program_results.checkpoint_cost,
-    "compile_cost_h200.json": compile_results.compile_cost,
-    "loader_h200.json": program_results.loader,
-    "many_gpus_2xh200.json": parallel_results.many_gpus,
-    "losses_h200.json": compile_results.losses,
-    "float8_choice_h200.json": program_results.float8_choice,
-    "largest_h200.json": program_results.largest,
-    "offload_h200.json": program_results.offload,
-    "offload_training_h200.json": program_results.offload_training,
-    "offload_update_h200.json": program_results.offload_update,
-    "recompute_h200.json": program_results.recompute,
-    "slow_scripts_h200.json": profiling_results.slow_scripts,
-    "slow_to_fast_h200.json": profiling_results.slow_to_fast,
-    "sweep_captured_h200.json": program_results.sweep,
-    "sweep_exact_h200.json": program_results.sweep,
-    "sweep_h200.json": program_results.sweep,
-    "watching_h200.json": profiling_results.watching,
-    "graph_events_h200.json": profiling_results.graph_events,
-    "first_replay_h200.json": profiling_results.first_replay,
-    "compare_check_h200.json": profiling_results.compare_check,
-    "main_job_curves_h200.json": program_results.main_job,
+    "baseline_CARD.json": benchmark_results.result_of_every_status,
+    "below_bf16_CARD.json": program_results.below_bf16,
+    "branches_CARD.json": program_results.branches,
+    "checkpoint_cost_CARD.json": program_results.checkpoint_cost,
+    "compile_cost_CARD.json": compile_results.compile_cost,
+    "loader_CARD.json": program_results.loader,
+    "many_gpus_2xCARD.json": parallel_results.many_gpus,
+    "losses_CARD.json": compile_results.losses,
+    "float8_choice_CARD.json": program_results.float8_choice,
+    "largest_CARD.json": program_results.largest,
+    "offload_CARD.json": program_results.offload,
+    "offload_training_CARD.json": program_results.offload_training,
+    "offload_update_CARD.json": program_results.offload_update,
+    "recompute_CARD.json": program_results.recompute,
+    "slow_scripts_CARD.json": profiling_results.slow_scripts,
+    "slow_to_fast_CARD.json": profiling_results.slow_to_fast,
+    "sweep_captured_CARD.json": program_results.sweep,
+    "sweep_exact_CARD.json": program_results.sweep,
+    "sweep_CARD.json": program_results.sweep,
+    "watching_CARD.json": profiling_results.watching,
+    "graph_events_CARD.json": profiling_results.graph_events,
+    "first_replay_CARD.json": profiling_results.first_replay,
+    "compare_check_CARD.json": profiling_results.compare_check,
+    "main_job_curves_CARD.json": program_results.main_job,
 }
 
 
@@ -51,7 +51,7 @@ def made_up(monkeypatch, tmp_path):
     """Put results that were made up where the tables look for them; return how to write one."""
 
     def write(file, content):
-        (tmp_path / file).write_text(json.dumps(content))
+        benchmark_results.written(tmp_path / benchmark_results.of_card(file), content)
 
     for file, build in FILES.items():
         write(file, build())
@@ -71,10 +71,11 @@ def test_every_table_and_the_plot_are_what_their_figures_say():
 
 
 def test_a_workload_without_a_table_would_be_seen():
-    path = tables.RESULTS / tables.BASELINE
-    if not path.exists():
+    paths = tables.files(tables.BASELINE).values()
+    if not paths:
         pytest.skip("the baseline is not measured yet")
-    assert set(json.loads(path.read_text())["workloads"]) <= set(NAMES)
+    for path in paths:
+        assert set(json.loads(path.read_text())["workloads"]) <= set(NAMES)
 
 
 def test_a_changed_figure_changes_the_page(made_up):
@@ -179,7 +180,7 @@ def test_a_changed_figure_changes_the_page(made_up):
 def test_a_table_has_its_own_figures_and_names_their_source(made_up, name, figure):
     block = tables.render(name)
     assert figure in block
-    source = tables.table_named(name)[0]
+    source = benchmark_results.of_card(tables.table_named(name)[0])
     assert "Measured on one NVIDIA H200, torch 2.11.0+cu130: 2026-11-21, commit " in block
     assert f"Raw figures in ``benchmarks/results/{source}``" in block
 
@@ -219,7 +220,7 @@ def test_a_table_of_some_rows_names_the_runs_of_these(made_up):
     result = program_results.below_bf16()
     for number, row in enumerate(result["rows"]):
         row["run"] = {"date": "2026-11-20", "commit": f"c{number}", "command": f"run {number}"}
-    made_up("below_bf16_h200.json", result)
+    made_up("below_bf16_CARD.json", result)
     block = tables.render("below bf16")
     assert "in 4 runs on 2026-11-20" in block
     assert "commit c0, by ``run 0``\n- 2026-11-20, commit c1, by ``run 1``" in block
@@ -232,7 +233,7 @@ def test_a_table_of_some_rows_names_the_runs_of_these(made_up):
 def test_a_table_whose_rows_are_not_there_yet_is_none(made_up):
     result = program_results.below_bf16()
     result["rows"] = [row for row in result["rows"] if row["group"] == "curves"]
-    made_up("below_bf16_h200.json", result)
+    made_up("below_bf16_CARD.json", result)
     assert tables.render("below bf16") is None
     assert tables.render("below bf16 curves") is not None
 
@@ -242,7 +243,7 @@ def test_a_table_of_a_section_names_the_runs_of_its_rows(made_up):
     section = result["sections"]["workloads"]
     section["run"] = {"date": "2026-11-20", "commit": "c0", "command": "run 0"}
     section["rows"][0]["run"] = {"date": "2026-11-20", "commit": "c1", "command": "run 1"}
-    made_up("compile_cost_h200.json", result)
+    made_up("compile_cost_CARD.json", result)
     block = tables.render("compile workloads")
     assert "in 2 runs on 2026-11-20" in block
     assert "commit c1, by ``run 1``" in block
@@ -251,7 +252,7 @@ def test_a_table_of_a_section_names_the_runs_of_its_rows(made_up):
 def test_a_curve_without_that_of_bf16_has_no_drift(made_up):
     result = program_results.below_bf16()
     result["rows"] = [row for row in result["rows"] if row["method"] != "bf16"]
-    made_up("below_bf16_h200.json", result)
+    made_up("below_bf16_CARD.json", result)
     assert "| 8 bit | 20 | 2.0100 |  |" in tables.render("below bf16 curves")
 
 

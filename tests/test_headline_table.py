@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 import benchmark_results
 from benchmarks import tables
+
+BASELINE = benchmark_results.of_card(tables.BASELINE)
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def headline(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
 
     def rows(result):
-        (tmp_path / tables.BASELINE).write_text(json.dumps(result))
+        benchmark_results.written(tmp_path / BASELINE, result)
         lines = tables.render("baseline headline").splitlines()
         cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
         return {name: figures for name, *figures in cells}
@@ -59,7 +59,7 @@ def test_runs_are_listed_once_on_a_page(monkeypatch, tmp_path):
     result = benchmark_results.result()
     result["runs"] = [{"date": "2026-11-20", "commit": "c", "command": f"run {n}"} for n in (0, 1)]
     result["workloads"]["mlp"]["methods"]["naive"]["run"] = 1
-    (tmp_path / tables.BASELINE).write_text(json.dumps(result))
+    benchmark_results.written(tmp_path / BASELINE, result)
     blocks = [f"<!-- figures: {name} -->\n<!-- end -->\n" for name in ("anchors", "baseline plot")]
     page = tables.rewritten("".join(blocks))
     assert page.count("<summary>The runs</summary>") == page.count("``run 1``") == 1

@@ -20,11 +20,39 @@ RAN = rf"PYTHONPATH=\. {CONFINED}python (benchmarks/|-m benchmarks\.)"
 def test_raw_figures_name_machine_command_and_date():
     for path in tables.RESULTS.glob("*.json"):
         result = json.loads(path.read_text())
+        card = path.stem.rpartition("_")[2].removeprefix("2x")
+        assert card == results.card(result["machine"]["gpu"]), path.name
         assert result["machine"]["torch"]
         assert result["machine"]["commit"] != "unknown"
         assert re.match(RAN, result["command"]), result["command"]
         assert "--out" not in result["command"]
         assert result["date"] >= "2026"
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA TITAN V", "nvidia-titan-v"),
+        (None, "cpu"),
+    ],
+)
+def test_a_card_is_called_by_its_model(name, card):
+    assert results.card(name) == card
+
+
+def test_the_gpu_is_that_of_torch(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert results.gpu() == results.machine()["gpu"] == "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert results.gpu() is None
+    assert results.machine()["gpu"] is None
 
 
 @pytest.fixture(autouse=True)

@@ -69,6 +69,17 @@ def test_each_has_a_gpu_and_cores_of_its_own(tmp_path):
     assert elapsed < 3 * 1.0 + 5.0
 
 
+@pytest.mark.parametrize(
+    ("gpu", "card"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), (None, "cpu")]
+)
+def test_files_are_named_by_the_card_of_the_host(tmp_path, monkeypatch, gpu, card):
+    monkeypatch.setattr(side_by_side.results, "gpu", lambda: gpu)
+    command = "echo results/x_CARD.json results/y_2xCARD.json"
+    run([Job(1.0, "one", command)], 1, 60.0, tmp_path)
+    said = (tmp_path / "one.txt").read_text()
+    assert said == f"results/x_{card}.json results/y_2x{card}.json\n"
+
+
 def test_what_does_not_fit_into_the_time_is_left(tmp_path, capsys):
     path = listed(tmp_path, "500 long true\n1 short true\n")
     logs = tmp_path / "logs"
@@ -141,7 +152,7 @@ def test_the_list_of_all_figures_is_what_its_programs_take(gpus, monkeypatch):
         raise _ParsedError(parse(parser, *args, **options))
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    name, file = ("h200.txt", r"\w+_h200") if gpus == 1 else ("2xh200.txt", "many_gpus_2xh200")
+    name, file = ("one_gpu.txt", r"\w+_CARD") if gpus == 1 else ("two_gpus.txt", "many_gpus_2xCARD")
     jobs = read(side_by_side.results.ROOT / "benchmarks" / name)
     for job in jobs:
         python, *words = shlex.split(job.command)
@@ -150,6 +161,7 @@ def test_the_list_of_all_figures_is_what_its_programs_take(gpus, monkeypatch):
         path = program.replace(".", "/") + ".py" if words[0] == "-m" else program
         assert (side_by_side.results.ROOT / path).exists()
         assert re.fullmatch(f"benchmarks/results/{file}.json", words[words.index("--out") + 1])
+        assert job.command.count("CARD") == 1
         monkeypatch.setattr("sys.argv", words[1:] if words[0] == "-m" else words)
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
         with pytest.raises(_ParsedError) as parsed:  # or it refuses what it does not know
