@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from containers import CONTAINERS, Movable, Ordinary
+from containers import CONTAINERS, Movable, Ordinary, Rooted
 from simulated_device import Prompt, Reader, SimulatedTransport, numbered, read_all
 from torchfast import MicroBatches, PrefetchingLoader, StepBatches
 from torchfast._core.rng import seed_everything
@@ -280,6 +280,20 @@ def test_objects_that_move_themselves(device):
     for reuse in (True, False):
         out = list(PrefetchingLoader([Movable(torch.ones(3))] * 4, "cpu", reuse=reuse))
         assert all(type(batch) is Movable for batch in out)
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_mapping_that_moves_itself_is_moved_whole(device, reuse):
+    class Elsewhere(Rooted):
+        def to(self, device):
+            return Elsewhere({"a": torch.ones(3)}, device)
+
+    # No tensor of it can be moved by itself, and what is put into it changes.
+    batch = Elsewhere({"a": torch.ones(3, device="meta")}, torch.device("meta"))
+    out = list(PrefetchingLoader([batch] * 4, "cpu", reuse=reuse))
+    assert [type(each) for each in out] == [Elsewhere] * 4
+    assert all(torch.equal(each["a"], torch.ones(3)) for each in out)
+    assert batch["a"].is_meta
 
 
 def test_memory_is_usable_outside_of_inference_mode(device):

@@ -32,6 +32,7 @@ from host_waits import (
 from torchfast import HostSyncError, SyncGuard
 from torchfast._core import syncs
 from torchfast._core.sync_calls import SURE, sync_calls
+from torchfast.graphs.constants import HostConstants
 
 IN_GRAPHS = (to_host, to_numpy, write_selected, repeat, invert)
 
@@ -113,6 +114,17 @@ def test_what_is_below_the_calls_is_found_at_its_line(function):
         SyncGuard("raise", device="cpu"),
     ):
         function(batch())
+
+
+@pytest.mark.parametrize("function", BELOW, ids=lambda f: f.__name__)
+def test_a_mode_of_torchfasts_that_a_call_passes_hides_no_wait(function):
+    # As in the steps that warm a graph up: what they copy from the host is looked at.
+    with SyncGuard(device="cpu") as guard:
+        function(batch())
+    with SyncGuard(device="cpu") as under, HostConstants(torch.device("meta")).recording():
+        function(batch())
+    assert found(guard)
+    assert found(under) == found(guard)
 
 
 @pytest.mark.parametrize("read", [range, [1, 2, 3].__getitem__, "abc".__mul__])

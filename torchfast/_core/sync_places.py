@@ -9,6 +9,8 @@ from torchfast._core.user_code import function_of, is_installed, module_of, owne
 
 # What stands in place of a call or in front of an operator, by which nobody waits.
 _BETWEEN = ("torchfast._core.syncs", "torchfast._core.sync_net")
+# What torchfast's modes do with each call of the user's: while a step warms up, and in recompute.
+_MODES = ("__torch_function__", "__torch_dispatch__")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._subclasses", "torch.fx", "triton")
 _COMPILES = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 _GENERATED = "torch._inductor.runtime.compile_tasks"
@@ -54,7 +56,7 @@ def place_of(frame: FrameType | None, kind: str, types: frozenset[str]) -> SyncP
     via = ""
     while frame is not None:
         owner, module = owner_of(frame), module_of(frame)
-        if module in _BETWEEN:
+        if module in _BETWEEN or (owner == "torchfast" and frame.f_code.co_name in _MODES):
             frame = frame.f_back
             continue
         if owner == "user":

@@ -175,7 +175,7 @@ class Ring:
             moved = put_back(cargo.batch, iter(on_device))
         else:
             placed = {id(t): there for t, there in zip(cargo.plain, on_device, strict=True)}
-            moved = map_batch(cargo.batch, lambda t: self._arrived(t, placed), self._object_fn)
+            moved = map_batch(cargo.batch, lambda t: self._arrived(t, placed), self._object_arrived)
         return moved if late or self._finish is None else self._finish(moved)
 
     def hand_out(self, staged: Staged) -> Any:
@@ -232,10 +232,10 @@ class Ring:
 
     # -- Staging -----------------------------------------------------------------------------------
 
-    @property
-    def _object_fn(self) -> Callable[[Any], Any] | None:
-        # What an unknown object holds cannot be copied out of the copy stream's memory.
-        return (lambda value: move_object(value, self.transport.device)) if self._reuse else None
+    def _object_arrived(self, value: Any) -> Any:
+        # What an unknown object holds cannot be copied out of the copy stream's memory: without
+        # reuse it moves as it is handed out.
+        return move_object(value, self.transport.device) if self._reuse else value
 
     def _arrived(self, tensor: Tensor, placed: dict[int, Tensor]) -> Tensor:
         found = placed.get(id(tensor))
