@@ -1,7 +1,8 @@
 """Steps on several GPUs: torchfast beside the loops that a person would write.
 
     PYTHONPATH=. python benchmarks/many_gpus.py [--ranks 2] [--workloads gpt-small ...]
-        [--parts times exact communication] [--arms WORD ...] [--limit-s 540] [--out FILE]
+        [--parts times exact communication] [--arms WORD ...] [--samples 16] [--limit-s 540]
+        [--out FILE]
 
 Every rank is a process. The arms of a group (see `rank_arms`) take turns in the same processes, on
 batches that lie on the device, and a figure is the median of its turns, from a barrier to the end
@@ -87,7 +88,8 @@ def measure(item: Workload, args: argparse.Namespace, device: torch.device, tell
         for group in groups()
     ]
     clock = Clock(args.deadline)
-    host = item.batches()
+    host = [tuple(tensor[: args.samples] for tensor in batch) for batch in item.batches()]
+    name = item.name if args.samples is None else f"{item.name}, {args.samples} samples"
     rank = dist.get_rank()
     # Each rank trains on others of them.
     batches = [
@@ -104,21 +106,21 @@ def measure(item: Workload, args: argparse.Namespace, device: torch.device, tell
         for group, has_time in clock.rounds(together):
             if has_time:
                 for row in turns(group, item, batches[0], args, device):
-                    tell("times", item.name, row.pop("arm"), row)
+                    tell("times", name, row.pop("arm"), row)
             else:
                 for arm in group:
-                    tell("times", item.name, arm.name, None)
+                    tell("times", name, arm.name, None)
     own = [arm for group in chosen for arm in group if arm.plan is not None and not arm.is_alone]
     if "exact" in args.parts:
         clock = Clock(args.deadline)
         for arm, has_time in clock.rounds(own):
             compare = partial(compared, item, arm, batches, args, device)
-            tell("exact", item.name, arm.name, tried(compare) if has_time else None)
+            tell("exact", name, arm.name, tried(compare) if has_time else None)
     if "communication" in args.parts:
         clock = Clock(args.deadline)
         for arm, has_time in clock.rounds([arm for arm in own if arm.name in PROFILED]):
             look = partial(profiled, item, arm, batches[0], device)
-            tell("communication", item.name, arm.name, tried(look) if has_time else None)
+            tell("communication", name, arm.name, tried(look) if has_time else None)
 
 
 def tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -203,7 +205,8 @@ def turns(
         row["ms"] = statistics.median(row["turns_ms"])
         row["peak_gb"] = memory.peak_gb
         num_ranks = 1 if arm.is_alone else dist.get_world_size()
-        row["items_per_s"] = num_ranks * item.items_per_step / row["ms"] * 1e3
+        num_items = item.items_per_step * len(batch[0]) / len(item.batches()[0][0])
+        row["items_per_s"] = num_ranks * num_items / row["ms"] * 1e3
     made.clear()
     step = close = None  # type: ignore[assignment]
     clean_up()
@@ -303,6 +306,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="of a turn")
     parser.add_argument("--exact-steps", type=int, default=24, help="of each of the two trainings")
     parser.add_argument("--together", type=int, default=3, help="arms in memory at once")
+    parser.add_argument("--samples", type=int, help="of each batch, for less memory; else all")
     parser.add_argument("--limit-s", type=float, default=540, help="when all is to be over")
     return parser.parse_args(words)
 

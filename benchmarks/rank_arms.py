@@ -159,7 +159,8 @@ def by_hand(
     with torch.cuda.graph(captured, stream=side, capture_error_mode="thread_local"):
         loss = step()
 
-    def replay() -> Tensor:
+    def replay(_held: object = (step, model, optimizer)) -> Tensor:
+        # What a graph reads, and the kernels compiled for it, live only as long as somebody has it.
         captured.replay()
         return loss.clone()
 
