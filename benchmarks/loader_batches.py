@@ -4,11 +4,13 @@ A DataLoader's workers put each batch into shared memory, from which the trainin
 How much of that a worker does decides how fast batches come: it decodes them, or copies them out of
 memory of its own, or hands on shared memory that it had prepared, which is the least that a worker
 process can do. None of it is pinned. With ``recycled`` the workers write into memory that is used
-again, as torchfast's loader has it, and what lies ready is copied there.
+again, as torchfast's loader has it, and what lies ready is copied there; then images out of runs of
+equal pixels are the least, for which a worker reads next to no memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -20,9 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 from torchfast import build_dataloader
 from torchfast.data.pooled_collate import empty_batch
 
-How = Literal["decode", "copy", "ready"]
-# A worker that decodes supplies least, one that hands on what is there supplies most.
-HOWS: tuple[How, ...] = ("decode", "copy", "ready")
+How = Literal["decode", "copy", "runs", "ready"]
+# A worker that decodes supplies least, one that hands on what is there supplies most, unless it is
+# to write into memory that is used again.
+HOWS: tuple[How, ...] = ("decode", "copy", "runs", "ready")
 # Batches that wait in front of the loader for each worker: DataLoader's own default.
 PREFETCH = 2
 ENDLESS = 2**40
@@ -35,8 +38,8 @@ class Batches(Dataset[Any]):
 
     Args:
         template: The batch, in nested tuples and dicts.
-        how: What a worker does for a batch. Only tensors of uint8 can be decoded; others are
-            copied.
+        how: What a worker does for a batch. Only tensors of uint8 can be decoded, or be made of
+            runs; others are copied.
         batches: How many an epoch has.
     """
 
@@ -45,6 +48,7 @@ class Batches(Dataset[Any]):
         self.how = how
         self.batches = batches
         self._packed: dict[int, Tensor] = {}
+        self._runs: dict[int, list[int]] = {}
         self._prepared: list[Any] = []
 
     def __len__(self) -> int:
@@ -56,7 +60,8 @@ class Batches(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> Any:
         """Return a batch."""
         if self.how != "ready":
-            return mapped(self.template, self._decoded if self.how == "decode" else copied)
+            make = {"decode": self._decoded, "runs": self._of_runs}.get(self.how, copied)
+            return mapped(self.template, make)
         if not self._prepared:
             self._prepared = [mapped(self.template, copied) for _ in range(2)]
         return self._prepared[indices[0] % 2]
@@ -76,6 +81,18 @@ class Batches(Dataset[Any]):
         torch.bitwise_and(packed, 15, out=flat[half:])
         flat.mul_(17)
         return pixels
+
+    def _of_runs(self, tensor: Tensor) -> Tensor:
+        """Return images that are stored as one run of equal pixels each."""
+        if tensor.dtype is not torch.uint8 or not tensor.numel():
+            return copied(tensor)
+        if id(tensor) not in self._runs:
+            self._runs[id(tensor)] = tensor.flatten(1)[:, 0].tolist()
+        images = empty(tuple(tensor.shape), torch.uint8)
+        size = tensor[0].numel()
+        for number, pixel in enumerate(self._runs[id(tensor)]):
+            ctypes.memset(images.data_ptr() + number * size, pixel, size)
+        return images
 
 
 def mapped(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
