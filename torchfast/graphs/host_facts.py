@@ -11,12 +11,12 @@ from collections.abc import Hashable
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchfast._core.errors import CaptureError
-from torchfast._core.proxies import is_dead
 from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
 from torchfast.graphs.attributes import Attributes
+from torchfast.graphs.holders import is_tensor
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.reached import Memory, Notes, Reached
@@ -62,9 +62,7 @@ class HostFacts:
         self._memory = Memory({id(t): t for t in (*state.tensors, *beside)}.values())
         self._rng = get_rng_state(device)
         self._generators = [(g, g.get_state()) for g in state.generators]
-        self._attributes = [
-            (m, {k: v for k, v in vars(m).items() if k not in _TABLES}) for m in state.every_module
-        ]
+        self._attributes = [(m, _without_tables(m)) for m in state.every_module]
         tables: list[dict[Any, Any]] = [
             getattr(module, name) for module in state.every_module for name in _TABLES
         ]
@@ -225,10 +223,17 @@ class HostFacts:
         return [
             value.detach()
             for module, attributes in self._attributes
+            for held in (vars(module),)
             for name, value in attributes.items()
-            if not is_dead(value) and isinstance(value, Tensor)
-            if vars(module).get(name) is not value
+            if held.get(name) is not value and is_tensor(value)
         ]
+
+
+def _without_tables(module: nn.Module) -> dict[str, Any]:
+    held = dict(vars(module))
+    for name in _TABLES:
+        held.pop(name, None)
+    return held
 
 
 def has_own_generator(device: torch.device) -> bool:
