@@ -19,9 +19,11 @@ import torch
 from torch import nn, optim
 
 from models import DropoutNet, mean_loss
-from torchfast.graphs import holders
+from torchfast.graphs import holders, places
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.holders import HOLDER, PLAIN, TENSOR, UNSURE, WATCHED, Kinds, is_holder
+from torchfast.graphs.host_facts import HostFacts
+from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.places import what_is_read
 
 CPU = torch.device("cpu")
@@ -165,3 +167,46 @@ def test_an_iterator_in_a_group_is_looked_for(found):
     attributes = Attributes(lambda: optimizer.step(), CPU)
     attributes.refresh([], of_updates=[optimizer])
     assert (attributes.iterator() is not None) == (not isinstance(found, (tuple, float)))
+
+
+@pytest.mark.parametrize("most", [10, 11])
+def test_tables_of_modules_count_though_nothing_is_looked_for_in_them(monkeypatch, most):
+    """One for each layer and one for the net, beside the function and what it names."""
+    monkeypatch.setattr(places, "_MOST_OBJECTS", most)
+    modules = [*nn.Sequential(*(nn.Linear(1, 1) for _ in range(8))).modules()]
+    assert what_is_read([mean_loss], modules)[1] == (most == 11)
+
+
+class WithHistory(nn.Linear):
+    """Keeps tensors without calling them buffers, and what is none beside."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.last, self.mean = torch.ones(2), torch.zeros(2).as_subclass(OwnTensor)
+        self.behind = weakref.proxy(OWN_TENSOR)
+        self.count, self.name = 1, "history"
+        vars(self)["gone"] = PROXIES[1]  # which torch would ask what it is
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+OWN_TENSOR = torch.full((2,), 3.0)
+
+
+def test_tensors_that_modules_keep_in_attributes_are_state():
+    module = WithHistory()
+    found = {id(t) for t in NamedState([module]).everything()}
+    kept = [module.last, module.mean, module.behind, module.weight, module.bias]
+    assert found == {*map(id, kept)}
+
+
+def test_tensors_that_a_step_replaces_in_attributes_are_kept():
+    module = WithHistory()
+    facts = HostFacts(NamedState([module]), CPU)
+    last, mean = module.last, module.mean
+    assert facts.left() == ([], None)
+    vars(module).update(last=torch.zeros(2), mean=None, gone=None, count=2)
+    kept, _ = facts.left()
+    assert [t.data_ptr() for t in kept] == [last.data_ptr(), mean.data_ptr()]

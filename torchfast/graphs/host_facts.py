@@ -7,7 +7,7 @@ again at a replay.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, final
 
 import torch
@@ -39,6 +39,7 @@ class HostFacts:
         attributes: Values that the step reads beside it, taken right before.
         kind: Of the call.
         reached: What the step reaches beside it now, if somebody has looked already.
+        everything: What `NamedState.everything` returns now, likewise.
 
     Attributes:
         reached: What the step reached beside the state; None without ``attributes``.
@@ -52,6 +53,7 @@ class HostFacts:
         attributes: Attributes | None = None,
         kind: Hashable = None,
         reached: Reached | None = None,
+        everything: Sequence[Tensor] | None = None,
     ) -> None:
         self._device, self._read, self._kind = device, attributes, kind
         if reached is None and attributes is not None:
@@ -79,15 +81,16 @@ class HostFacts:
         self._sizes = [(o.state, [*map(len, o.state.values())]) for o in state.optimizers]
         self._schedulers = [(s, dict(vars(s))) for s in state.schedulers]
         self._gradients = [(p, p.grad) for p in state.parameters]
-        self._on_host = [
-            (tensor, tensor.clone())
-            for tensor in (state.everything() if device.type != "cpu" else ())
-            if tensor.device.type == "cpu"
-        ]
+        if device.type == "cpu":
+            everything = ()  # which are put back as what lies on the device is
+        elif everything is None:
+            everything = state.everything()
+        on_host = [tensor for tensor in everything if tensor.is_cpu]
+        self._on_host = [(tensor, tensor.clone()) for tensor in on_host]
 
-    def afresh(self, state: NamedState) -> HostFacts:
+    def afresh(self, state: NamedState, everything: Sequence[Tensor] | None = None) -> HostFacts:
         """Return the same as it is now, right behind `left`."""
-        return HostFacts(state, self._device, self._read, self._kind, self.after)
+        return HostFacts(state, self._device, self._read, self._kind, self.after, everything)
 
     def put_back(self) -> None:
         """Undo what Python has changed since."""

@@ -32,6 +32,8 @@ from torchfast.graphs.holders import (
     CONTAINER,
     CONTAINERS,
     HOLDER,
+    LONGEST,
+    PLAIN,
     READ_BY_VALUE,
     UNSURE,
     WATCHED,
@@ -54,13 +56,15 @@ _NO_DATA = (
 )
 # Their parts settle by themselves, also between steps.
 _ONLY_NUMBERS = "torch.nn.parallel"
-_OWN_OF_MODULES = frozenset(vars(nn.Module()))
+_FIRST_OF_MODULES = [*vars(nn.Module())]
+_OWN_OF_MODULES = frozenset(_FIRST_OF_MODULES)
 # What a step may ask a scheduler for, by its methods too.
 _OF_SCHEDULERS = ("last_epoch", "_last_lr")
 # Of one of the user's own class the rest counts, such as a count of its steps; of one that is not
 # the step's so do its groups, as in a loss that reads the learning rate.
 _OWN_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
 _DEPTH = 6
+_COUNTED = -2  # of what is an object more, and holds only what is watched elsewhere
 _MOST_OBJECTS = 4096
 _ROUNDS = 8
 _DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
@@ -123,11 +127,15 @@ def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> t
     where they are named, of any class that is reached.
     """
     read, known, is_all, kinds = NOTHING, None, True, Kinds()
+    of_modules = _of_modules(modules, kinds)
     wide = read  # what the way to a function may be
     classes: set[type] = set()
     specials: list[FunctionType] = []
     for number in range(_ROUNDS):  # what is read leads to other functions, which read more
-        waiting = _beginnings(functions, modules, read, kinds)
+        waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
+        waiting += of_modules
+        for place in _of_globals(read):
+            waiting += _inner(place, read, _DEPTH - 1, {}, kinds)
         if known != read.globals:
             known = read.globals
             classes, is_all = _classes_reached(waiting.copy(), modules, kinds)
@@ -208,7 +216,11 @@ def values_in(place: Place, read: Read) -> list[tuple[str, Any]]:
         return [(n, held[n]) for n in place.names if n in held]
     if not place.is_module:
         return [(n, v) for n, v in held.items() if _is_read(n, v, read)]
-    found = [(n, v) for n, v in held.items() if n not in _OWN_OF_MODULES]
+    names = [*held]
+    if names[: len(_FIRST_OF_MODULES)] == _FIRST_OF_MODULES:  # as its ``__init__`` leaves them
+        found = [(n, held[n]) for n in names[len(_FIRST_OF_MODULES) :]]
+    else:
+        found = [(n, v) for n, v in held.items() if n not in _OWN_OF_MODULES]
     if type(holder).__module__.startswith(_ONLY_NUMBERS):
         return [(n, v) for n, v in found if type(v) in NUMBERS]
     return found
@@ -272,15 +284,18 @@ def _reached(
     """
     seen: dict[int, Any] = {}  # held, so that no address is another's
     for value, depth, via in waiting:
-        if depth < 0 or id(value) in seen:
+        if (depth < 0 and depth != _COUNTED) or id(value) in seen:
             continue
         kind = kinds[type(value)]
-        if kind <= WATCHED or (kind != HOLDER and not is_holder(value, kinds)):
+        is_sure = kind == HOLDER or depth == _COUNTED
+        if kind <= WATCHED or not (is_sure or is_holder(value, kinds)):
             continue
         seen[id(value)] = value
         if len(seen) > _MOST_OBJECTS:
             yield BEYOND
             return
+        if depth == _COUNTED:
+            continue
         if kind == CONTAINER or (kind == UNSURE and isinstance(value, CONTAINERS)):
             found = [item for item in items_of(value) if kinds[type(item)] > WATCHED]
             waiting += [(item, depth - 1, via) for item in found]
@@ -345,21 +360,26 @@ def _wanted(names: Sequence[str], read: Read) -> tuple[str, ...]:
     )
 
 
-def _beginnings(
-    functions: Sequence[object], modules: Sequence[nn.Module], read: Read, kinds: Kinds
-) -> list[_Waiting]:
-    """Return the values where a look at the step's code begins."""
-    waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
-    for module in modules:
-        held = [
-            v
-            for v in vars(module).values()
-            if (kind := kinds[type(v)]) > WATCHED and (kind != CONTAINER or len(v))
-        ]
-        waiting += [(v, _DEPTH - 1, None) for v in held]
-    for place in _of_globals(read):
-        waiting += _inner(place, read, _DEPTH - 1, {}, kinds)
-    return waiting
+def _of_modules(modules: Sequence[nn.Module], kinds: Kinds) -> list[_Waiting]:
+    """Return the values of modules where a look at the step's code begins."""
+    return [
+        (value, depth, None)
+        for module in modules
+        for value in vars(module).values()
+        if kinds[type(value)] > WATCHED and (depth := _depth_of(value, kinds)) is not None
+    ]
+
+
+def _depth_of(value: Any, kinds: Kinds) -> int | None:
+    """Return how deep to look into a module's value; None where it holds nothing of interest."""
+    if kinds[type(value)] != CONTAINER:
+        return _DEPTH - 1
+    if not 0 < len(value) <= LONGEST:
+        return None
+    highest = max([kinds[type(item)] for item in items_of(value)])
+    if highest == PLAIN:
+        return None
+    return _COUNTED if highest <= WATCHED else _DEPTH - 1
 
 
 def _classes_reached(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchfast._core.code_names import Read
 from torchfast._core.compare import same_bits
 from torchfast._core.proxies import is_dead
+from torchfast.graphs.copies import copies_of
 from torchfast.graphs.holders import PLAIN, Kinds, parts_of
 from torchfast.graphs.places import CELL, NOTHING, Place, values_in
 from torchfast.graphs.value_forms import bits, is_small_array
@@ -219,7 +220,8 @@ class Copies:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._held = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        held = list(tensors)
+        self._held = [*zip(held, copies_of(held), strict=True)]
 
     def put_back(self) -> None:
         """Write what has changed."""
