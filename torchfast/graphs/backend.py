@@ -134,7 +134,7 @@ class CUDABackend:
             self._clean_up(graph, generators)
             try:
                 if isinstance(failure, torch.OutOfMemoryError) and self._cache.has_run_out():
-                    raise RoomMadeError("the next capture finds more memory") from failure
+                    raise RoomMadeError from failure
                 raise failure
             finally:
                 del failure  # its traceback refers to this frame

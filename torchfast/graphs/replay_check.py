@@ -102,7 +102,7 @@ def find_mismatch(
     start = SavedNamedState(state, device, (*written, *come), facts, everything)
     copies = Copies(unsure)
     any_says(True)  # or steps would begin though there is no memory for this on another rank
-    num_bytes = start.num_bytes
+    num_bytes = bytes_of(start.tensors())
     if with_gradients:
         num_bytes += bytes_of(state.parameters)
     # A replay and the eager runs are kept until the verdict.

@@ -32,9 +32,6 @@ class SavedNamedState:
         facts: Of before a capture, with what the step reached right behind it: put back too.
         everything: What `NamedState.everything` returns now, if somebody has asked already.
 
-    Attributes:
-        num_bytes: How much memory the values take.
-
     Synchronizes: Yes.
     """
 
@@ -54,8 +51,7 @@ class SavedNamedState:
         self._device = device
         self._tensors = [*everything, *others]
         self._block: PinnedBlock | None = None
-        self.num_bytes = bytes_of(self._tensors)
-        if have_room(device, self.num_bytes):
+        if have_room(device, bytes_of(self._tensors)):
             self._values = copies_of(self._tensors)
         else:
             self._values = self._on_host()
