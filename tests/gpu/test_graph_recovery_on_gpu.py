@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import subprocess
 import sys
 import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn, optim
 
 from gpu.graph_jobs import (
     GRAPH,
@@ -30,7 +27,6 @@ from models import make_batches
 from torchfast import (
     CUDAGraphOptions,
     Plan,
-    Trainer,
 )
 from torchfast._core.compare import differences
 from torchfast._core.pinned_block import PinnedBlock
@@ -270,53 +266,6 @@ def test_without_the_checks_a_counter_in_python_trains_wrong(monkeypatch):
 
 
 # -- Memory ----------------------------------------------------------------------------------------
-
-
-class Wide(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8))
-        )
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-def wide(plan):
-    torch.manual_seed(0)
-    model = Wide().cuda()
-    optimizer = partial(optim.AdamW, lr=1e-3, fused=True)
-    return Trainer(model, optimizer, lambda m, x: m(x).square().mean(), plan)
-
-
-def peak(plan, batches):
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # each has to make its own
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
-    trainer = wide(plan)
-    for batch in batches:
-        trainer.step(batch)
-    torch.cuda.synchronize()
-    if plan.cuda_graph:
-        torch.cuda.empty_cache()  # what the check of the graph has left
-        return torch.cuda.memory_reserved() - before, trainer
-    return torch.cuda.max_memory_reserved() - before, trainer
-
-
-def test_a_graph_takes_the_memory_of_the_step_and_shapes_share_it():
-    batches = [torch.randn(8192, 1024, device="cuda")] * 6
-    eager, trainer = peak(Plan(), batches)
-    del trainer
-    one, trainer = peak(GRAPH, batches)
-    assert one < 1.05 * eager
-    del trainer
-    many = [torch.randn(size, 1024, device="cuda") for size in range(8192, 0, -1024)]
-    all_of_them, trainer = peak(GRAPH, [b for batch in many for b in [batch] * 6])
-    assert counters(trainer)["graphs"] == 8
-    assert all_of_them < 1.3 * one
 
 
 def test_twenty_thousand_replays_neither_grow_nor_drift():

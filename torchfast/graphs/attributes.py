@@ -22,21 +22,27 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchfast._core.proxies import is_dead
+from torchfast.graphs.holders import (
+    CONTAINERS,
+    LONGEST,
+    TENSOR,
+    Kinds,
+    is_holder,
+    items_of,
+    parts_of,
+)
 from torchfast.graphs.iterators import iterator_in, lines_drawing
 from torchfast.graphs.places import (
     BEYOND,
     CELL,
-    CONTAINERS,
-    LONGEST,
     NOTHING,
     Key,
     Place,
     counts_in,
-    items_of,
     most_objects,
-    parts_of,
     places,
     values_in,
     what_is_read,
@@ -59,6 +65,7 @@ from torchfast.graphs.value_forms import (
 _NOTHING = (None, object())
 _MOST_KINDS = 64  # of calls of which is remembered what numbers they left
 _Known = dict[Key, tuple[Place, Any]]
+_Held = list[tuple[Place, list[tuple[str, Any]]]]
 _Reader = tuple[Callable[[Any], Any], Any]
 
 
@@ -92,6 +99,7 @@ class Attributes:
         self._counts: list[tuple[Place, dict[str, Any]]] = []
         self._stopped: dict[str, None] = {}  # counts that no replay goes on with, in words
         self._generators: list[tuple[Any, Any]] = []
+        self._may_draw = False
 
     def refresh(
         self,
@@ -103,12 +111,18 @@ class Attributes:
         self._modules, self._until_updates = modules, [self._function, *hooks]
         self._functions = [*self._until_updates, *of_updates]
         self._read, self._is_all = what_is_read(self._functions, modules)
-        self._take_as_they_are(self._look())
-        counts = [(place, dict(counts_in(place, self._read))) for place in self._places()]
+        held = self._held()
+        self._take_as_they_are(self._look(held), held)
+        counts = [(place, dict(counts_in(place, self._read))) for place, _ in held]
         self._counts = [(place, found) for place, found in counts if found]
-        held = list(self._values())
-        found = {id(g): g for _, _, value in held for g in _generators_in(value)}
+        kinds = Kinds()
+        values = [v for _, _, v in self._not_written(held) if kinds[type(v)] > TENSOR]
+        found = {id(g): g for value in values for g in _generators_in(value)}
         self._generators = [(g, _state_of(g)) for g in found.values()]
+        # Another walk, as for the step alone, could find one only in groups of what updates.
+        groups = [v for f in of_updates if isinstance(f, Optimizer) for v in _settings_of(f)]
+        self._may_draw = not self._is_all or any(is_holder(v, kinds) for v in groups)
+        self._may_draw |= any(iterator_in(v) is not None for v in (*values, *groups))
 
     def objects(self) -> Iterator[Any]:
         """Return all that has to be the very object that it was, in one line."""
@@ -136,10 +150,11 @@ class Attributes:
         """Return what has another value than it had, in words; None if nothing has."""
         if self._is_same():
             return None
-        now = self._look()
+        held = self._held()
+        now = self._look(held)
         for key, place in self._differing(now):
             return _in_words(key[1], place)
-        self._take_as_they_are(now)  # other objects that say the same
+        self._take_as_they_are(now, held)  # other objects that say the same
         return None
 
     def drawn(self) -> list[str]:
@@ -151,11 +166,16 @@ class Attributes:
         ]
 
     def iterator(self) -> tuple[str, str, str] | None:
-        """Return what draws from an iterator by all appearances, its type, and where it is."""
+        """Return what draws from an iterator by all appearances, its type, and where it is.
+
+        To be asked right behind `refresh`, which has seen whether there is any.
+        """
+        if not self._may_draw:
+            return None
         named = self._read.names | self._read.called
         parts = {"step": self._until_updates, "update": self._functions}
         for part, functions in parts.items():
-            for place, name, value in self._values(self._places_from(functions)):
+            for place, name, value in self._not_written(self._held(self._places_from(functions))):
                 is_sure = self._is_sure_to_be_read(place, name)
                 if not is_sure or (place.is_module and name not in named):
                     continue
@@ -172,7 +192,9 @@ class Attributes:
         Args:
             kind: Of the call.
         """
-        now = self._look()
+        if self._is_same():
+            return None
+        now = self._look(self._held())
         for key, place in self._differing(now):
             if key not in now or key not in self._known or self._only_notes(kind, key, now):
                 continue
@@ -204,7 +226,7 @@ class Attributes:
             if kind not in self._left:
                 self._note_left(kind, self._known)
             return
-        now, numbers = self._look(), {}
+        now, numbers = self._look(self._held()), {}
         stay = {holder for holder, _ in now} & {holder for holder, _ in self._known}
         for key, place in self._differing(now):
             forms = [found[key][1] for found in (self._known, now) if key in found]
@@ -216,7 +238,8 @@ class Attributes:
                 written, holder = written_by(key, place, stay)
                 self._written[written] = holder
         self._note_left(kind, now)
-        self._take_as_they_are(self._look() | numbers)
+        held = self._held()  # without what is among the written now
+        self._take_as_they_are(self._look(held) | numbers, held)
         if numbers:
             self._sizes = []  # which is never as it was
 
@@ -273,16 +296,21 @@ class Attributes:
     def _places_from(self, functions: Sequence[object]) -> Iterator[Place]:
         return places(functions, self._modules, self._read, self._written)
 
-    def _values(self, found: Iterator[Place] | None = None) -> Iterator[tuple[Place, str, Any]]:
-        for place in self._places() if found is None else found:
-            for name, value in values_in(place, self._read):
+    def _held(self, found: Iterator[Place] | None = None) -> _Held:
+        """Return all places, each with what it holds that may be read, by name."""
+        found = self._places() if found is None else found
+        return [(place, values_in(place, self._read)) for place in found]
+
+    def _not_written(self, held: _Held) -> Iterator[tuple[Place, str, Any]]:
+        for place, values in held:
+            for name, value in values:
                 if (id(place.holder), name) not in self._written:
                     yield place, name, value
 
-    def _look(self) -> _Known:
+    def _look(self, held: _Held) -> _Known:
         """Return each value by its place and name, in the form in which it is compared."""
         found: _Known = {}
-        for place, name, value in self._values():
+        for place, name, value in self._not_written(held):
             form = form_of(value, on_host=self._device.type != "cpu")
             form = form if self._is_sure_to_be_read(place, name) else only_plain(form)
             if form is not OTHER:
@@ -300,13 +328,12 @@ class Attributes:
         read = self._read
         return name in read.called or (name in read.names and name not in read.of_results)
 
-    def _take_as_they_are(self, known: _Known) -> None:
+    def _take_as_they_are(self, known: _Known, found: _Held) -> None:
         self._known = known
         self._sized = []
         pairs: list[_Reader] = []
-        for place in self._places():
+        for place, held in found:
             self._is_all &= place is not BEYOND
-            held = values_in(place, self._read)
             values = [(name, value) for name, value in held if (id(place.holder), name) in known]
             for _, value in values:
                 pairs += [(tuple, view) for view in _views(value)]
@@ -372,6 +399,12 @@ def _generators_in(value: Any) -> list[Any]:
         for part in parts_of(value)
         if isinstance(part, random.Random | np.random.Generator | np.random.RandomState)
     ]
+
+
+def _settings_of(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield what is in an optimizer's groups beside the parameters."""
+    for group in optimizer.param_groups:
+        yield from (value for name, value in group.items() if name != "params")
 
 
 def _state_of(generator: Any) -> Any:

@@ -19,11 +19,16 @@ from typing import Any, Protocol, final
 
 import torch
 
-from torchfast._core.errors import UnsupportedDeviceError
+from torchfast._core.errors import CaptureError, UnsupportedDeviceError
+from torchfast.graphs.cached_memory import CachedMemory
 from torchfast.graphs.moments import Moment
 
 # From 2.14 on registering does nothing, and warns.
 _REGISTERS_BY_ITSELF = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+
+class RoomMadeError(CaptureError):
+    """A capture ran out of memory, of which the next one finds more."""
 
 
 class Graph(Protocol):
@@ -64,7 +69,7 @@ class Backend(Protocol):
         """Return the memory that the graphs hold."""
 
     def release_scratch(self) -> None:
-        """Let go of memory that libraries keep for eager steps."""
+        """Let go of memory that is kept for eager steps, none of which is to come soon."""
 
 
 @final
@@ -80,6 +85,7 @@ class CUDABackend:
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
         self._num_graphs: Counter[Any] = Counter()  # by pool
+        self._cache = CachedMemory(device)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -108,9 +114,8 @@ class CUDABackend:
         torch.cuda.synchronize(self.device)
         # So that the capture makes those it needs in the graph's own pool: others would be freed
         # under a live graph by whoever else lets go of them, as torch.compile's graphs do.
-        self.release_scratch()
-        # What warm-up steps have left in the cache is what the graph's own pool will need.
-        torch.cuda.empty_cache()
+        self._clear_workspaces()
+        self._cache.before_capture()
         result = None
         failure: BaseException | None = None
         with self.side_stream(), _no_collection(), _no_recompile():
@@ -124,10 +129,12 @@ class CUDABackend:
                 graph.capture_end()
             except Exception as error:
                 failure = failure or error
-        self.release_scratch()  # to the pool: what is not captured shall not write there
+        self._clear_workspaces()  # to the pool: what is not captured shall not write there
         if failure is not None:
             self._clean_up(graph, generators)
             try:
+                if isinstance(failure, torch.OutOfMemoryError) and self._cache.has_run_out():
+                    raise RoomMadeError from failure
                 raise failure
             finally:
                 del failure  # its traceback refers to this frame
@@ -146,6 +153,11 @@ class CUDABackend:
         return sum(s["total_size"] for s in segments if s["segment_pool_id"] in self._num_graphs)
 
     def release_scratch(self) -> None:
+        """Let go of what eager steps have left, to libraries and in torch's cache."""
+        self._clear_workspaces()
+        self._cache.after_check()
+
+    def _clear_workspaces(self) -> None:
         """Let go of the workspaces of cuBLAS: 32 MiB on Hopper for each thread and stream."""
         torch._C._cuda_clearCublasWorkspaces()
 

@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 # Changes with fewer replays than this between them are not worth another capture.
 _SETTLED_REPLAYS = 10
-# So many graphs thrown out for each that is kept, and the kinds are too many to be captured.
-_EVICTIONS_PER_GRAPH = 4
 _APART = "other ranks do not replay or capture the same"
 
 
@@ -225,7 +223,7 @@ class GraphEngine:
         return map_batch(outputs, detached)
 
     def _capture(self, entry: Entry, call: Call, inputs: Any) -> Ready | Aside:
-        if self.store.num_evicted > _EVICTIONS_PER_GRAPH * self._options.max_graphs:
+        if self.store.has_too_many_kinds():
             for _ in range(2):  # the others wait to hear how it went, and whether to try again
                 self._together.begin()
                 self._together.fail()
@@ -274,7 +272,7 @@ class GraphEngine:
             self.store.add(entry)
             self._watch.attributes.ran(call.key)
             self._frozen = self._watch.frozen()
-            mismatch = self._mismatch(Ready(entry, call), facts) if self._options.check else None
+            mismatch = self._mismatch(Ready(entry, call), facts)
             if together.all_agree(mismatch is None):
                 return None
             if mismatch is None:
@@ -366,7 +364,7 @@ class GraphEngine:
         return entry.outputs.cloned()
 
     def _mismatch(self, ready: Ready, facts: HostFacts) -> Mismatch | None:
-        """Return how replays differ from eager steps; None if they do not."""
+        """Return how replays differ from eager steps; None if they do not, or nobody looks."""
         entry, call, _ = ready
         static: Any = entry.inputs
         before = Counter(self._counts), entry.num_replays, self._num_since_change
@@ -377,6 +375,8 @@ class GraphEngine:
             return self._run_eagerly(static.inputs)
 
         try:
+            if not self._options.check:
+                return None
             return find_mismatch(
                 self._state,
                 self.device,

@@ -26,6 +26,8 @@ from torchfast.graphs.secrecy import Secret
 from torchfast.graphs.signature import Call, num_steps, only_tensors, other_value, shapes, single
 from torchfast.graphs.static_inputs import StaticInputs
 
+# So many graphs thrown out for each that is kept, and the kinds are too many to be captured.
+_EVICTIONS_PER_GRAPH = 4
 # Captures of one kind of call that may fail.
 ATTEMPTS = 3
 # So many times in a row the ranks did not all replay the same capture, and a graph goes: it may be
@@ -343,6 +345,10 @@ class GraphStore:
 
     def _note_additions(self) -> None:
         self.adds_to_gradients = any(e.added_to or e.from_none for e in self.graphs)
+
+    def has_too_many_kinds(self) -> bool:
+        """Whether so many graphs were thrown out that no more are worth a capture."""
+        return self.num_evicted > _EVICTIONS_PER_GRAPH * self._limit
 
     def make_room(self) -> None:
         """Let go of the least recently used graphs until there is room for another."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torchfast._core.errors import CaptureError
 from torchfast._core.user_code import is_compiled, owner_of
+from torchfast.graphs.backend import RoomMadeError
 from torchfast.graphs.host_facts import CPU_GENERATOR, LATER
 from torchfast.graphs.together import OTHERS
 
@@ -17,6 +18,7 @@ RECOMPILES = "torch.compile would have compiled it again"
 _KEEPS = "zero_grad(set_to_none=False) keeps them where they are"
 NOT_NOW = f"there are no gradients now to which the step would add; {_KEEPS}"
 LETS_GO = f"the step uses gradients of before and lets go of them; {_KEEPS}"
+ROOM_MADE = "memory ran out beside what the allocator kept, which the next capture finds"
 LEFT_OVER = "an autograd graph of an earlier step is still alive and belongs to another stream"
 
 # What torch's messages say, what that means, and what helps. The first that fits is told.
@@ -96,7 +98,7 @@ class Failure:
     @property
     def is_passing(self) -> bool:
         """Whether another attempt at the same may succeed."""
-        return self.reason in (LATER, OTHERS) or self.is_left_over
+        return self.reason in (LATER, OTHERS, ROOM_MADE) or self.is_left_over
 
     @property
     def is_recompile(self) -> bool:
@@ -137,6 +139,8 @@ def explain(error: BaseException) -> Failure:
         if before in causes:
             break
         causes.append(before)
+    if any(isinstance(cause, RoomMadeError) for cause in causes):
+        return Failure(ROOM_MADE)
     for cause in reversed(causes):
         text = f"{type(cause).__name__}: {cause}"
         for signs, reason, remedy in _CAUSES:

@@ -7,16 +7,16 @@ again at a replay.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchfast._core.errors import CaptureError
-from torchfast._core.proxies import is_dead
 from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
 from torchfast.graphs.attributes import Attributes
+from torchfast.graphs.holders import is_tensor
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.reached import Memory, Notes, Reached
@@ -39,6 +39,7 @@ class HostFacts:
         attributes: Values that the step reads beside it, taken right before.
         kind: Of the call.
         reached: What the step reaches beside it now, if somebody has looked already.
+        everything: What `NamedState.everything` returns now, likewise.
 
     Attributes:
         reached: What the step reached beside the state; None without ``attributes``.
@@ -52,6 +53,7 @@ class HostFacts:
         attributes: Attributes | None = None,
         kind: Hashable = None,
         reached: Reached | None = None,
+        everything: Sequence[Tensor] | None = None,
     ) -> None:
         self._device, self._read, self._kind = device, attributes, kind
         if reached is None and attributes is not None:
@@ -62,9 +64,7 @@ class HostFacts:
         self._memory = Memory({id(t): t for t in (*state.tensors, *beside)}.values())
         self._rng = get_rng_state(device)
         self._generators = [(g, g.get_state()) for g in state.generators]
-        self._attributes = [
-            (m, {k: v for k, v in vars(m).items() if k not in _TABLES}) for m in state.every_module
-        ]
+        self._attributes = [(m, _without_tables(m)) for m in state.every_module]
         tables: list[dict[Any, Any]] = [
             getattr(module, name) for module in state.every_module for name in _TABLES
         ]
@@ -81,15 +81,16 @@ class HostFacts:
         self._sizes = [(o.state, [*map(len, o.state.values())]) for o in state.optimizers]
         self._schedulers = [(s, dict(vars(s))) for s in state.schedulers]
         self._gradients = [(p, p.grad) for p in state.parameters]
-        self._on_host = [
-            (tensor, tensor.clone())
-            for tensor in (state.everything() if device.type != "cpu" else ())
-            if tensor.device.type == "cpu"
-        ]
+        if device.type == "cpu":
+            everything = ()  # which are put back as what lies on the device is
+        elif everything is None:
+            everything = state.everything()
+        on_host = [tensor for tensor in everything if tensor.is_cpu]
+        self._on_host = [(tensor, tensor.clone()) for tensor in on_host]
 
-    def afresh(self, state: NamedState) -> HostFacts:
+    def afresh(self, state: NamedState, everything: Sequence[Tensor] | None = None) -> HostFacts:
         """Return the same as it is now, right behind `left`."""
-        return HostFacts(state, self._device, self._read, self._kind, self.after)
+        return HostFacts(state, self._device, self._read, self._kind, self.after, everything)
 
     def put_back(self) -> None:
         """Undo what Python has changed since."""
@@ -225,10 +226,17 @@ class HostFacts:
         return [
             value.detach()
             for module, attributes in self._attributes
+            for held in (vars(module),)
             for name, value in attributes.items()
-            if not is_dead(value) and isinstance(value, Tensor)
-            if vars(module).get(name) is not value
+            if held.get(name) is not value and is_tensor(value)
         ]
+
+
+def _without_tables(module: nn.Module) -> dict[str, Any]:
+    held = dict(vars(module))
+    for name in _TABLES:
+        held.pop(name, None)
+    return held
 
 
 def has_own_generator(device: torch.device) -> bool:

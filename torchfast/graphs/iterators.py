@@ -14,7 +14,7 @@ from typing import Any
 
 from torchfast._core.code_names import Read, is_in_strings, loads_of
 from torchfast._core.proxies import is_dead
-from torchfast.graphs.places import is_own_class, parts_of
+from torchfast.graphs.holders import is_own_class, parts_of
 
 
 def iterator_in(value: Any) -> str | None:

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.batches import tensors
-from torchfast._core.proxies import is_dead
 from torchfast._core.reachable import used_by
+from torchfast.graphs.holders import TENSOR, UNSURE, Kinds, is_tensor
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.run_ends import digest
 
@@ -162,13 +162,17 @@ class NamedState:
         for tensor, version in self.found:
             if tensor._version == version and not tensor.requires_grad:
                 del found[id(tensor)]
+        kinds = Kinds()
         for module in self.every_module:  # what it keeps without calling it a buffer
             for value in vars(module).values():
-                if not is_dead(value) and isinstance(value, Tensor):
+                kind = kinds[type(value)]
+                if kind == TENSOR or (kind == UNSURE and is_tensor(value)):
                     found[id(value)] = value
         for holder in (*self.optimizer_states(), *self.own_groups()):
             for key, value in holder.items():
-                if key != "params":
+                if type(value) is Tensor:  # as nearly all are
+                    found[id(value)] = value
+                elif key != "params":
                     found.update((id(t), t) for t in tensors(value))
         for scaler in self.scalers:
             for scalar in (scaler._scale, scaler._growth_tracker):
@@ -270,7 +274,10 @@ def _is_writable(tensor: Tensor) -> bool:
     """Whether torch would let a step write to it in place, and says how it lies."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
         return False
-    return not any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    strides = tensor.stride()
+    if 0 not in strides:
+        return True
+    return not any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=True))
 
 
 def _alike(old: Tensor, new: Tensor) -> bool:

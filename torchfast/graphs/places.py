@@ -11,63 +11,60 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-import sys
-import weakref
-from argparse import Namespace
-from collections import ChainMap, UserDict, UserList, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from enum import Enum
 from types import (
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
-    ModuleType,
-    SimpleNamespace,
 )
 from typing import Any, Final, NamedTuple, TypeAlias
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.code_names import Read, names_read, special_methods
 from torchfast._core.proxies import is_dead
 from torchfast._core.user_code import is_users
+from torchfast.graphs.holders import (
+    AROUND_DATA,
+    CONTAINER,
+    CONTAINERS,
+    HOLDER,
+    LONGEST,
+    PLAIN,
+    READ_BY_VALUE,
+    UNSURE,
+    WATCHED,
+    Kinds,
+    is_holder,
+    is_own_class,
+    items_of,
+    slots_of,
+)
 
 Key: TypeAlias = tuple[int, str]
 
 NUMBERS: Final = (bool, int, float)
-CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
-LONGEST: Final = 256  # containers of more are data
 NOTHING: Final = Read(*4 * (frozenset[str](),), all=False, globals=[])
 _EVERYTHING = NOTHING._replace(all=True)
 CELL: Final = operator.attrgetter("cell_contents")
-_VALUES = (bool, int, float, complex, str, bytes, range, slice, Enum, np.generic)
-_NAMESPACES = (SimpleNamespace, Namespace)
-_WATCHED_ELSEWHERE = (
-    *(nn.Module, Tensor, torch.Generator, torch.amp.GradScaler),
-    *(ModuleType, np.ndarray),
-)
-_AROUND_DATA = (UserDict, UserList, ChainMap)
-_HOLDERS = (FunctionType, functools.partial, LRScheduler, Optimizer)
 _NO_DATA = (
     *(FunctionType, classmethod, staticmethod, property, functools.cached_property),
     *(MemberDescriptorType, GetSetDescriptorType),
 )
-_LIBRARIES = frozenset(("torch", "torchfast", "numpy"))
 # Their parts settle by themselves, also between steps.
 _ONLY_NUMBERS = "torch.nn.parallel"
-_OWN_OF_MODULES = frozenset(vars(nn.Module()))
+_FIRST_OF_MODULES = [*vars(nn.Module())]
+_OWN_OF_MODULES = frozenset(_FIRST_OF_MODULES)
 # What a step may ask a scheduler for, by its methods too.
 _OF_SCHEDULERS = ("last_epoch", "_last_lr")
 # Of one of the user's own class the rest counts, such as a count of its steps; of one that is not
 # the step's so do its groups, as in a loss that reads the learning rate.
 _OWN_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
-# They lead to what no code names.
-_READ_BY_VALUE = (operator.attrgetter, operator.methodcaller, weakref.ref)
 _DEPTH = 6
+_COUNTED = -2  # of what is an object more, and holds only what is watched elsewhere
 _MOST_OBJECTS = 4096
 _ROUNDS = 8
 _DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
@@ -129,18 +126,22 @@ def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> t
     of the loop as well; all do where code reads by names that are written nowhere. Methods count
     where they are named, of any class that is reached.
     """
-    read, known, is_all = NOTHING, None, True
+    read, known, is_all, kinds = NOTHING, None, True, Kinds()
+    of_modules = _of_modules(modules, kinds)
     wide = read  # what the way to a function may be
     classes: set[type] = set()
     specials: list[FunctionType] = []
     for number in range(_ROUNDS):  # what is read leads to other functions, which read more
-        waiting = _beginnings(functions, modules, read)
+        waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
+        waiting += of_modules
+        for place in _of_globals(read):
+            waiting += _inner(place, read, _DEPTH - 1, {}, kinds)
         if known != read.globals:
             known = read.globals
-            classes, is_all = _classes_reached(waiting.copy(), modules)
+            classes, is_all = _classes_reached(waiting.copy(), modules, kinds)
             specials = special_methods(classes)
         is_last = number == _ROUNDS - 1  # not all that is read was found: so any function counts
-        deque(_reached(waiting, _EVERYTHING if is_last else wide, {}), maxlen=0)
+        deque(_reached(waiting, _EVERYTHING if is_last else wide, {}, kinds), maxlen=0)
         found = names_read(_functions_in(waiting), classes)
         ways = _ways(found, waiting, specials, classes)
         if (found, ways) == (read, wide):
@@ -154,7 +155,7 @@ def _ways(
 ) -> Read:
     """Return what may be read on the way to a function, also by special methods: if they run."""
     beside = names_read(specials, classes) if specials else NOTHING
-    by_value = any(issubclass(type(value), _READ_BY_VALUE) for value, _, _ in waiting)
+    by_value = any(issubclass(type(value), READ_BY_VALUE) for value, _, _ in waiting)
     if by_value or read.is_open or beside.is_open:
         return _EVERYTHING
     names, called = read.names | beside.names, read.called | beside.called
@@ -173,18 +174,19 @@ def places(
     written: Mapping[Key, Any],
 ) -> Iterator[Place]:
     """Return all places, each once; not those within what the step writes; or `BEYOND` at last."""
+    kinds = Kinds()
     waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
     for module in modules:
         place = Place(module, type(module).__name__, is_module=True)
         yield place
-        waiting += _inner(place, read, _DEPTH - 1, written)
+        waiting += _inner(place, read, _DEPTH - 1, written, kinds)
     for place in _of_globals(read):
         yield place
-        waiting += _inner(place, read, _DEPTH - 1, written)
+        waiting += _inner(place, read, _DEPTH - 1, written, kinds)
     waiting += [(kind, _DEPTH - 1, None) for kind in dict.fromkeys(map(type, modules))]
     optimizers = [function for function in functions if isinstance(function, Optimizer)]
     watched = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
-    yield from _reached(waiting, read, written, watched)
+    yield from _reached(waiting, read, written, kinds, watched)
 
 
 def written_by(key: Key, place: Place, stay: set[int]) -> tuple[Key, Any]:
@@ -214,7 +216,11 @@ def values_in(place: Place, read: Read) -> list[tuple[str, Any]]:
         return [(n, held[n]) for n in place.names if n in held]
     if not place.is_module:
         return [(n, v) for n, v in held.items() if _is_read(n, v, read)]
-    found = [(n, v) for n, v in held.items() if n not in _OWN_OF_MODULES]
+    names = [*held]
+    if names[: len(_FIRST_OF_MODULES)] == _FIRST_OF_MODULES:  # as its ``__init__`` leaves them
+        found = [(n, held[n]) for n in names[len(_FIRST_OF_MODULES) :]]
+    else:
+        found = [(n, v) for n, v in held.items() if n not in _OWN_OF_MODULES]
     if type(holder).__module__.startswith(_ONLY_NUMBERS):
         return [(n, v) for n, v in found if type(v) in NUMBERS]
     return found
@@ -230,26 +236,6 @@ def counts_in(place: Place, read: Read) -> list[tuple[str, Any]]:
     else:
         found = [(name, place.table.get(name)) for name in read.counted]
     return [(name, value) for name, value in found if type(value) in NUMBERS]
-
-
-def items_of(value: Any) -> list[Any]:
-    """Return what is in a container."""
-    return [*value.values()] if isinstance(value, dict) else [*value]
-
-
-def parts_of(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Yield a value and what is in it, if it is a container and no data."""
-    if is_dead(value):
-        return
-    yield value
-    if isinstance(value, CONTAINERS) and len(value) <= LONGEST and id(value) not in within:
-        for item in items_of(value):
-            yield from parts_of(item, (*within, id(value)))
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value says all about itself."""
-    return value is None or (not is_dead(value) and isinstance(value, _VALUES))
 
 
 def is_own(function: object) -> bool:
@@ -269,12 +255,14 @@ def _of_globals(read: Read) -> list[Place]:
     ]
 
 
-def _inner(place: Place, read: Read, depth: int, written: Mapping[Key, Any]) -> list[_Waiting]:
+def _inner(
+    place: Place, read: Read, depth: int, written: Mapping[Key, Any], kinds: Kinds
+) -> list[_Waiting]:
     """Return the values of a place, but not those that the step writes, to look into them."""
     return [
         (value, depth, (place, name))
         for name, value in values_in(place, read)
-        if (id(place.holder), name) not in written
+        if kinds[type(value)] > WATCHED and (id(place.holder), name) not in written
     ]
 
 
@@ -282,35 +270,44 @@ def _reached(
     waiting: list[_Waiting],
     read: Read,
     written: Mapping[Key, Any],
+    kinds: Kinds,
     watched: Container[int] = frozenset(),
 ) -> Iterator[Place]:
     """Return the places that values lead to, so many levels deep.
 
     Args:
-        waiting: Where to begin, which grows.
+        waiting: Where to begin, which grows by what may lead to more.
         read: What counts.
         written: What does not.
+        kinds: What is known of types.
         watched: Addresses of parameter groups that are watched elsewhere.
     """
     seen: dict[int, Any] = {}  # held, so that no address is another's
     for value, depth, via in waiting:
-        if depth < 0 or id(value) in seen or not _is_holder(value):
+        if (depth < 0 and depth != _COUNTED) or id(value) in seen:
+            continue
+        kind = kinds[type(value)]
+        is_sure = kind == HOLDER or depth == _COUNTED
+        if kind <= WATCHED or not (is_sure or is_holder(value, kinds)):
             continue
         seen[id(value)] = value
         if len(seen) > _MOST_OBJECTS:
             yield BEYOND
             return
-        if isinstance(value, CONTAINERS):
-            waiting += [(item, depth - 1, via) for item in items_of(value)]
+        if depth == _COUNTED:
+            continue
+        if kind == CONTAINER or (kind == UNSURE and isinstance(value, CONTAINERS)):
+            found = [item for item in items_of(value) if kinds[type(item)] > WATCHED]
+            waiting += [(item, depth - 1, via) for item in found]
         elif inspect.ismethod(value):
             waiting += [(value.__self__, depth, via), (value.__func__, depth, via)]
         else:
-            for found in _places_of(value, read, watched):
-                place = found._replace(via=via)
+            for place in _places_of(value, read, watched):
+                place = place._replace(via=via)
                 yield place
-                waiting += _inner(place, read, depth - 1, written)
-            kinds = value.__bases__ if isinstance(value, type) else ()
-            waiting += [(kind, depth, via) for kind in (*kinds, type(value))]
+                waiting += _inner(place, read, depth - 1, written, kinds)
+            bases = value.__bases__ if isinstance(value, type) else ()
+            waiting += [(base, depth, via) for base in (*bases, type(value))]
 
 
 def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Place]:
@@ -337,7 +334,7 @@ def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Plac
         names += _groups_of(value, watched)
         yield Place(value, name, names=_wanted(names, read))
     else:
-        if isinstance(value, _AROUND_DATA):  # read by their base's methods, which are a library's
+        if isinstance(value, AROUND_DATA):  # read by their base's methods, which are a library's
             yield Place(value, name, names=("data", "maps"))
         if hasattr(value, "__dict__"):
             yield Place(value, name)
@@ -363,24 +360,34 @@ def _wanted(names: Sequence[str], read: Read) -> tuple[str, ...]:
     )
 
 
-def _beginnings(
-    functions: Sequence[object], modules: Sequence[nn.Module], read: Read
-) -> list[_Waiting]:
-    """Return the values where a look at the step's code begins."""
-    waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
-    for module in modules:
-        waiting += [(v, _DEPTH - 1, None) for v in vars(module).values() if not is_plain(v)]
-    for place in _of_globals(read):
-        waiting += _inner(place, read, _DEPTH - 1, {})
-    return waiting
+def _of_modules(modules: Sequence[nn.Module], kinds: Kinds) -> list[_Waiting]:
+    """Return the values of modules where a look at the step's code begins."""
+    return [
+        (value, depth, None)
+        for module in modules
+        for value in vars(module).values()
+        if kinds[type(value)] > WATCHED and (depth := _depth_of(value, kinds)) is not None
+    ]
+
+
+def _depth_of(value: Any, kinds: Kinds) -> int | None:
+    """Return how deep to look into a module's value; None where it holds nothing of interest."""
+    if kinds[type(value)] != CONTAINER:
+        return _DEPTH - 1
+    if not 0 < len(value) <= LONGEST:
+        return None
+    highest = max([kinds[type(item)] for item in items_of(value)])
+    if highest == PLAIN:
+        return None
+    return _COUNTED if highest <= WATCHED else _DEPTH - 1
 
 
 def _classes_reached(
-    waiting: list[_Waiting], modules: Sequence[nn.Module]
+    waiting: list[_Waiting], modules: Sequence[nn.Module], kinds: Kinds
 ) -> tuple[set[type], bool]:
     """Return classes whose methods the step may run, and whether these are all."""
     classes, is_all = {type(module) for module in modules}, True
-    for place in _reached(waiting, _EVERYTHING, {}):
+    for place in _reached(waiting, _EVERYTHING, {}, kinds):
         is_all &= place is not BEYOND
         if place.read is None and not isinstance(place.holder, FunctionType):
             # Of a class that the step names, its methods too: it may ask them for what is in it.
@@ -401,44 +408,3 @@ def _functions_in(waiting: Sequence[_Waiting]) -> list[Any]:
             value = type(value).step
         found.append(value.__func__ if inspect.ismethod(value) else value)
     return found
-
-
-def _is_holder(value: Any) -> bool:
-    """Whether values that a step reads may be in it, and not only what else is watched."""
-    if is_dead(value):
-        return False
-    if isinstance(value, CONTAINERS):
-        # One of plain values says by itself what is in it.
-        return len(value) <= LONGEST and not all(map(is_plain, items_of(value)))
-    if isinstance(value, _HOLDERS) or inspect.ismethod(value):
-        return True
-    if isinstance(value, type):
-        return is_own_class(value)
-    if is_plain(value) or isinstance(value, _WATCHED_ELSEWHERE):
-        return False
-    kind = type(value)
-    if not isinstance(getattr(value, "__dict__", None), dict) and not slots_of(kind):
-        return False
-    return kind in _NAMESPACES or isinstance(value, _AROUND_DATA) or is_own_class(kind)
-
-
-def is_own_class(kind: type) -> bool:
-    """Whether a class is neither a library's nor torchfast's."""
-    owner = kind.__module__.partition(".")[0]
-    return not (owner in _LIBRARIES or owner in sys.stdlib_module_names)
-
-
-def _is_private(name: str) -> bool:
-    """Whether Python puts the class before a name that is written in it."""
-    return name.startswith("__") and not name.endswith("__")
-
-
-def slots_of(kind: type) -> list[str]:
-    """Return the names of a class's slots, as ``dataclass(slots=True)`` makes them."""
-    found: list[str] = []
-    for cls in kind.__mro__:
-        slots = vars(cls).get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else tuple(slots)
-        own = f"_{cls.__name__.lstrip('_')}"  # of private ones
-        found += [f"{own}{name}" if _is_private(name) else name for name in names]
-    return [name for name in found if not name.startswith("__")]

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torchfast._core.code_names import Read
 from torchfast._core.compare import same_bits
 from torchfast._core.proxies import is_dead
-from torchfast.graphs.places import CELL, NOTHING, Place, parts_of, values_in
+from torchfast.graphs.copies import copies_of
+from torchfast.graphs.holders import PLAIN, Kinds, parts_of
+from torchfast.graphs.places import CELL, NOTHING, Place, values_in
 from torchfast.graphs.value_forms import bits, is_small_array
 
 # Others may have ways of their own to be filled, such as the outputs of transformers.
@@ -47,11 +49,14 @@ class Reached:
         self._values: list[tuple[Place, dict[str, Any]]] = []
         contents: dict[int, tuple[Any, Any]] = {}
         tensors: dict[int, Tensor] = {}
+        kinds = Kinds()
         for place in places:
             held = dict(values_in(place, read))
             if place.read is None or place.read is CELL:
                 self._values.append((place, held))
             for value in held.values():
+                if kinds[type(value)] == PLAIN:
+                    continue
                 for part in parts_of(value):
                     if type(part) in _REFILLED or is_small_array(part):
                         contents[id(part)] = part, part.copy()
@@ -215,7 +220,8 @@ class Copies:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._held = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        held = list(tensors)
+        self._held = [*zip(held, copies_of(held), strict=True)]
 
     def put_back(self) -> None:
         """Write what has changed."""
@@ -246,7 +252,10 @@ def _is_state(tensor: Tensor) -> bool:
         return False
     if tensor.requires_grad and not tensor.is_leaf:
         return False
-    return not any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    strides = tensor.stride()
+    if 0 not in strides:
+        return True
+    return not any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=True))
 
 
 def _has_table(place: Place) -> bool:

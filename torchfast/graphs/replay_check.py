@@ -91,14 +91,16 @@ def find_mismatch(
     Synchronizes: Yes.
     """
     written, come, unsure = list(gradients), [], []
+    everything = state.everything()
     if facts is not None and facts.reached is not None and facts.after is not None:
         before, now = facts.reached, facts.after
-        known = {id(t) for t in (*state.everything(), *state.tensors, *gradients)}
+        known = {id(t) for t in (*everything, *state.tensors, *gradients)}
         written += [t for t in before.written() if id(t) not in known]
         come = [t for t in now.come(before) if id(t) not in known]
         known.update(map(id, (*written, *come)))
         unsure = [t for t in now.unsure(device) if id(t) not in known]
-    start, copies = SavedNamedState(state, device, (*written, *come), facts), Copies(unsure)
+    start = SavedNamedState(state, device, (*written, *come), facts, everything)
+    copies = Copies(unsure)
     any_says(True)  # or steps would begin though there is no memory for this on another rank
     num_bytes = bytes_of(start.tensors())
     if with_gradients:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchfast._core.pinned_block import PinnedBlock
+from torchfast.graphs.copies import copies_of
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.named_state import NamedState
 
@@ -29,6 +30,7 @@ class SavedNamedState:
         device: Where the step runs.
         others: Tensors to save with it.
         facts: Of before a capture, with what the step reached right behind it: put back too.
+        everything: What `NamedState.everything` returns now, if somebody has asked already.
 
     Synchronizes: Yes.
     """
@@ -39,13 +41,18 @@ class SavedNamedState:
         device: torch.device,
         others: Sequence[Tensor] = (),
         facts: HostFacts | None = None,
+        everything: Sequence[Tensor] | None = None,
     ) -> None:
-        self._host = HostFacts(state, device) if facts is None else facts.afresh(state)
+        everything = state.everything() if everything is None else everything
+        if facts is None:
+            self._host = HostFacts(state, device, everything=everything)
+        else:
+            self._host = facts.afresh(state, everything)
         self._device = device
-        self._tensors = [*state.everything(), *others]
+        self._tensors = [*everything, *others]
         self._block: PinnedBlock | None = None
         if have_room(device, bytes_of(self._tensors)):
-            self._values = [tensor.detach().clone() for tensor in self._tensors]
+            self._values = copies_of(self._tensors)
         else:
             self._values = self._on_host()
 

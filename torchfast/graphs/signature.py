@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
-from torchfast.graphs.places import slots_of
+from torchfast.graphs.holders import slots_of
 
 # Told by value; all else by identity.
 _VALUES = (

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from torchfast._core.proxies import is_dead
-from torchfast.graphs.places import CONTAINERS, LONGEST, NUMBERS
+from torchfast.graphs.holders import CONTAINERS, LONGEST
+from torchfast.graphs.places import NUMBERS
 
 COUNTED = (*NUMBERS, complex, np.generic, np.ndarray)
 OTHER = object()  # the form of an object that is no plain value
