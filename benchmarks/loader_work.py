@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.loader_batches import leaves, mapped
 
-
 CALIBRATIONS = 3
 
 

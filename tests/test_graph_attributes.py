@@ -11,11 +11,12 @@ import types
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 
 from host_values import ADAMW, CHANGED_AT, train
 from models import make_batches
 from tape import CPU, Twins, reasons
+from torchfast import CUDAGraphStep
 from torchfast.graphs import reached
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.watch import StateWatch
@@ -206,6 +207,27 @@ def test_what_another_kind_of_call_writes_is_no_change():
     twins.run(batches[:3])
     twins.run(batches[3:], gradients=False)
     assert twins.counts[0] == twins.counts[3] == 2
+
+
+def test_a_number_that_another_kind_of_call_counts_up_is_noticed_without_any_module(tape):
+    def trained(capture):
+        scale, parameter = 1.0, nn.Parameter(torch.ones(2))
+        optimizer = optim.SGD([parameter], lr=0.1)
+
+        def step(x):
+            nonlocal scale
+            if len(x) == 3:
+                scale += 1.0
+            optimizer.zero_grad()
+            (parameter * x.sum() * scale).sum().backward()
+            optimizer.step()
+
+        run = CUDAGraphStep(step, state=[optimizer]) if capture else step
+        for length in (2, 2, 2, 2, 2, 3, 2, 2):
+            run(torch.ones(length))
+        return parameter.detach()
+
+    assert torch.equal(trained(capture=True), trained(capture=False))
 
 
 class Cached(nn.Module):

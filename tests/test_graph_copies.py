@@ -59,6 +59,28 @@ def test_no_copy_shares_memory_with_another_nor_with_what_it_is_of():
         assert bool((copy == number % 2).all())
 
 
+# Numbers, and what has been packed into tensors of these types: some of it is a NaN.
+ANY_BITS = torch.arange(-(2**15), 2**15).to(torch.int16)
+
+
+def through_float32(to, those, non_blocking=False):
+    """Copy as a device does with many in one launch, where types are too short to compute in."""
+    for target, tensor in zip(to, those, strict=True):
+        is_short = tensor.dtype in (torch.float16, torch.bfloat16)
+        target.copy_(tensor.float() if is_short else tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_bit_of_short_numbers_is_copied(monkeypatch, dtype):
+    monkeypatch.setattr(torch, "_foreach_copy_", through_float32)
+    packed = ANY_BITS.view(dtype)
+    with torch.inference_mode():
+        other = packed.clone()
+    for copy in copies_of([nn.Parameter(packed), other, packed[7]]):
+        expected = ANY_BITS if copy.dim() else ANY_BITS[7]
+        assert torch.equal(copy.view(torch.int16), expected)
+
+
 def test_sparse_tensors_are_copied_as_they_are():
     sparse = torch.eye(3).to_sparse()
     (copy,) = copies_of([sparse])

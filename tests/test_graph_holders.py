@@ -177,6 +177,19 @@ def test_tables_of_modules_count_though_nothing_is_looked_for_in_them(monkeypatc
     assert what_is_read([mean_loss], modules)[1] == (most == 11)
 
 
+class FilledWhenAsked(dict):
+    """Has a name, and no value yet."""
+
+    def values(self):
+        return iter(())
+
+
+def test_a_table_that_gives_fewer_values_than_it_has_is_looked_at():
+    module = nn.Linear(1, 1)
+    module.table = FilledWhenAsked(later=None)
+    assert what_is_read([mean_loss], [module])[1]
+
+
 class WithHistory(nn.Linear):
     """Keeps tensors without calling them buffers, and what is none beside."""
 

@@ -12,6 +12,7 @@ from torch import nn, optim
 from gpu.graph_jobs import GRAPH, counters
 from torchfast import Plan, Trainer
 from torchfast.graphs import cached_memory
+from torchfast.graphs.copies import copies_of
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -144,3 +145,10 @@ def test_a_capture_that_runs_out_beside_the_cache_is_made_without(monkeypatch, t
     assert counters(trainer)["graphs"] == 1
     assert counters(trainer)["eager steps"] == 4
     assert told[0] == "empty_cache"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_copies_for_the_check_have_every_bit(dtype):
+    bits = torch.arange(-(2**15), 2**15).to("cuda", torch.int16)
+    for copy in copies_of([nn.Parameter(bits.view(dtype)) for _ in range(3)]):
+        assert torch.equal(copy.view(torch.int16), bits)

@@ -241,7 +241,7 @@ class Attributes:
         held = self._held()  # without what is among the written now
         self._take_as_they_are(self._look(held) | numbers, held)
         if numbers:
-            self._sizes = []  # which is never as it was
+            self._sizes = [object()]  # which is never as it was
 
     def _note_counts(self) -> None:
         """Note what the step has counted up: once, as afterwards others may have, too."""

@@ -14,6 +14,9 @@ _ALIGNMENT_BYTES: Final = 64
 _DTYPES: Final = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 )
+# Such a launch would pass these through float32, and a NaN would come out with other bits: what
+# somebody has packed into a tensor of such a type would be lost.
+_AS_BITS: Final = {torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
 def copies_of(some: Sequence[Tensor]) -> list[Tensor]:
@@ -33,7 +36,7 @@ def copies_of(some: Sequence[Tensor]) -> list[Tensor]:
         for places in groups.values():
             tensors = [some[place] for place in places]
             copies = _like(tensors)
-            torch._foreach_copy_(copies, tensors)
+            torch._foreach_copy_(_as_bits(copies), _as_bits(tensors))
             found.update(zip(places, copies, strict=True))
     return [found[place] for place in range(len(some))]
 
@@ -44,6 +47,11 @@ def _lies_in_order(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg():
         return False
     return tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _as_bits(tensors: list[Tensor]) -> list[Tensor]:
+    dtype = _AS_BITS.get(tensors[0].dtype)
+    return tensors if dtype is None else [tensor.view(dtype) for tensor in tensors]
 
 
 def _like(tensors: list[Tensor]) -> list[Tensor]:

@@ -376,7 +376,8 @@ def _depth_of(value: Any, kinds: Kinds) -> int | None:
         return _DEPTH - 1
     if not 0 < len(value) <= LONGEST:
         return None
-    highest = max([kinds[type(item)] for item in items_of(value)])
+    # A dictionary that is filled when it is asked may give other values than it has.
+    highest = max([kinds[type(item)] for item in items_of(value)], default=PLAIN)
     if highest == PLAIN:
         return None
     return _COUNTED if highest <= WATCHED else _DEPTH - 1
