@@ -88,8 +88,7 @@ def measure(item: Workload, args: argparse.Namespace, device: torch.device, tell
         for group in groups()
     ]
     clock = Clock(args.deadline)
-    host = [tuple(tensor[: args.samples] for tensor in batch) for batch in item.batches()]
-    name = item.name if args.samples is None else f"{item.name}, {args.samples} samples"
+    name, host = part_of(item, args.samples)
     rank = dist.get_rank()
     # Each rank trains on others of them.
     batches = [
@@ -121,6 +120,14 @@ def measure(item: Workload, args: argparse.Namespace, device: torch.device, tell
         for arm, has_time in clock.rounds([arm for arm in own if arm.name in PROFILED]):
             look = partial(profiled, item, arm, batches[0], device)
             tell("communication", name, arm.name, tried(look) if has_time else None)
+
+
+def part_of(item: Workload, samples: int | None) -> tuple[str, list[Batch]]:
+    """Return batches of at most so many samples, and what a workload of them is called."""
+    whole = item.batches()
+    parts = [tuple(tensor[:samples] for tensor in batch) for batch in whole]
+    is_part = len(parts[0][0]) < len(whole[0][0])
+    return f"{item.name}, {samples} samples" if is_part else item.name, parts
 
 
 def tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -308,7 +315,10 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=3, help="arms in memory at once")
     parser.add_argument("--samples", type=int, help="of each batch, for less memory; else all")
     parser.add_argument("--limit-s", type=float, default=540, help="when all is to be over")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.samples is not None and args.samples < 1:
+        parser.error(f"--samples {args.samples}: a step needs at least one of each batch")
+    return args
 
 
 def main() -> None:

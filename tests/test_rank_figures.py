@@ -145,3 +145,18 @@ def test_what_was_left_out_a_later_run_measures(tmp_path, monkeypatch):
     assert rows["times", "gpt2, ddp, graph by hand"] == whole
     tokens = [round(row["items_per_s"] * row["ms"] / 1e3) for row in (part, whole)]
     assert tokens[1] == tokens[0] * len(workload("gpt2", "smoke").batches()[0][0])
+
+
+def test_of_a_batch_there_is_no_more_than_all(capsys):
+    item = workload("gpt2", "smoke")
+    samples = len(item.batches()[0][0])
+    for number in (samples, samples + 1, None):
+        name, batches = many_gpus.part_of(item, number)
+        assert name == "gpt2"
+        assert len(batches[0][0]) == samples
+    name, batches = many_gpus.part_of(item, 1)
+    assert name == "gpt2, 1 samples"
+    assert {len(tensor) for batch in batches for tensor in batch} == {1}
+    with pytest.raises(SystemExit):
+        many_gpus.arguments(["--samples", "0"])
+    assert "--samples 0: a step needs at least one of each batch" in capsys.readouterr().err
