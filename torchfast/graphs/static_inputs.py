@@ -37,7 +37,7 @@ class StaticInputs:
         tensors: Its tensors, as `describe` lists them.
         device: Where the graph runs.
 
-    Numerics: Bitwise.
+    Numerics: Bitwise; but a NaN in fp16 or bf16 may come out as another NaN.
     Synchronizes: Never, for tensors on the device or in pinned memory.
     """
 
