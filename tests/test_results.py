@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import results, tables
 
-CONFINED = r"(CUDA_VISIBLE_DEVICES=\d )?(taskset -c [\d,-]+ )?"
+CONFINED = r"(CUDA_VISIBLE_DEVICES=\d(,\d)* )?(taskset -c [\d,-]+ )?"
 RAN = rf"PYTHONPATH=\. {CONFINED}python (benchmarks/|-m benchmarks\.)"
 
 

@@ -44,17 +44,7 @@ from torchfast.compiler import (
     CompileRecord,
     compile_callable,
 )
-from torchfast.data import (
-    LoaderStatistics,
-    MonitoredDataLoader,
-    PadToLengths,
-    PrefetchingLoader,
-    WorkerMeasurement,
-    WorkerSweep,
-    build_dataloader,
-    shard_loader,
-    sweep_workers,
-)
+from torchfast.data import LoaderStatistics, PadToLengths, PrefetchingLoader, shard_loader
 from torchfast.ema import EMAOptions
 from torchfast.fit_options import FitEvent, FitResult
 from torchfast.graphs import CUDAGraphOptions, CUDAGraphStep, ParallelBranches
@@ -72,6 +62,13 @@ from torchfast.step import TrainStep
 from torchfast.trainer import Trainer
 
 if TYPE_CHECKING:
+    from torchfast.data import (
+        MonitoredDataLoader,
+        WorkerMeasurement,
+        WorkerSweep,
+        build_dataloader,
+        sweep_workers,
+    )
     from torchfast.memory import (
         ActivationOffload,
         AllocatorChange,
@@ -217,6 +214,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "torchfast.data": (
+        "MonitoredDataLoader",
+        "WorkerMeasurement",
+        "WorkerSweep",
+        "build_dataloader",
+        "sweep_workers",
+    ),
     "torchfast.memory": (
         "ActivationOffload",
         "AllocatorChange",
