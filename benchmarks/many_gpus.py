@@ -29,6 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -88,7 +89,7 @@ def measure(item: Workload, args: argparse.Namespace, device: torch.device, tell
         for group in groups()
     ]
     clock = Clock(args.deadline)
-    name, host = part_of(item, args.samples)
+    host = item.batches()
     rank = dist.get_rank()
     # Each rank trains on others of them.
     batches = [
@@ -105,29 +106,36 @@ def measure(item: Workload, args: argparse.Namespace, device: torch.device, tell
         for group, has_time in clock.rounds(together):
             if has_time:
                 for row in turns(group, item, batches[0], args, device):
-                    tell("times", name, row.pop("arm"), row)
+                    tell("times", item.name, row.pop("arm"), row)
             else:
                 for arm in group:
-                    tell("times", name, arm.name, None)
+                    tell("times", item.name, arm.name, None)
     own = [arm for group in chosen for arm in group if arm.plan is not None and not arm.is_alone]
     if "exact" in args.parts:
         clock = Clock(args.deadline)
         for arm, has_time in clock.rounds(own):
             compare = partial(compared, item, arm, batches, args, device)
-            tell("exact", name, arm.name, tried(compare) if has_time else None)
+            tell("exact", item.name, arm.name, tried(compare) if has_time else None)
     if "communication" in args.parts:
         clock = Clock(args.deadline)
         for arm, has_time in clock.rounds([arm for arm in own if arm.name in PROFILED]):
             look = partial(profiled, item, arm, batches[0], device)
-            tell("communication", name, arm.name, tried(look) if has_time else None)
+            tell("communication", item.name, arm.name, tried(look) if has_time else None)
 
 
-def part_of(item: Workload, samples: int | None) -> tuple[str, list[Batch]]:
-    """Return batches of at most so many samples, and what a workload of them is called."""
+def part_of(item: Workload, samples: int | None) -> Workload:
+    """Return a workload with at most so many samples in each batch, named after that."""
     whole = item.batches()
     parts = [tuple(tensor[:samples] for tensor in batch) for batch in whole]
-    is_part = len(parts[0][0]) < len(whole[0][0])
-    return f"{item.name}, {samples} samples" if is_part else item.name, parts
+    num_parts, num_whole = len(parts[0][0]), len(whole[0][0])
+    if num_parts == num_whole:
+        return item
+    return replace(
+        item,
+        name=f"{item.name}, {samples} samples",
+        batches=lambda: parts,
+        items_per_step=item.items_per_step * num_parts // num_whole,
+    )
 
 
 def tried(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -212,8 +220,7 @@ def turns(
         row["ms"] = statistics.median(row["turns_ms"])
         row["peak_gb"] = memory.peak_gb
         num_ranks = 1 if arm.is_alone else dist.get_world_size()
-        num_items = item.items_per_step * len(batch[0]) / len(item.batches()[0][0])
-        row["items_per_s"] = num_ranks * num_items / row["ms"] * 1e3
+        row["items_per_s"] = num_ranks * item.items_per_step / row["ms"] * 1e3
     made.clear()
     step = close = None  # type: ignore[assignment]
     clean_up()
@@ -275,7 +282,7 @@ def work(rank: int, args: argparse.Namespace, store: str, found: Any) -> None:
             found.put(what)
 
     for name in args.workloads:
-        measure(workload(name, args.size), args, device, tell)
+        measure(part_of(workload(name, args.size), args.samples), args, device, tell)
     dist.destroy_process_group()
 
 

@@ -159,8 +159,8 @@ def by_hand(
     with torch.cuda.graph(captured, stream=side, capture_error_mode="thread_local"):
         loss = step()
 
-    def replay(_held: object = (step, model, optimizer)) -> Tensor:
-        # What a graph reads, and the kernels compiled for it, live only as long as somebody has it.
+    def replay(_held: object = step) -> Tensor:
+        # With model and optimizer: what a graph reads lives only as long as somebody has it.
         captured.replay()
         return loss.clone()
 

@@ -151,12 +151,11 @@ def test_of_a_batch_there_is_no_more_than_all(capsys):
     item = workload("gpt2", "smoke")
     samples = len(item.batches()[0][0])
     for number in (samples, samples + 1, None):
-        name, batches = many_gpus.part_of(item, number)
-        assert name == "gpt2"
-        assert len(batches[0][0]) == samples
-    name, batches = many_gpus.part_of(item, 1)
-    assert name == "gpt2, 1 samples"
-    assert {len(tensor) for batch in batches for tensor in batch} == {1}
+        assert many_gpus.part_of(item, number) is item
+    part = many_gpus.part_of(item, 1)
+    assert part.name == "gpt2, 1 samples"
+    assert part.items_per_step * samples == item.items_per_step
+    assert {len(tensor) for batch in part.batches() for tensor in batch} == {1}
     with pytest.raises(SystemExit):
         many_gpus.arguments(["--samples", "0"])
     assert "--samples 0: a step needs at least one of each batch" in capsys.readouterr().err

@@ -35,6 +35,13 @@ def wide(plan):
     return Trainer(model, optimizer, lambda m, x: m(x).square().mean(), plan)
 
 
+def trained(plan, batches):
+    trainer = wide(plan)
+    for batch in batches:
+        trainer.step(batch)
+    return trainer
+
+
 def let_go():
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # each has to make its own
@@ -45,9 +52,7 @@ def peak(plan, batches):
     let_go()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
-    trainer = wide(plan)
-    for batch in batches:
-        trainer.step(batch)
+    trainer = trained(plan, batches)
     torch.cuda.synchronize()
     if plan.cuda_graph:
         torch.cuda.empty_cache()  # what the check of the graph has left
@@ -111,9 +116,7 @@ def test_beside_plenty_of_memory_the_cache_goes_behind_the_first_replays(told):
     let_go()
     before = torch.cuda.memory_reserved()
     told.clear()
-    trainer = wide(GRAPH)
-    for batch in batches:
-        trainer.step(batch)
+    trainer = trained(GRAPH, batches)
     torch.cuda.synchronize()
     assert counters(trainer)["graphs"] == 1
     assert told[0] == "replay"
@@ -125,9 +128,7 @@ def test_where_memory_is_short_the_cache_goes_before_the_capture(told, shortage)
     batches = [torch.randn(8192, 1024, device="cuda")] * 6
     shortage(batches)
     told.clear()
-    trainer = wide(GRAPH)
-    for batch in batches:
-        trainer.step(batch)
+    trainer = trained(GRAPH, batches)
     assert counters(trainer)["graphs"] == 1
     assert counters(trainer)["eager steps"] == 3
     assert told[0] == "empty_cache"
@@ -139,9 +140,7 @@ def test_a_capture_that_runs_out_beside_the_cache_is_made_without(monkeypatch, t
     shortage(batches)
     monkeypatch.setattr(cached_memory, "has_plenty", lambda _: True)
     told.clear()
-    trainer = wide(GRAPH)
-    for batch in batches:
-        trainer.step(batch)
+    trainer = trained(GRAPH, batches)
     assert counters(trainer)["graphs"] == 1
     assert counters(trainer)["eager steps"] == 4
     assert told[0] == "empty_cache"

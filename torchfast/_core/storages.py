@@ -28,3 +28,11 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         return
     for part in inner:
         yield from plain_parts(part)
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a strided tensor are one in memory, as ``expand`` leaves them."""
+    strides = tensor.stride()
+    if 0 not in strides:  # mostly
+        return False
+    return any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=True))

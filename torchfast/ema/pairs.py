@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchfast._core.local import local
+from torchfast._core.storages import is_expanded
 
 Table = dict[str, Any]
 
@@ -217,6 +218,4 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _is_writable(tensor: Tensor) -> bool:
     """Whether it can be written to in place: no sparse, no expanded tensor."""
-    if tensor.layout is not torch.strided:
-        return False
-    return not any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.layout is torch.strided and not is_expanded(tensor)

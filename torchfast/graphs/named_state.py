@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.batches import tensors
 from torchfast._core.reachable import used_by
+from torchfast._core.storages import is_expanded
 from torchfast.graphs.holders import TENSOR, UNSURE, Kinds, is_tensor
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.run_ends import digest
@@ -274,10 +275,7 @@ def _is_writable(tensor: Tensor) -> bool:
     """Whether torch would let a step write to it in place, and says how it lies."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_inference():
         return False
-    strides = tensor.stride()
-    if 0 not in strides:
-        return True
-    return not any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=True))
+    return not is_expanded(tensor)
 
 
 def _alike(old: Tensor, new: Tensor) -> bool:

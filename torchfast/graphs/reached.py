@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchfast._core.code_names import Read
 from torchfast._core.compare import same_bits
 from torchfast._core.proxies import is_dead
+from torchfast._core.storages import is_expanded
 from torchfast.graphs.copies import copies_of
 from torchfast.graphs.holders import PLAIN, Kinds, parts_of
 from torchfast.graphs.places import CELL, NOTHING, Place, values_in
@@ -252,10 +253,7 @@ def _is_state(tensor: Tensor) -> bool:
         return False
     if tensor.requires_grad and not tensor.is_leaf:
         return False
-    strides = tensor.stride()
-    if 0 not in strides:
-        return True
-    return not any(s == 0 and n > 1 for s, n in zip(strides, tensor.shape, strict=True))
+    return not is_expanded(tensor)
 
 
 def _has_table(place: Place) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfast._core.rng import get_rng_state, set_rng_state
+from torchfast._core.storages import is_expanded
 
 
 @final
@@ -54,4 +55,4 @@ class BeforeStep:
 def _is_writable(buffer: Tensor) -> bool:
     if buffer.layout is not torch.strided or buffer.is_inference():
         return False
-    return not any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True))
+    return not is_expanded(buffer)

@@ -29,6 +29,7 @@ from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import NonFiniteError, PlanError
 from torchfast._core.local import local
+from torchfast._core.storages import is_expanded
 from torchfast.precision.scaler import LossScaler
 from torchfast.precision.skip_counts import SkipCounts
 from torchfast.precision.skipping import SkippableUpdate, Snapshot, any_flag
@@ -361,8 +362,7 @@ def _can_change(buffer: Tensor) -> bool:
     """Whether torch would let a forward write to it in place, and a select undo that."""
     if buffer.layout is not torch.strided:
         return False
-    is_expanded = any(s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True))
-    return not (is_expanded or buffer.is_inference())
+    return not (is_expanded(buffer) or buffer.is_inference())
 
 
 def _have_one_form(old: Tensor, new: Tensor) -> bool:
