@@ -4,15 +4,17 @@
 
 Each table stands in README.md or a page of docs/ between ``<!-- figures: NAME -->`` and
 ``<!-- end -->`` and is rewritten from its file in benchmarks/results/. Where that was measured on
-several cards, it is the file of the one that `PREFERRED` has first; where on none yet, the page
-keeps what it has, or says that nothing was measured. With ``--check`` nothing is written, and the
-exit status says whether a page or a plot differs from its figures.
+several cards, it is the file that was measured last, of the same day the one that `PREFERRED` has
+first; where on none yet, the page keeps what it has, or says that nothing was measured. With
+``--check`` nothing is written, and the exit status says whether a page or a plot differs from its
+figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -41,7 +43,8 @@ BASELINE = "baseline_CARD.json"
 LOADER = "loader_CARD.json"
 MANY_GPUS = "many_gpus_2xCARD.json"
 COMPILE = "compile_cost_CARD.json"
-# Whose file is taken where several cards have one: the first of these, or else of any, by name.
+# Whose file is taken where several cards have one of the same day: the first of these, or else of
+# any, by name.
 PREFERRED = ("h200", "h100")
 PLOT = ROOT / "docs" / "_static" / "baseline.svg"
 # Where the commands of a table's runs are listed, if not under it.
@@ -248,11 +251,15 @@ def source(name: str) -> tuple[Path, dict[str, Any]] | None:
         found = found[:1]  # these tables are read beside each other: all of them are of one card
     if name == "anchors":
         found = [(card, path) for card, path in found if card == anchors.CARD]
+    measured = []
     for _, path in found:
         result = json.loads(path.read_text())
-        if runs(result, name):  # or only other parts of the file were measured
-            return path, result
-    return None
+        if dates := [run["date"] for run in runs(result, name)]:  # or only other parts are there
+            measured.append((max(dates), path, result))
+    if not measured:
+        return None
+    _, path, result = max(measured, key=operator.itemgetter(0))  # the first of those of one day
+    return path, result
 
 
 def render(name: str, above: set[str] | None = None) -> str | None:

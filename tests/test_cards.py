@@ -57,6 +57,13 @@ def test_a_table_is_of_the_preferred_card_that_was_measured(measured):
     assert list(tables.files(template)) == ["h200", "h100", "a100", "b200"]
 
 
+def test_a_table_is_of_the_card_that_was_measured_last(measured):
+    template, _ = tables.TABLES["branches"]
+    for card, date in (("h200", "2026-11-23"), ("h100", "2026-11-24"), ("b200", "2026-11-22")):
+        measured(template, card, program_results.branches() | {"date": date})
+    assert card_of("branches") == "h100"
+
+
 def test_a_file_of_another_name_is_no_card_of_it(measured, tmp_path):
     template, _ = tables.TABLES["sweep exact"]
     measured(template, "h200", program_results.sweep())

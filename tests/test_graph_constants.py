@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +25,10 @@ COPIES = {
     "new_tensor": lambda value, x: x.new_tensor([value]),
     "copy_": lambda value, x: x.copy_(torch.full((8,), value)),
     "setitem": lambda value, x: x.__setitem__(slice(2, 4), torch.full((2,), value)) or x[2:4],
+    "index": lambda value, x: x[[int(value * 10), 2]],
+    "index among others": lambda value, x: x.view(2, 4)[..., [-int(value * 10) % 4], None],
+    "index of a tensor": lambda value, x: x[torch.tensor([int(value * 10)], dtype=torch.int32)],
+    "setitem by index": lambda value, x: x.__setitem__([int(value * 10)], 1.0) or x[2:4],
 }
 
 
@@ -34,7 +41,7 @@ def run(copy, value, context):
 def test_a_constant_is_kept_and_stands_in(name):
     constants = HostConstants(META)
     first = run(COPIES[name], 0.5, constants.recording())
-    ((value, kept),) = constants._values
+    ((value, kept, _),) = constants._values
     assert value.device.type == "cpu"
     assert kept.device == META
     again = run(COPIES[name], 0.5, constants.standing_in())
@@ -75,6 +82,8 @@ def test_what_is_there_or_stays_on_the_host_is_left_alone():
         assert torch.tensor(2).item() == 2
         x.copy_(x)
         x[0] = 1.0
+        assert x[0, None][..., :].shape == (1,)
+        assert x[torch.tensor(1)].shape == ()
         assert (x + x).device == META
         leaf = torch.ones(3, requires_grad=True)
         assert leaf.to("meta").requires_grad
@@ -113,3 +122,75 @@ def test_several_steps_copy_what_one_copies_each():
             copied(1.0)
     with constants.standing_in():  # those of one step are left as they are
         copied(1.0, 2.0)
+    several = constants.of_steps(2)
+    with constants.recording():
+        copied(3.0)
+    with several.standing_in():  # of what a step copies now
+        copied(3.0, 3.0)
+
+
+def test_inputs_of_the_step_are_no_constants():
+    constants, x = HostConstants(META), torch.ones(2)
+    with constants.recording([x]):
+        assert x.to("meta").device == META
+        x.to("meta", torch.float64)
+        (x + 1).to("meta")
+    assert [value.on_host.tolist() for value in constants._values] == [[2.0, 2.0]]
+
+
+OLD = torch.ones(1000)
+ARRAY = np.ones(1000)
+
+
+def changed_by_a_view():
+    mask = torch.zeros(1000)
+    mask.view(10, 100).copy_(OLD.view(10, 100))
+    return mask
+
+
+def shared_with_an_array():
+    mask = torch.zeros(1000)
+    mask.numpy()[:] = ARRAY
+    return mask
+
+
+OF_ITS_OWN = {
+    "zeros": lambda: torch.zeros(1000),
+    "a mask": lambda: torch.tril(torch.ones(40, 40)) * 2 + 1,
+    "of a list": lambda: torch.tensor([[1.0] * 100] * 10),
+    "out of small ones": lambda: torch.cat([torch.tensor([1.0] * 250)] * 4),
+    "small": lambda: OLD[:256],
+}
+OF_OTHERS = {
+    "a tensor": lambda: OLD,
+    "part of it": lambda: OLD[:257],
+    "made of it": lambda: OLD * 2,
+    "mixed with it": lambda: torch.zeros(1000) + OLD,
+    "written over": lambda: torch.zeros(1000).copy_(OLD),
+    "written over by a view": changed_by_a_view,
+    "an array": lambda: torch.tensor(ARRAY),
+    "an array's memory": lambda: torch.from_numpy(ARRAY),
+    "memory shared with an array": shared_with_an_array,
+    "a long list": lambda: torch.tensor([1.0] * 257),
+}
+
+
+@pytest.mark.parametrize("name", OF_ITS_OWN)
+def test_what_a_step_makes_itself_or_is_small_is_taken(name):
+    constants, make = HostConstants(META), OF_ITS_OWN[name]
+    with constants.recording():
+        make().to("meta")
+    with constants.standing_in():
+        assert make().to("meta").device == META
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_of_what_is_large_a_change_would_not_be_noticed(name):
+    make = OF_OTHERS[name]
+    for vouched_for in (False, True):
+        constants = HostConstants(META, vouched_for=vouched_for)
+        with constants.recording():
+            make().to("meta")
+        refused = pytest.raises(CaptureError, match=r"copies (1,000|257) numbers .* too many")
+        with nullcontext() if vouched_for else refused, constants.standing_in():
+            make().to("meta")

@@ -85,7 +85,7 @@ HOWS = [
 ]
 CAUSES = {
     "item": "the host waits for the device",
-    "copy": "copies between host and device",
+    "copy": "has another value each time",
     "mask": "the host waits for the device",
     "nonzero": "the host waits for the device",
     "generator": "a generator that was not named",
@@ -168,13 +168,54 @@ class CopiesConstants(Net):
         return super().forward(x * mask)
 
 
-def test_constants_that_are_copied_from_the_host_are_no_obstacle():
+@pytest.mark.parametrize("host_constants", ["auto", True, False])
+def test_constants_that_are_copied_from_the_host_are_no_obstacle(host_constants):
     batches = on_gpu(make_batches(6, size=12)) * 3 + on_gpu(make_batches(2, size=5)) * 3
-    plan = Plan(cuda_graph=CUDAGraphOptions(host_constants=True))
+    plan = Plan(cuda_graph=CUDAGraphOptions(host_constants=host_constants))
     captured = build("AdamW fused", plan, net=CopiesConstants)
     assert_same_training(build("AdamW fused", Plan(), net=CopiesConstants), captured, batches)
+    if host_constants is False:
+        assert counters(captured)["graphs"] == 0
+        (why, *_) = [d.detail for d in captured.report().stepped_aside if d.lever == "cuda_graph"]
+        assert "copies between host and device" in why
+        assert "set host_constants=True" in why
+        return
     assert counters(captured)["graphs"] == 2
     assert counters(captured)["replays"] > 12
+
+
+class CopiesAnAttribute(Net):
+    """Brings a tensor of the host, and one of its rows, which somebody may write to."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_host = torch.linspace(0.5, 2.0, 8)
+
+    def forward(self, x):
+        return super().forward(x * self.on_host.to(x.device) + (x[:, [0]] - x[..., [-1]]))
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_a_change_of_what_was_taken_for_a_constant_is_noticed(how):
+    batches = on_gpu(make_batches(6, size=12)) * 5
+
+    def trained(plan):
+        trainer = build("AdamW fused", plan, net=CopiesAnAttribute)
+        losses, model = [], trainer.model
+        torch.manual_seed(1)
+        for number, batch in enumerate(batches):
+            if number in (10, 22) and how == "in place":
+                model.on_host[number % 8] = number
+            elif number in (10, 22):
+                model.on_host = model.on_host * 2
+            losses.append(trainer.step(batch).clone())
+        return trainer, losses
+
+    (plain, expected), (captured, found) = trained(Plan()), trained(GRAPH)
+    assert not differences(expected, found)
+    assert not differences(state(plain), state(captured))
+    assert counters(captured)["captures"] == 3
+    assert counters(captured)["replays"] > 15
 
 
 def test_what_is_no_constant_is_found_out():

@@ -240,7 +240,7 @@ class GraphEngine:
             return Ready(entry, call)
         self._together.begin()
         surroundings = entry.before_another(
-            failure, self._options, self.device, is_alone=self._together.is_alone
+            failure, self._options, self.device, call.tensors, is_alone=self._together.is_alone
         )
         goes_on = self._together.all_agree(surroundings is not None)
         if surroundings is None or not goes_on:
@@ -274,6 +274,7 @@ class GraphEngine:
             self._frozen = self._watch.frozen()
             mismatch = self._mismatch(Ready(entry, call), facts)
             if together.all_agree(mismatch is None):
+                entry.attempts = 0
                 return None
             if mismatch is None:
                 raise CaptureError(OTHERS)

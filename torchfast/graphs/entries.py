@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from torchfast._core.decisions import Decision
 from torchfast._core.phases import REPLAY, phase_outside
 from torchfast.graphs.backend import Graph
-from torchfast.graphs.constants import HostConstants
-from torchfast.graphs.failures import LETS_GO, NOT_NOW, Failure
+from torchfast.graphs.constants import ANOTHER_VALUE, HostConstants, has_compiled_code
+from torchfast.graphs.failures import IF_CONSTANT, LETS_GO, NOT_NOW, Failure
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.moments import Moment, PhaseMoments, Times
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
@@ -43,7 +43,7 @@ class Entry:
         shapes: Its tensors in words.
         num_steps: How many steps a call does, in one graph.
         warm_up_left: Calls that run as they are before it is captured.
-        attempts: Captures that failed.
+        attempts: Captures that failed since the latest that did not.
         number: Of the capture that its graph is of, among those that all ranks have made.
         num_refused: Times in a row that other ranks did not replay that one, so this did not.
         patience: How many of them make its graph go.
@@ -105,8 +105,11 @@ class Entry:
 
     @property
     def note(self) -> str:
-        """When it is not replayed, in words."""
-        return ", where draws on the host come out as in the capture" if self.draws else ""
+        """When it is not replayed, and what is frozen in it, in words."""
+        when = ", where draws on the host come out as in the capture" if self.draws else ""
+        number = len(self.constants or ())
+        frozen = f"; {number} copies from the host are constants" if number else ""
+        return when + frozen
 
     def replay(self) -> None:
         """Replay the graph."""
@@ -122,7 +125,13 @@ class Entry:
         self.num_replays += 1
 
     def before_another(
-        self, failure: Failure, options: CUDAGraphOptions, device: torch.device, *, is_alone: bool
+        self,
+        failure: Failure,
+        options: CUDAGraphOptions,
+        device: torch.device,
+        inputs: Sequence[Tensor],
+        *,
+        is_alone: bool,
     ) -> AbstractContextManager[None] | None:
         """Return in what this step is to run before another attempt; None if none is to come."""
         is_one = self.num_steps == 1  # or another attempt would cost the Python of several
@@ -132,7 +141,9 @@ class Entry:
         if failure.reason in (NOT_NOW, LETS_GO) and is_one:
             self.num_not_now += 1
             return nullcontext() if self.num_not_now < _PATIENCE else None
-        if not failure.is_passing and self.is_to_be_told(failure):
+        # Before it is told of the capture: whoever is told may compute otherwise.
+        is_to_record = self._may_be_constants(failure, options) and is_one
+        if not is_to_record and not failure.is_passing and self.is_to_be_told(failure):
             self.secret = self.constants = None  # which were those of the other way
             return nullcontext()
         self.attempts += 1
@@ -141,10 +152,22 @@ class Entry:
         if failure.is_passing:
             gc.collect()
             return nullcontext()
-        if failure.is_copy and options.host_constants and is_one and not self.constants:
-            self.constants = HostConstants(device)
-            return self.constants.recording()
+        if is_to_record:
+            if self.constants is None:
+                vouched_for = options.host_constants is True
+                self.constants = HostConstants(device, vouched_for=vouched_for)
+            return self.constants.recording(inputs)
         return None
+
+    def _may_be_constants(self, failure: Failure, options: CUDAGraphOptions) -> bool:
+        """Whether what is copied from the host may be taken for constants, perhaps anew."""
+        if self.constants is not None:
+            return failure.reason == ANOTHER_VALUE  # since something has changed, it may be
+        if not failure.is_copy:
+            return False
+        if options.host_constants == "auto":
+            return not has_compiled_code()
+        return options.host_constants
 
     def is_to_be_told(self, failure: Failure) -> bool:
         """Whether telling of the next capture may help: who asked, or compiled code that asks."""
@@ -159,7 +182,11 @@ class Entry:
 
     def told(self, failure: Failure) -> Failure:
         """Return the failure to be told of: compiled code may mind only that draws are noted."""
-        return self.refusal if self.refusal is not None and failure.is_recompile else failure
+        if self.refusal is not None and failure.is_recompile:
+            return self.refusal
+        if failure.is_copy and failure.remedy is not None and self.constants is None:
+            return replace(failure, remedy=f"{failure.remedy}; or, {IF_CONSTANT}")
+        return failure
 
     def drop(self) -> None:
         """Let go of the graph."""

@@ -14,6 +14,8 @@ from torchfast.graphs.together import OTHERS
 
 _NOT_THE_USERS: tuple[str, ...] = ("<",)
 
+# Of a copy that nobody has taken for one of a constant yet.
+IF_CONSTANT = "if it is the same each time, set host_constants=True"
 RECOMPILES = "torch.compile would have compiled it again"
 _KEEPS = "zero_grad(set_to_none=False) keeps them where they are"
 NOT_NOW = f"there are no gradients now to which the step would add; {_KEEPS}"
@@ -26,14 +28,13 @@ _CAUSES = (
     (
         ("CPU tensors during CUDA graph capture unless the CPU tensor is pinned",),
         "it copies a tensor from the host",
-        "make it on the device (torch.full, torch.arange(..., device=...)) or once, as a buffer; "
-        "or, if it is the same each time, set host_constants=True",
+        "make it on the device (torch.full, torch.arange(..., device=...)) or once, as a buffer",
     ),
     (
         ("Cannot copy between CPU and CUDA tensors during CUDA graph capture",),
         "it copies between host and device",
         "make the tensor on the device (torch.full, torch.arange(..., device=...)) or once, as a "
-        "buffer; or, if it is the same each time, set host_constants=True",
+        "buffer",
     ),
     (
         ("capturable is False", "capturable=True"),

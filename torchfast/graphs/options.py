@@ -35,8 +35,10 @@ class CUDAGraphOptions:
             ``"raise"`` raises.
         check: Compare replays with eager steps after each capture.
         host_constants: Take what the step copies from the host for constants if it is the same in
-            two steps: a mask or a scale that the forward makes anew each time. What changes later
-            is frozen all the same, so it is for you to know.
+            two steps: a mask or a scale that the forward makes anew each time. ``"auto"`` takes
+            what is made of values whose change is noticed, and nothing where torch.compile has
+            compiled; True takes all, and what changes later is frozen, so it is for you to know;
+            False takes nothing.
         time_phases: Put events into the graph where its phases begin and end, so that the times of
             ``fit`` tell them in replays. Some 2 us of the device for each.
 
@@ -53,7 +55,7 @@ class CUDAGraphOptions:
     new_shapes: Literal["capture", "eager"] = "capture"
     on_failure: Literal["eager", "raise"] = "eager"
     check: bool = True
-    host_constants: bool = False
+    host_constants: bool | Literal["auto"] = "auto"
     time_phases: bool = False
 
     def __post_init__(self) -> None:
@@ -62,7 +64,8 @@ class CUDAGraphOptions:
         check_choice("new_shapes", self.new_shapes, ("capture", "eager"), PlanError)
         check_choice("on_failure", self.on_failure, ("eager", "raise"), PlanError)
         check_flag("check", self.check)
-        check_flag("host_constants", self.host_constants)
+        if self.host_constants != "auto":
+            check_flag("host_constants", self.host_constants)
         check_flag("time_phases", self.time_phases)
 
     @property

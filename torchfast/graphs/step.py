@@ -71,7 +71,8 @@ class CUDAGraphStep(Closing):
         check: Compare two replays with two eager steps after each capture; a graph that computes
             something else is not used.
         host_constants: Take what the step copies from the host for constants if it is the same in
-            two steps. What changes later is frozen all the same.
+            two steps: ``"auto"`` what is made of values whose change is noticed; True all, and what
+            changes later is frozen; False nothing.
         time_phases: Put events into the graph where each `phase` begins and ends, for
             `phase_times`. Some 2 us of the device for each.
         device: Where; None means the device of the first parameter that is not on the host, or the
@@ -102,7 +103,7 @@ class CUDAGraphStep(Closing):
         new_shapes: Literal["capture", "eager"] = "capture",
         on_failure: Literal["eager", "raise"] = "eager",
         check: bool = True,
-        host_constants: bool = False,
+        host_constants: bool | Literal["auto"] = "auto",
         time_phases: bool = False,
         device: torch.device | str | int | None = None,
     ) -> None:
