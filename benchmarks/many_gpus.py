@@ -22,6 +22,7 @@ later run measures, into the same file.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import os
 import statistics
@@ -157,8 +158,13 @@ def clean_up() -> None:
     A function is compiled anew for other shards, shapes and settings up to a limit, and behind it
     runs as it is, without a word.
     """
-    gc.collect()
     torch.compiler.reset()
+    empty_cache()
+
+
+def empty_cache() -> None:
+    """Let go of what nobody holds."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -206,6 +212,8 @@ def turns(
             close()  # a graph that is left would keep the ranks from their end
             continue
         made.append((arm, step, close, memory))
+        # Or what its warm-up has left in the cache would be missing to the next one.
+        empty_cache()
     for number in range(args.rounds + 1):
         for position in range(len(made)):
             arm, step, _, memory = made[(position + number) % len(made)]
@@ -254,6 +262,7 @@ def timed(step: Step | None, steps: int, device: torch.device) -> tuple[float, f
 
 def work(rank: int, args: argparse.Namespace, store: str, found: Any) -> None:
     """Measure on one rank."""
+    faulthandler.enable()  # a rank that dies says where it was
     args.cuda = torch.cuda.is_available() and args.device == "cuda"
     device = torch.device("cuda", rank) if args.cuda else torch.device("cpu")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": str(rank)}

@@ -77,10 +77,11 @@ def groups() -> list[list[Arm]]:
     return [found[0], [Arm(name, made, is_alone=True)], found[1], others, *found[2:]]
 
 
-def fresh(item: Workload) -> nn.Module:
-    """Return the model, the same on every rank."""
+def fresh(item: Workload, device: torch.device | str = "cpu") -> nn.Module:
+    """Return the model, the same on every rank: made on a GPU in no time, if it is to be there."""
     torch.manual_seed(0)
-    return item.build()
+    with torch.device(device):
+        return item.build()
 
 
 def adamw(item: Workload, parameters: Any) -> torch.optim.AdamW:
@@ -91,7 +92,7 @@ def adamw(item: Workload, parameters: Any) -> torch.optim.AdamW:
 
 def trainer_of(item: Workload, device: torch.device, plan: Plan) -> Trainer:
     """Return a trainer of a new model."""
-    model = fresh(item).to(device)
+    model = fresh(item, device)
     return Trainer(model, partial(adamw, item), item.loss_fn, plan, max_grad_norm=MAX_GRAD_NORM)
 
 
@@ -121,7 +122,7 @@ def by_hand(
     """Return a step as one would write it."""
     on_gpu = device.type == "cuda"
     side = torch.cuda.Stream() if on_gpu else None
-    model: Any = fresh(item).to(device)
+    model: Any = fresh(item, device)
     if compiled:
         for block in item.regions(model):
             block.compile(dynamic=False)
