@@ -42,6 +42,7 @@ from torchfast import PrefetchingLoader
 
 RATIOS = (0.2, 0.5, 0.8)  # of the time on the bus to the time of a step
 TARGET, ENOUGH = 0.99, 1.2
+SPARE = 0.05  # for what a step takes less than it was calibrated for
 MANY = 50_000  # batches of a list: more than anyone takes
 # Depth, ownership, whether workers write into memory that is used again, whether a graph launches.
 FORMS = (
@@ -55,11 +56,17 @@ FORMS = (
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Yield a row a ratio, depth and ownership; and the control, with batches that are pinned."""
+    """Yield a row a ratio, depth and ownership; and the control, with batches that are pinned.
+
+    Where the workers cannot supply enough for the highest ratio, the highest for which they can
+    comes behind it.
+    """
     bench = Bench(settings)
     forms = FORMS[:1] if settings.brief or settings.smoke else FORMS
     try:
-        for ratio in RATIOS:
+        for ratio in (*RATIOS, None):
+            if ratio is None and (ratio := bench.highest_ratio()) is None:
+                continue
             bench.set_step(ratio)
             for depth, reuse, recycled, graphed in forms:
                 bench.work.graphed = graphed
@@ -116,13 +123,23 @@ class Bench:
             supply = self.supply(how, recycled)
             if supply["supply_ms"] * ENOUGH <= self.step_ms:
                 break
-            if how != HOWS[-1]:  # nor will it do for the steps that come, which are shorter
-                self._loaders.pop((how, recycled), None)
+        else:
+            how = min(HOWS, key=lambda how: self.supply(how, recycled)["supply_ms"])
+            supply = self.supply(how, recycled)
+        for other in HOWS:
+            if other != how:  # whose workers wait with batches in their hands
+                self._loaders.pop((other, recycled), None)
         loader = self._loader(how, recycled)
         expected = loader.dataset.__getitems__([0])  # type: ignore[attr-defined]
         figures = self._measure(loader, expected, depth, reuse, self.settings.workers)
         tried = self._tried(recycled)
         return self._judged({"upstream": how, **supply, **figures, "supplies_ms": tried})
+
+    def highest_ratio(self) -> float | None:
+        """Return the ratio up to which workers supply enough; None if that is all of `RATIOS`."""
+        least = min(self._tried(recycled=True).values(), default=math.inf)
+        ratio = self.transfer_ms / (least * ENOUGH * (1 + SPARE))
+        return ratio if max(ratio for ratio in RATIOS[:-1]) < ratio < RATIOS[-1] else None
 
     def from_pinned_list(self) -> Row:
         """Measure with batches that are pinned and ready: the control."""

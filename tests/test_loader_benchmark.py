@@ -168,6 +168,26 @@ def test_efficiency_is_judged_only_where_the_supply_is_sufficient(etas, supply_m
     assert bench._judged(row)["verdict"] == verdict
 
 
+@pytest.mark.parametrize(
+    ("copy_ms", "runs_ms", "ratio"),
+    [
+        (1.0, 0.9, 0.74 / 0.9 / 1.2 / 1.05),
+        (0.8, 0.7, None),  # which is enough at the highest ratio of all
+        (2.0, 1.9, None),  # which is not more than there is already
+    ],
+)
+def test_the_highest_ratio_is_that_which_the_fastest_workers_supply(copy_ms, runs_ms, ratio):
+    bench = loader_eta.Bench(SMOKE)
+    bench.transfer_ms, bench.step_ms = 0.74, 0.6
+    supplies = {"decode": 2.4, "copy": copy_ms, "runs": runs_ms, "ready": 2.5}
+    bench._supply = {(how, True): {"supply_ms": ms} for how, ms in supplies.items()}
+    assert bench.highest_ratio() == (ratio if ratio is None else pytest.approx(ratio))
+    bench._measure = lambda *_: {"etas": [1.0] * 3, "resident_ms": 0.6, "every_byte_right": True}
+    row = bench.from_workers(2, True, True)
+    assert (row["upstream"], row["supply_ms"]) == ("runs", runs_ms)
+    bench.close()
+
+
 def device_event(kind, name, start, end, stream):
     return {"cat": kind, "name": name, "ts": start, "dur": end - start, "args": {"stream": stream}}
 
