@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ Record = dict[str, Any]
 # How far a plan in bf16 may be from the plain loop in fp32, in errors of the plain loop in bf16,
 # for it to be bf16 that does it. Another order of the same sums already moves these errors.
 MOST_OF_ROUNDING = 1.25
+PACKAGES = re.compile(r"(?<!\w)(?:/[^\s/]+)*/(?:site|dist)-packages/")
 
 
 def sweep(result: dict[str, Any]) -> list[str]:
@@ -128,6 +130,9 @@ def _cells(model: dict[str, Any]) -> list[str]:
 
 
 def _plain(reason: str) -> str:
-    """Return a reason as the text of a list: angle brackets and asterisks are no marks."""
-    words = " ".join(reason.split())
+    """Return a reason as the text of a list: angle brackets and asterisks are no marks.
+
+    Of the path of a file in a package, what is above the package is left out.
+    """
+    words = " ".join(PACKAGES.sub("", reason).split())
     return words.replace("<", "\\<").replace("*", "\\*").replace("_", "\\_")

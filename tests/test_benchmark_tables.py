@@ -233,6 +233,18 @@ def test_the_sweep_tells_what_bf16_alone_does_to_what_is_not_held():
     )
 
 
+def test_the_sweep_names_files_of_packages_from_the_package_on():
+    result = program_results.sweep()
+    result["models"]["timm vit"]["stepped_aside"] = [
+        "cuda_graph: a read and/or a wait (at /usr/lib/python3.11/site-packages/timm/a.py:3, "
+        "/b/dist-packages/b.py:4), /my env/site-packages/c.py:5 and /home/me/model.py:6"
+    ]
+    assert sweep_tables.sweep(result)[-1] == (
+        r"- timm vit: cuda\_graph: a read and/or a wait (at timm/a.py:3, b.py:4), "
+        "/my env/site-packages/c.py:5 and /home/me/model.py:6"
+    )
+
+
 def test_a_sweep_in_which_nothing_ran():
     result = program_results.sweep()
     result["models"] = {"timm vit": {"status": "failed", "reason": "not done in 60 s"}}
