@@ -2,12 +2,14 @@
 
     PYTHONPATH=. python benchmarks/sweep.py [--plan fast] [--models REGEX] [--device cuda]
                                             [--jobs 2] [--limit-s 60] [--out FILE] [--fresh]
+                                            [--any-commit]
 
 Each model of ``benchmarks/outside_models.py`` runs in a process of its own, so that one that hangs
 or crashes costs only itself. Against the plain eager step, under the same autocast:
 
 - parity: nine updates with accumulation, clipping and a schedule; to the bit under ``eager`` and
-  ``exact``, within a tolerance under any other plan; and how many of them were replays of a graph;
+  ``exact``, within a tolerance of fp32 under any other plan; and how many of them were replays of a
+  graph. Where a plan in bf16 is not held, its control is measured as well: the plain loop in bf16;
 - gain: blocks of steps of both, in random order within a pair, the device drained around each;
   the figure is the median over pairs of the ratio of their times;
 - how often a step makes the host wait, as torch's sync debug mode counts it (CUDA only);
@@ -18,10 +20,13 @@ With ``--jobs`` some models run at a time. They import, build, compile and are c
 side, and whoever times is alone: it waits until the others are between two parts, and they wait for
 it. What a model waits does not count against its limit.
 
-``--out`` is rewritten after each model, with the seconds that all runs into it took. A second run
-skips what the file already holds for the same plan, device, torch and commit; ``--fresh`` measures
-it again. A file of another commit, machine or settings is an error, or with ``--replace`` begun
-anew. Uncommitted changes are not told apart.
+``--out`` is rewritten after each model, which says of which run it is. The file has the seconds
+that all runs into it took, also for what was measured again since; it has none where they took
+different ``--jobs``. A second run skips what the file already holds for the same plan, device,
+torch and commit; ``--fresh`` measures it again. ``--any-commit`` takes up a file with models of
+other commits; with ``--models REGEX --fresh`` only those are measured again. Otherwise a file of
+another commit, machine or settings is an error, or with ``--replace`` begun anew. Uncommitted
+changes are not told apart.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,6 +48,7 @@ from benchmarks import results
 from benchmarks.outside_models import MODELS, OutsideModel
 from benchmarks.sweep_model import NUM_PAIRS, Record, parse_plan
 from benchmarks.sweep_processes import Order, run_all, start_server
+from benchmarks.sweep_tables import apart, rounded
 
 
 def sweep(
@@ -53,6 +60,7 @@ def sweep(
     out: Path | None = None,
     fresh: bool = False,
     replace: bool = False,
+    any_commit: bool = False,
     jobs: int = 1,
 ) -> dict[str, Record]:
     """Measure every model, print a line for each, and keep the result file up to date.
@@ -64,34 +72,66 @@ def sweep(
         SystemExit: The file was measured by another commit, elsewhere or under other settings.
     """
     settings = {"plan": plan, "device": device, "limit_s": limit_s, "num_pairs": NUM_PAIRS}
-    expected = {"settings": settings}
-    earlier = results.resumed(out, expected, replace=replace) if out else None
+    earlier = taken_up(out, settings, replace=replace, any_commit=any_commit) if out else None
     held: dict[str, Record] = earlier["models"] if earlier else {}
-    started = time.monotonic() - (earlier.get("elapsed_s", 0.0) if earlier and held else 0.0)
+    run = results.this_run()
+    started = time.monotonic()
     missing = {name: model for name, model in models.items() if fresh or name not in held}
     if missing:
         order = Order(plan, device, limit_s)
         with closing(run_all(start_server(device), missing, order, jobs)) as records:
             for name, record in records:
-                held[name] = record
+                held[name] = {**record, "run": run}
                 print(line(name, record), flush=True)
                 if out:
                     in_order = {n: held[n] for n in (*MODELS, *held) if n in held}
-                    elapsed_s = round(time.monotonic() - started, 1)
-                    took = {"jobs": jobs, "elapsed_s": elapsed_s}
+                    took = duration(earlier, time.monotonic() - started, jobs)
                     results.write(out, {"settings": settings, **took, "models": in_order})
     return {name: held[name] for name in models}
+
+
+def taken_up(
+    out: Path, settings: Record, *, replace: bool, any_commit: bool
+) -> dict[str, Any] | None:
+    """Return what earlier runs left in a file, each model with its run; None to begin anew."""
+    ignored = ["commit"] * any_commit
+    earlier = results.resumed(out, {"settings": settings}, ignoring=ignored, replace=replace)
+    if earlier is None:
+        return None
+    run = results.run_of(earlier)
+    models = {name: {"run": run, **record} for name, record in earlier["models"].items()}
+    others = {record["run"]["commit"] for record in models.values()} - {run["commit"]}
+    if others and not any_commit:
+        if replace:
+            return None
+        raise SystemExit(
+            f"{out} has models of other commits too, {', '.join(sorted(others))}; go on with "
+            "--any-commit, remove the file or write to another"
+        )
+    return {**earlier, "models": models}
+
+
+def duration(earlier: Mapping[str, Any] | None, own_s: float, jobs: int) -> dict[str, float]:
+    """Return the seconds that all runs into a file took, and the models at a time.
+
+    Empty where an earlier run does not say, or had another number of models at a time: the sum
+    would be the duration of nothing that can be run.
+    """
+    earlier = earlier or {"jobs": jobs, "elapsed_s": 0.0}
+    if "elapsed_s" not in earlier or earlier["jobs"] != jobs:
+        return {}
+    return {"jobs": jobs, "elapsed_s": round(earlier["elapsed_s"] + own_s, 1)}
 
 
 def line(name: str, record: Record) -> str:
     """Return a model's line of the printed table."""
     if record["status"] == "failed":
         return f"{name:28} failed: {record['reason']}"
-    held = record["parity"]["held"]
+    held = "held" if record["parity"]["held"] else "NOT held"
     low, high = record["gain_quartiles"]
     waits = record.get("host_waits")
     return (
-        f"{name:28} parity {'held' if held else 'NOT held'}  {record['form']:18}  "
+        f"{name:28} parity {held}{apart(record['parity'])}  {record['form']:18}  "
         f"{record['eager_ms']:8.2f} -> {record['plan_ms']:8.2f} ms  "
         f"gain {record['gain']:.2f} [{low:.2f}, {high:.2f}]"
         + (f"  host waits {waits['eager']:g} -> {waits['plan']:g}" if waits else "")
@@ -121,6 +161,7 @@ def summary(records: Mapping[str, Record]) -> str:
         forms = [record["form"] for record in ran]
         text += (
             f"; parity held {sum(record['parity']['held'] for record in ran)}"
+            f"{rounded(record['parity'] for record in ran)}"
             f"; median gain {statistics.median(record['gain'] for record in ran):.2f}; "
         )
         text += ", ".join(
@@ -141,6 +182,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--replace", action="store_true", help="begin another commit's --out anew")
+    parser.add_argument("--any-commit", action="store_true", help="go on with another's --out")
     args = parser.parse_args()
     parse_plan(args.plan)  # refuses an unknown one before anything starts
     chosen = {name: model for name, model in MODELS.items() if re.search(args.models, name)}
@@ -155,6 +197,7 @@ def main() -> None:
             out=args.out,
             fresh=args.fresh,
             replace=args.replace,
+            any_commit=args.any_commit,
             jobs=args.jobs or (2 if args.device.startswith("cuda") else 1),
         )
     except KeyboardInterrupt:

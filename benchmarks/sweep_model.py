@@ -9,7 +9,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchfast import ParityError, Plan, Trainer
 from torchfast._core.batches import to_device
 from torchfast._core.decisions import Report
 from torchfast._core.device import has_fast_bf16
-from torchfast.testing import Tolerance, assert_parity, plain_step
+from torchfast.testing import ParityResult, Tolerance, assert_parity, plain_step
 
 Record = dict[str, Any]
 
@@ -55,6 +56,10 @@ def measure(outside: OutsideModel, plan: str, device: str, turns: Turns) -> Iter
     with turns.beside_others():
         found = parity(outside, plan, device)
     yield {"parity": found}
+    if not found["held"] and _wants_bf16(parse_plan(plan), torch.device(device)):
+        with turns.beside_others():
+            control = rounding(outside, plan, device)
+        yield {"parity": {**found, "rounding": control}}
     if "compile" in found:
         torch.compiler.reset()  # the same loss function with another model would be a recompile
     yield from speed(outside, plan, torch.device(device), turns)
@@ -63,33 +68,90 @@ def measure(outside: OutsideModel, plan: str, device: str, turns: Turns) -> Iter
 def parity(outside: OutsideModel, plan: str, device: str) -> Record:
     """Return whether the plan trains the model that the plain loop trains."""
     exact = plan in ("eager", "exact")
-    generator = torch.Generator().manual_seed(0)
+    tolerance = {} if exact else {"tolerance": asdict(TOLERANCE)}
     try:
-        result = assert_parity(
-            outside.build if exact else lambda: without_dropout(outside.build()),
-            fused_optimizer if exact else close_optimizer,
-            outside.loss_fn,
-            [outside.batch(generator) for _ in range(2 * PARITY_STEPS - 1)],
-            parse_plan(plan),
-            accumulate=2,
-            max_grad_norm=MAX_GRAD_NORM,
-            lr_scheduler=scheduler,
-            device=device,
-            tolerance=None if exact else UNLIMITED,
-        )
+        if exact:
+            result = _against_plain(outside, fused_optimizer, plan, device, None)
+        else:
+            result = _close(outside, outside.build, outside.loss_fn, plan, device)
     except ParityError as error:
-        return {"held": False, "exact": False, "reason": one_line(error)}
+        return {"held": False, "exact": False, **tolerance, "reason": one_line(error)}
     if not all(map(math.isfinite, result.losses)):
         raise ValueError(f"the plain loop's losses are not finite: {result.losses}")
     return {
         "held": result.loss_error <= TOLERANCE.loss and result.update_error <= TOLERANCE.update,
         "exact": result.exact,
+        **tolerance,
         "loss_error": result.loss_error,
         "update_error": result.update_error,
         "losses": result.losses,
         "replays": result.report.counters.get("replays", 0),
         **compiled(result.report),
     }
+
+
+def rounding(outside: OutsideModel, plan: str, device: str) -> Record:
+    """Return how far bf16 alone takes the plain loop from fp32, by the errors of `parity`.
+
+    This is the control of a plan in bf16 that is not held. Both sides are the plain loop (the
+    second under the plan that does nothing), from the same seed and on the same batches; the second
+    is under the user's own autocast, and laid out as channels_last by hand where the plan has that.
+    """
+    chosen, place = parse_plan(plan), torch.device(device)
+    in_bf16 = _autocast(outside.loss_fn, chosen, place)
+    built: list[nn.Module] = []  # that of the loop in fp32 first
+
+    def build() -> nn.Module:
+        model = outside.build()
+        if built and chosen.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        built.append(model)
+        return model
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if model is built[0]:
+            return outside.loss_fn(model, batch)
+        return in_bf16(model, to_device(batch, place, channels_last=chosen.channels_last))
+
+    try:
+        result = _close(outside, build, loss_fn, "eager", device)
+    except ParityError:
+        return {"reason": "not finite"}
+    return {"loss_error": result.loss_error, "update_error": result.update_error}
+
+
+def _close(
+    outside: OutsideModel,
+    build: Callable[[], nn.Module],
+    loss_fn: Callable[[Any, Any], Tensor],
+    plan: str,
+    device: str,
+) -> ParityResult:
+    """Return the errors of a side that rounds, whatever they are unless they are not finite."""
+    changed = replace(outside, build=lambda: without_dropout(build()), loss_fn=loss_fn)
+    return _against_plain(changed, close_optimizer, plan, device, UNLIMITED)
+
+
+def _against_plain(
+    outside: OutsideModel,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    plan: str,
+    device: str,
+    tolerance: Tolerance | None,
+) -> ParityResult:
+    generator = torch.Generator().manual_seed(0)
+    return assert_parity(
+        outside.build,
+        make_optimizer,
+        outside.loss_fn,
+        [outside.batch(generator) for _ in range(2 * PARITY_STEPS - 1)],
+        parse_plan(plan),
+        accumulate=2,
+        max_grad_norm=MAX_GRAD_NORM,
+        lr_scheduler=scheduler,
+        device=device,
+        tolerance=tolerance,
+    )
 
 
 def speed(outside: OutsideModel, plan: str, device: torch.device, turns: Turns) -> Iterator[Record]:
@@ -241,10 +303,14 @@ def _autocast(
     loss_fn: Callable[[Any, Any], Tensor], plan: Plan, device: torch.device
 ) -> Callable[[Any, Any], Tensor]:
     """Return the loss function as a user runs it who wants bf16 wherever the plan does."""
-    wanted = plan.precision_options.format
-    if not (wanted == "bf16" or (wanted == "auto" and has_fast_bf16(device))):
+    if not _wants_bf16(plan, device):
         return loss_fn
     return torch.autocast(device.type, torch.bfloat16)(loss_fn)
+
+
+def _wants_bf16(plan: Plan, device: torch.device) -> bool:
+    wanted = plan.precision_options.format
+    return wanted == "bf16" or (wanted == "auto" and has_fast_bf16(device))
 
 
 def _drain(device: torch.device) -> Callable[[], None]:

@@ -311,6 +311,8 @@ def runs(result: dict[str, Any], table: str) -> list[dict[str, str]]:
     if not {"workloads", "runs"} <= result.keys():
         whole = results.run_of(result)
         own = PARTS.get(table)
+        if models := result.get("models"):
+            return [model.get("run", whole) for model in models.values()]
         if rows := result.get("rows"):
             every = rows.values() if isinstance(rows, dict) else rows
             return [row.get("run", whole) for row in every if own is None or row["group"] in own]

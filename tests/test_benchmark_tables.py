@@ -213,6 +213,38 @@ def test_the_sweep_has_models_that_ran_and_models_that_failed():
     assert rows["transformers t5"]["parity"] == "failed: RuntimeError: no / such shape"
 
 
+def test_the_sweep_tells_what_bf16_alone_does_to_what_is_not_held():
+    result = program_results.sweep()
+    tolerance = {"loss": 0.05, "update": 0.5}
+    near, far = ({"loss_error": 0.01, "update_error": error} for error in (0.7, 0.3))
+    for name, plain in (("timm vit", near), ("transformers gpt2", far)):
+        errors = {"loss_error": 0.02, "update_error": 0.72}
+        parity = {"held": False, "exact": False, "tolerance": tolerance, **errors}
+        result["models"][name]["parity"] = {**parity, "rounding": plain}
+    summary, _, *lines = sweep_tables.sweep(result)
+    assert (
+        "parity held for 1, to the bit for 1; "
+        "not held, but within 1.25 times the plain bf16 loop: 1 of 2; median gain" in summary
+    )
+    rows = rows_of(lines[:-4])
+    assert rows["timm vit"]["parity"] == "**not held** (update 0.72; plain bf16 loop 0.70)"
+    assert rows["transformers gpt2"]["parity"] == (
+        "**not held** (update 0.72; plain bf16 loop 0.30)"
+    )
+
+
+def test_the_sweep_names_files_of_packages_from_the_package_on():
+    result = program_results.sweep()
+    result["models"]["timm vit"]["stepped_aside"] = [
+        "cuda_graph: a read and/or a wait (at /usr/lib/python3.11/site-packages/timm/a.py:3, "
+        "/b/dist-packages/b.py:4), /my env/site-packages/c.py:5 and /home/me/model.py:6"
+    ]
+    assert sweep_tables.sweep(result)[-1] == (
+        r"- timm vit: cuda\_graph: a read and/or a wait (at timm/a.py:3, b.py:4), "
+        "/my env/site-packages/c.py:5 and /home/me/model.py:6"
+    )
+
+
 def test_a_sweep_in_which_nothing_ran():
     result = program_results.sweep()
     result["models"] = {"timm vit": {"status": "failed", "reason": "not done in 60 s"}}

@@ -249,6 +249,19 @@ def test_a_table_of_a_section_names_the_runs_of_its_rows(made_up):
     assert "commit c1, by ``run 1``" in block
 
 
+def test_a_sweep_names_the_runs_of_its_models(made_up):
+    result = program_results.sweep()
+    for number, model in enumerate(result["models"].values()):
+        if number != 3:  # as a file has it that one run wrote
+            commit = f"c{min(number, 1)}"
+            model["run"] = {"date": "2026-11-20", "commit": commit, "command": f"run {commit}"}
+    made_up("sweep_CARD.json", result)
+    block = tables.render("sweep")
+    assert "in 3 runs on 2026-11-20 and 2026-11-21" in block
+    assert "- 2026-11-20, commit c0, by ``run c0``\n- 2026-11-20, commit c1" in block
+    assert "- 2026-11-21, commit abc1234, by ``PYTHONPATH=. python benchmarks/sweep.py``" in block
+
+
 def test_a_curve_without_that_of_bf16_has_no_drift(made_up):
     result = program_results.below_bf16()
     result["rows"] = [row for row in result["rows"] if row["method"] != "bf16"]

@@ -221,76 +221,7 @@ def test_nothing_is_said_of_a_compiler_that_was_not_asked(capsys):
     assert " graphs in " not in capsys.readouterr().out
 
 
-# --- the file -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    """The names measured, in order, with nothing run."""
-    names = []
-
-    def fake(context, models, order, jobs):
-        for name, outside in models.items():
-            names.append(outside)
-            yield name, {"status": "failed", "reason": "fake"}
-
-    monkeypatch.setattr(runner, "run_all", fake)
-    monkeypatch.setattr(runner, "start_server", lambda device: object())
-    monkeypatch.setenv("TORCHFAST_COMMIT", "aaa")
-    return names
-
-
-def test_a_second_run_skips_what_the_file_holds(measured, tmp_path):
-    out = tmp_path / "deep" / "out.json"
-    runner.sweep({"a": 1, "b": 2}, "exact", out=out)
-    records = runner.sweep({"b": 2, "c": 3}, "exact", out=out)
-    assert measured == [1, 2, 3]
-    assert list(records) == ["b", "c"]
-    assert list(json.loads(out.read_text())["models"]) == ["a", "b", "c"]
-    runner.sweep({"b": 2}, "exact", out=out, fresh=True)
-    assert measured == [1, 2, 3, 2]
-    assert list(json.loads(out.read_text())["models"]) == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize("other", ["plan", "device", "commit", "torch"])
-def test_what_was_measured_under_other_conditions_is_not_mixed_in(
-    measured, monkeypatch, tmp_path, other
-):
-    out = tmp_path / "out.json"
-    runner.sweep({"a": 1, "b": 2}, "exact", out=out)
-    conditions = {"plan": "exact", "device": "cpu"}
-    if other in conditions:
-        conditions[other] = {"plan": "eager", "device": "cuda"}[other]
-    elif other == "commit":
-        monkeypatch.setenv("TORCHFAST_COMMIT", "bbb")
-    else:
-        monkeypatch.setattr(torch, "__version__", "9.9")
-    with pytest.raises(SystemExit, match="was measured with"):
-        runner.sweep({"b": 2}, **conditions, out=out)
-    assert measured == [1, 2]
-    assert list(json.loads(out.read_text())["models"]) == ["a", "b"]
-    # Unless it is to be begun anew, and then that goes on.
-    runner.sweep({"b": 2}, **conditions, out=out, replace=True)
-    assert list(json.loads(out.read_text())["models"]) == ["b"]
-    runner.sweep({"b": 2, "c": 3}, **conditions, out=out, replace=True)
-    assert measured == [1, 2, 2, 3]
-
-
-def test_a_write_that_fails_leaves_the_file_as_it_was(measured, monkeypatch, tmp_path):
-    out = tmp_path / "out.json"
-    runner.sweep({"a": 1}, "exact", out=out)
-    before = out.read_text()
-
-    def torn(path, text):
-        with path.open("w") as file:
-            file.write(text[:20])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(out), "write_text", torn)
-    with pytest.raises(KeyboardInterrupt):
-        runner.sweep({"a": 1, "b": 2}, "exact", out=out)
-    assert out.read_text() == before
-
+# --- interrupted ----------------------------------------------------------------------------------
 
 SCRIPT = """
 import signal, sys
