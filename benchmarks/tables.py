@@ -214,6 +214,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "slow scripts": ("slow_scripts_CARD.json", profiling_tables.slow_scripts),
     "sweep": ("sweep_CARD.json", sweep_tables.sweep),
     "sweep exact": ("sweep_exact_CARD.json", sweep_tables.sweep),
+    "sweep bf16": ("sweep_bf16_CARD.json", sweep_tables.sweep),
     "sweep captured": ("sweep_captured_CARD.json", sweep_tables.sweep),
     "main job": ("main_job_curves_CARD.json", main_job),
 }
