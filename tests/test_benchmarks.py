@@ -36,6 +36,7 @@ FILES = {
     "slow_scripts_CARD.json": profiling_results.slow_scripts,
     "slow_to_fast_CARD.json": profiling_results.slow_to_fast,
     "sweep_captured_CARD.json": program_results.sweep,
+    "sweep_bf16_CARD.json": program_results.sweep,
     "sweep_exact_CARD.json": program_results.sweep,
     "sweep_CARD.json": program_results.sweep,
     "watching_CARD.json": profiling_results.watching,
