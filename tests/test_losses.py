@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from large_vocabulary import OPTIONS, assert_same, make, options_in, plain, results
 from torchfast.losses import chunks as parts
-from torchfast.losses import linear_cross_entropy
+from torchfast.losses import linear_cross_entropy, products
 
 # The package's attribute of this name is the function.
 loss_module = importlib.import_module("torchfast.losses.linear_cross_entropy")
@@ -270,7 +270,7 @@ def test_the_whole_logits_never_exist(name, reduction, autocast):
         assert largest(linear_cross_entropy, inputs, chunk_size=64, **options)[1] == 64 * 53
 
 
-def products(hidden, weight, targets, bias, backward=True, **options):
+def num_products(hidden, weight, targets, bias, backward=True, **options):
     with Largest() as seen:
         loss = linear_cross_entropy(hidden, weight, targets, bias, chunk_size=7, **options)
         if backward:
@@ -280,13 +280,13 @@ def products(hidden, weight, targets, bias, backward=True, **options):
 
 def test_only_what_is_asked_for_is_computed():
     hidden, weight, targets, bias = make()  # three chunks
-    assert products(hidden, weight, targets, bias) == 9
-    assert products(hidden, weight, targets, bias, reduction="none") == 12  # the logits again
+    assert num_products(hidden, weight, targets, bias) == 9
+    assert num_products(hidden, weight, targets, bias, reduction="none") == 12  # the logits again
     with torch.no_grad():
-        assert products(hidden, weight, targets, bias, backward=False) == 3
-    assert products(hidden, weight.detach(), targets, bias) == 6
-    assert products(hidden.detach(), weight, targets, bias) == 6
-    assert products(hidden.detach(), weight.detach(), targets, bias) == 3
+        assert num_products(hidden, weight, targets, bias, backward=False) == 3
+    assert num_products(hidden, weight.detach(), targets, bias) == 6
+    assert num_products(hidden.detach(), weight, targets, bias) == 6
+    assert num_products(hidden.detach(), weight.detach(), targets, bias) == 3
     loss = linear_cross_entropy(hidden.detach(), weight.detach(), targets)
     assert not loss.requires_grad
 
@@ -332,7 +332,7 @@ def test_a_product_stays_in_fp32_where_the_device_can_do_that(monkeypatch):
 
     inputs = make(dtype=torch.bfloat16)
     expected = results(linear_cross_entropy, *inputs, chunk_size=7)
-    monkeypatch.setattr(parts, "_has_wide_products", lambda device: True)
+    monkeypatch.setattr(products, "has_wide_products", lambda device: True)
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
     assert_same(results(linear_cross_entropy, *inputs, chunk_size=7), expected, 1e-6)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from functools import partial
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
-from torchfast.losses import LinearCrossEntropy, linear_cross_entropy
+from torchfast.losses import LinearCrossEntropy, linear_cross_entropy, products
 
 # torch's own: Dynamo makes an instance of the class Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -133,3 +138,98 @@ def test_inductor_computes_the_same_and_keeps_no_more_than_a_chunk_at_a_time():
     # The instrument sees the whole logits where they are.
     assert peak_bytes(plain, inputs) > 1.9 * logits_bytes
     assert peak_bytes(partial(function, chunk_size=512), inputs) > 1.9 * logits_bytes
+
+
+# -- The gradient of the weight is summed in place -------------------------------------------------
+
+
+def generated(function, inputs):
+    """Return what inductor has written for the forward and the backward, and their results."""
+    found, (forward, backward) = run_and_get_code(results, function, inputs)
+    return forward, backward, found
+
+
+def sums_of(code):
+    """Return the name of what each product of a chunk after the first is added to."""
+    return re.findall(r"torch\.ops\.torchfast\.add_product_\.default\((\w+),", code)
+
+
+def buffers_of(rows, columns, code):
+    """Return the names of what is allocated in this shape and fp32."""
+    shape = rf"\({rows}, {columns}\), \({columns}, 1\), torch.float32"
+    return re.findall(rf"(\w+) = empty_strided_cpu\({shape}\)", code)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_all_chunks_add_to_one_buffer(dynamic, autocast):
+    inputs = make((4, 32), 203, 24)[:3]
+    function = partial(linear_cross_entropy, chunk_size=32)
+    if autocast:
+        function = partial(in_autocast, linear_cross_entropy, chunk_size=32)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    forward, backward, found = generated(compiled, inputs)
+    sums = sums_of(forward)
+    assert len(sums) == 3
+    assert len(set(sums)) == 1
+    assert "extern_kernels.addmm(" not in forward
+    # The backward multiplies by the loss's gradient, and overwrites what it gets.
+    assert "add_product_" not in backward
+    if dynamic is None:  # otherwise sizes have names
+        assert buffers_of(203, 24, forward) == sums[:1]
+        assert buffers_of(203, 24, backward) == []
+    expected = results(function, inputs)
+    tolerance = 0.02 if autocast else 2e-5
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=tolerance * b.abs().max().item())
+
+
+def test_the_instrument_sees_sums_that_are_made_anew():
+    def function(left, right):
+        total = left[:, :8] @ right[:8]
+        for start in (8, 16):
+            total = total.addmm(left[:, start : start + 8], right[start : start + 8])
+        return total
+
+    inputs = torch.randn(203, 24), torch.randn(24, 24)
+    _, codes = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
+    assert len(buffers_of(203, 24, "".join(codes))) == 2  # one to read, one to write
+
+
+def test_the_operator_keeps_to_what_it_says():
+    operator = torch.ops.torchfast.add_product_.default
+    narrow = torch.randn(3, 5).bfloat16(), torch.randn(3, 4).bfloat16()
+    for left, right in ((torch.randn(5, 3), torch.randn(3, 4)), (narrow[0].t(), narrow[1])):
+        total, loss = torch.randn(5, 4), torch.randn(3)
+        torch.library.opcheck(operator, (total, left, right, loss))
+        expected = total + left.float() @ right.float()
+        assert operator(total, left, right, loss).equal(loss)
+        torch.testing.assert_close(total, expected)
+
+
+def test_the_module_can_be_loaded_again():
+    importlib.reload(products)
+    inputs = make()
+    function = partial(linear_cross_entropy, chunk_size=8)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert_close(results(compiled, inputs), results(function, inputs))
+
+
+@pytest.mark.parametrize("functions", [False, True])
+def test_what_is_compiled_is_found_again(functions):
+    """In torch's caches; that of AOTAutograd takes no autograd functions unless it is told to."""
+    inputs = make((2, 12), 53)[:3]
+    function = partial(linear_cross_entropy, chunk_size=8)
+    found = []
+    with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=functions):
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            results(torch.compile(function, fullgraph=True), inputs)
+            found.append({**counters["inductor"], **counters["aot_autograd"]})
+    first, second = found
+    assert (first["fxgraph_cache_miss"], second["fxgraph_cache_hit"]) == (2, 2)
+    assert not any(seen.get("fxgraph_cache_bypass") for seen in found)
+    if functions:
+        assert second["autograd_cache_hit"] == 1
+        assert not any(seen.get("autograd_cache_bypass") for seen in found)
