@@ -15,6 +15,10 @@ from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
 from torchfast.losses import LinearCrossEntropy, linear_cross_entropy, products
+from torchfast.losses import chunks as parts
+
+# The package's attribute of this name is the function.
+loss_module = importlib.import_module("torchfast.losses.linear_cross_entropy")
 
 # torch's own: Dynamo makes an instance of the class Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -194,6 +198,46 @@ def test_the_instrument_sees_sums_that_are_made_anew():
     inputs = torch.randn(203, 24), torch.randn(24, 24)
     _, codes = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
     assert len(buffers_of(203, 24, "".join(codes))) == 2  # one to read, one to write
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """16-bit products with a result in fp32, which are CUDA's, without copies of the factors."""
+
+    @torch.library.custom_op("torchfast_tests::wide_product", mutates_args=())
+    def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (left @ right).float()
+
+    @wide_product.register_fake
+    def _(left, right):
+        return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
+
+    def product(left, right, dtype):
+        return torch.ops.torchfast_tests.wide_product.default(left, right)
+
+    monkeypatch.setattr(parts, "product", product)
+    monkeypatch.setattr(products, "_add", lambda total, left, right: total.add_(left @ right))
+    monkeypatch.setattr(loss_module, "has_wide_products", lambda device: True)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "z_loss": 0.01}], ids=len)
+def test_auto_takes_twice_the_tokens_and_no_more_memory_than_eager(options, monkeypatch):
+    vocabulary, rows = 4001, 64
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", rows * vocabulary * 4)
+    monkeypatch.setattr(loss_module, "FEWEST_ROWS", 1)
+    inputs = make((2, 256), vocabulary, 8)[:3]
+    function = partial(in_autocast, linear_cross_entropy, **options)
+    compiled = torch.compile(function, fullgraph=True)
+    forward, backward, found = generated(compiled, inputs)
+    assert len(sums_of(forward)) == 3  # of four chunks the first makes the sum
+    assert len(set(sums_of(forward))) == 1
+    assert "add_product_" not in backward
+    for a, b in zip(found, results(function, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=0.02 * b.abs().max().item())
+    eager_bytes = peak_bytes(function, inputs)
+    assert eager_bytes > 9 * rows * vocabulary  # the instrument: bf16, fp32, and log-softmax
+    assert peak_bytes(compiled, inputs) <= eager_bytes
 
 
 def test_the_operator_keeps_to_what_it_says():
