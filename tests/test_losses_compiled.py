@@ -76,6 +76,14 @@ def test_it_is_one_graph(name, autocast):
     assert_close(results(compiled, inputs), results(function, inputs))
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_numbers_among_the_options_may_be_dynamic(name):
+    inputs = make()
+    function = partial(linear_cross_entropy, chunk_size=8, **OPTIONS[name])
+    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
+    assert_close(results(compiled, inputs), results(function, inputs))
+
+
 def test_whatever_asks_for_a_gradient_and_however_many_tokens():
     function = partial(linear_cross_entropy, chunk_size=8)
     compiled = torch.compile(function, backend="eager", fullgraph=True)
