@@ -90,7 +90,13 @@ def cache(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "statement", ["import torchfast", "from torchfast import Trainer", EVERYTHING]
+    "statement",
+    [
+        "import torchfast",
+        "from torchfast import Trainer",
+        "import torchfast, torchfast.losses",  # which makes an operator for the compiler
+        EVERYTHING,
+    ],
 )
 def test_import_has_no_side_effects(statement, cache):
     found = probe(statement, cache)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from large_vocabulary import OPTIONS, assert_same, make, options_in, plain, results
 from torchfast.losses import chunks as parts
-from torchfast.losses import linear_cross_entropy
+from torchfast.losses import linear_cross_entropy, products
 
 # The package's attribute of this name is the function.
 loss_module = importlib.import_module("torchfast.losses.linear_cross_entropy")
@@ -270,7 +270,7 @@ def test_the_whole_logits_never_exist(name, reduction, autocast):
         assert largest(linear_cross_entropy, inputs, chunk_size=64, **options)[1] == 64 * 53
 
 
-def products(hidden, weight, targets, bias, backward=True, **options):
+def num_products(hidden, weight, targets, bias, backward=True, **options):
     with Largest() as seen:
         loss = linear_cross_entropy(hidden, weight, targets, bias, chunk_size=7, **options)
         if backward:
@@ -280,13 +280,13 @@ def products(hidden, weight, targets, bias, backward=True, **options):
 
 def test_only_what_is_asked_for_is_computed():
     hidden, weight, targets, bias = make()  # three chunks
-    assert products(hidden, weight, targets, bias) == 9
-    assert products(hidden, weight, targets, bias, reduction="none") == 12  # the logits again
+    assert num_products(hidden, weight, targets, bias) == 9
+    assert num_products(hidden, weight, targets, bias, reduction="none") == 12  # the logits again
     with torch.no_grad():
-        assert products(hidden, weight, targets, bias, backward=False) == 3
-    assert products(hidden, weight.detach(), targets, bias) == 6
-    assert products(hidden.detach(), weight, targets, bias) == 6
-    assert products(hidden.detach(), weight.detach(), targets, bias) == 3
+        assert num_products(hidden, weight, targets, bias, backward=False) == 3
+    assert num_products(hidden, weight.detach(), targets, bias) == 6
+    assert num_products(hidden.detach(), weight, targets, bias) == 6
+    assert num_products(hidden.detach(), weight.detach(), targets, bias) == 3
     loss = linear_cross_entropy(hidden.detach(), weight.detach(), targets)
     assert not loss.requires_grad
 
@@ -304,9 +304,9 @@ def test_what_is_frozen_gets_no_gradient(frozen, reduction):
 
 
 def test_chunks_are_sized_by_bytes_by_weight_and_by_their_number():
-    def rows(num_rows, vocabulary, features):
+    def rows(num_rows, vocabulary, features, factor=1):
         weight = torch.empty(vocabulary, features, device="meta")
-        return loss_module._chunk_rows("auto", num_rows, weight)
+        return loss_module._chunk_rows("auto", num_rows, weight, factor)
 
     assert rows(32 * 1024, 50257, 768) == 4096
     assert rows(16384, 32000, 2048) == 8192
@@ -314,7 +314,26 @@ def test_chunks_are_sized_by_bytes_by_weight_and_by_their_number():
     assert rows(16384, 128256, 4096) == 4096  # as much as the weight
     assert rows(16384, 2_000_000, 16) == 1024  # never fewer
     assert rows(10**6, 128256, 2048) == 32768  # never more than 32
-    assert loss_module._chunk_rows(100, 10**6, torch.empty(2, 2)) == 100
+    assert loss_module._chunk_rows(100, 10**6, torch.empty(2, 2), 2) == 100
+    # What is compiled may take twice the bytes; the other bounds stay.
+    assert rows(16384, 128256, 2048, 2) == 4096
+    assert rows(16384, 128256, 4096, 2) == 8192
+    assert rows(16384, 2_000_000, 16, 2) == 1024
+    assert rows(10**6, 128256, 2048, 2) == 32768
+
+
+def test_what_is_compiled_takes_twice_the_tokens_where_nothing_is_in_fp32(monkeypatch):
+    def twice(dtype=torch.bfloat16, softcap=None):
+        return loss_module._stays_in_16_bits(torch.empty(2, 2), dtype, softcap)
+
+    assert not twice()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not twice()  # products are in fp32 here
+    monkeypatch.setattr(loss_module, "has_wide_products", lambda device: True)
+    assert twice()
+    assert not twice(softcap=30.0)
+    assert not twice(torch.float16)
+    assert not twice(torch.float32)
 
 
 def test_a_product_stays_in_fp32_where_the_device_can_do_that(monkeypatch):
@@ -332,7 +351,7 @@ def test_a_product_stays_in_fp32_where_the_device_can_do_that(monkeypatch):
 
     inputs = make(dtype=torch.bfloat16)
     expected = results(linear_cross_entropy, *inputs, chunk_size=7)
-    monkeypatch.setattr(parts, "_has_wide_products", lambda device: True)
+    monkeypatch.setattr(products, "has_wide_products", lambda device: True)
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
     assert_same(results(linear_cross_entropy, *inputs, chunk_size=7), expected, 1e-6)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from functools import partial
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
-from torchfast.losses import LinearCrossEntropy, linear_cross_entropy
+from torchfast.losses import LinearCrossEntropy, linear_cross_entropy, products
+from torchfast.losses import chunks as parts
+
+# The package's attribute of this name is the function.
+loss_module = importlib.import_module("torchfast.losses.linear_cross_entropy")
 
 # torch's own: Dynamo makes an instance of the class Function when it traces one.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -64,6 +73,14 @@ def test_it_is_one_graph(name, autocast):
     if autocast:
         function = partial(in_autocast, linear_cross_entropy, chunk_size=8, **OPTIONS[name])
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert_close(results(compiled, inputs), results(function, inputs))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_numbers_among_the_options_may_be_dynamic(name):
+    inputs = make()
+    function = partial(linear_cross_entropy, chunk_size=8, **OPTIONS[name])
+    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
     assert_close(results(compiled, inputs), results(function, inputs))
 
 
@@ -133,3 +150,138 @@ def test_inductor_computes_the_same_and_keeps_no_more_than_a_chunk_at_a_time():
     # The instrument sees the whole logits where they are.
     assert peak_bytes(plain, inputs) > 1.9 * logits_bytes
     assert peak_bytes(partial(function, chunk_size=512), inputs) > 1.9 * logits_bytes
+
+
+# -- The gradient of the weight is summed in place -------------------------------------------------
+
+
+def generated(function, inputs):
+    """Return what inductor has written for the forward and the backward, and their results."""
+    found, (forward, backward) = run_and_get_code(results, function, inputs)
+    return forward, backward, found
+
+
+def sums_of(code):
+    """Return the name of what each product of a chunk after the first is added to."""
+    return re.findall(r"torch\.ops\.torchfast\.add_product_\.default\((\w+),", code)
+
+
+def buffers_of(rows, columns, code):
+    """Return the names of what is allocated in this shape and fp32."""
+    shape = rf"\({rows}, {columns}\), \({columns}, 1\), torch.float32"
+    return re.findall(rf"(\w+) = empty_strided_cpu\({shape}\)", code)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_all_chunks_add_to_one_buffer(dynamic, autocast):
+    inputs = make((4, 32), 203, 24)[:3]
+    function = partial(linear_cross_entropy, chunk_size=32)
+    if autocast:
+        function = partial(in_autocast, linear_cross_entropy, chunk_size=32)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    forward, backward, found = generated(compiled, inputs)
+    sums = sums_of(forward)
+    assert len(sums) == 3
+    assert len(set(sums)) == 1
+    assert "extern_kernels.addmm(" not in forward
+    # The backward multiplies by the loss's gradient, and overwrites what it gets.
+    assert "add_product_" not in backward
+    if dynamic is None:  # otherwise sizes have names
+        assert buffers_of(203, 24, forward) == sums[:1]
+        assert buffers_of(203, 24, backward) == []
+    expected = results(function, inputs)
+    tolerance = 0.02 if autocast else 2e-5
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=tolerance * b.abs().max().item())
+
+
+def test_the_instrument_sees_sums_that_are_made_anew():
+    def function(left, right):
+        total = left[:, :8] @ right[:8]
+        for start in (8, 16):
+            total = total.addmm(left[:, start : start + 8], right[start : start + 8])
+        return total
+
+    inputs = torch.randn(203, 24), torch.randn(24, 24)
+    _, codes = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
+    assert len(buffers_of(203, 24, "".join(codes))) == 2  # one to read, one to write
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """16-bit products with a result in fp32, which are CUDA's, without copies of the factors."""
+
+    @torch.library.custom_op("torchfast_tests::wide_product", mutates_args=())
+    def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (left @ right).float()
+
+    @wide_product.register_fake
+    def _(left, right):
+        return left.new_empty(left.shape[0], right.shape[1], dtype=torch.float32)
+
+    def product(left, right, dtype):
+        return torch.ops.torchfast_tests.wide_product.default(left, right)
+
+    monkeypatch.setattr(parts, "product", product)
+    monkeypatch.setattr(products, "_add", lambda total, left, right: total.add_(left @ right))
+    monkeypatch.setattr(loss_module, "has_wide_products", lambda device: True)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "z_loss": 0.01}], ids=len)
+def test_auto_takes_twice_the_tokens_and_no_more_memory_than_eager(options, monkeypatch):
+    vocabulary, rows = 4001, 64
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", rows * vocabulary * 4)
+    monkeypatch.setattr(loss_module, "FEWEST_ROWS", 1)
+    inputs = make((2, 256), vocabulary, 8)[:3]
+    function = partial(in_autocast, linear_cross_entropy, **options)
+    compiled = torch.compile(function, fullgraph=True)
+    forward, backward, found = generated(compiled, inputs)
+    assert len(sums_of(forward)) == 3  # of four chunks the first makes the sum
+    assert len(set(sums_of(forward))) == 1
+    assert "add_product_" not in backward
+    for a, b in zip(found, results(function, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=0.02 * b.abs().max().item())
+    eager_bytes = peak_bytes(function, inputs)
+    assert eager_bytes > 9 * rows * vocabulary  # the instrument: bf16, fp32, and log-softmax
+    assert peak_bytes(compiled, inputs) <= eager_bytes
+
+
+def test_the_operator_keeps_to_what_it_says():
+    operator = torch.ops.torchfast.add_product_.default
+    narrow = torch.randn(3, 5).bfloat16(), torch.randn(3, 4).bfloat16()
+    for left, right in ((torch.randn(5, 3), torch.randn(3, 4)), (narrow[0].t(), narrow[1])):
+        total, loss = torch.randn(5, 4), torch.randn(3)
+        torch.library.opcheck(operator, (total, left, right, loss))
+        expected = total + left.float() @ right.float()
+        assert operator(total, left, right, loss).equal(loss)
+        torch.testing.assert_close(total, expected)
+
+
+def test_the_module_can_be_loaded_again():
+    importlib.reload(products)
+    inputs = make()
+    function = partial(linear_cross_entropy, chunk_size=8)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert_close(results(compiled, inputs), results(function, inputs))
+
+
+@pytest.mark.parametrize("functions", [False, True])
+def test_what_is_compiled_is_found_again(functions):
+    """In torch's caches; that of AOTAutograd takes no autograd functions unless it is told to."""
+    inputs = make((2, 12), 53)[:3]
+    function = partial(linear_cross_entropy, chunk_size=8)
+    found = []
+    with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=functions):
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            results(torch.compile(function, fullgraph=True), inputs)
+            found.append({**counters["inductor"], **counters["aot_autograd"]})
+    first, second = found
+    assert (first["fxgraph_cache_miss"], second["fxgraph_cache_hit"]) == (2, 2)
+    assert not any(seen.get("fxgraph_cache_bypass") for seen in found)
+    if functions:
+        assert second["autograd_cache_hit"] == 1
+        assert not any(seen.get("autograd_cache_bypass") for seen in found)

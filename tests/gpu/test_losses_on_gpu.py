@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from functools import partial
@@ -15,6 +16,8 @@ from large_vocabulary import OPTIONS, assert_same, make, plain, results
 from torchfast import Plan, Trainer
 from torchfast.losses import linear_cross_entropy
 
+# The package's attribute of this name is the function.
+loss_module = importlib.import_module("torchfast.losses.linear_cross_entropy")
 in_chunks = partial(linear_cross_entropy, chunk_size=128)
 
 
@@ -122,6 +125,25 @@ def test_the_peak_is_that_of_a_chunk(compiled):
     # A chunk in bf16, in fp32, and its gradient in bf16 are half of the logits in bf16.
     assert peak_bytes(function, inputs) < 0.7 * logits_bytes + 4 * gradients_bytes
     assert peak_bytes(plain, inputs) > 2.5 * logits_bytes
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("chunk_size", [1024, "auto"])
+def test_compiled_chunks_add_to_one_gradient_as_eager_ones_do(chunk_size, monkeypatch):
+    """Eight chunks whose weight is as large as their logits: eight gradients would be seen."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 1)  # "auto": 1024 tokens, compiled 2048
+    torch._dynamo.reset()
+    inputs = on_gpu((8192,), 32000, 1024)[:3]
+    function = partial(linear_cross_entropy, chunk_size=chunk_size)
+    compiled = torch.compile(function, fullgraph=True)
+    for _ in range(2):
+        peak_bytes(function, inputs)
+        peak_bytes(compiled, inputs)
+    eager_bytes = peak_bytes(function, inputs)
+    logits, weight = 1024 * 32000, 32000 * 1024
+    # The weight in bf16, its gradient in fp32; logits in bf16, in fp32, and their log-softmax.
+    assert eager_bytes > 6 * weight + 9 * logits
+    assert peak_bytes(compiled, inputs) < 1.1 * eager_bytes
     torch._dynamo.reset()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Literal, ParamSpec, TypeVar
@@ -50,7 +49,7 @@ def check_positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number > 0, got {describe(value)}")
     number = float(value)
-    if math.isnan(number) or number <= 0:
+    if not number > 0:  # false of NaN, too; math.isnan is nothing that Dynamo could trace
         raise ValueError(f"{name} must be > 0, got {value}")
     return number
 

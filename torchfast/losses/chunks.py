@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchfast.losses.products import add_product, product
+
 # Columns of 16-bit matrix products on CUDA come in such multiples: with 50257, rows would not begin
 # at 16 bytes, and cuBLAS would take kernels that are several times slower.
 COLUMNS_ON_CUDA = 64
@@ -112,16 +114,19 @@ def run_chunks(
             None if factors is None else factors[rows],
             gradient=any(wanted),
         )
-        losses.append(loss)
         if grad is None:
+            losses.append(loss)
             continue
         if wanted.hidden:
             grad_hidden.append(grad @ weight)
-        if wanted.weight:
-            grad_weight = _add_product(grad_weight, grad.t(), part, total)
+        if grad_weight is not None:
+            loss = add_product(grad_weight, grad.t(), part, loss)
+        elif wanted.weight:
+            grad_weight = product(grad.t(), part, total)
         if wanted.bias:
             sums = grad.sum(0, dtype=total)
             grad_bias = sums if grad_bias is None else grad_bias + sums
+        losses.append(loss)
         # The next chunk's logits are made while these names still stand for this one's.
         del grad
     if not losses:  # no rows, so nothing that a gradient could be made of
@@ -225,28 +230,6 @@ def _smoothed(factor: Tensor, share: float, class_weight: Tensor | None, columns
         return (factor * share).unsqueeze(1)
     class_weight = F.pad(class_weight, (0, columns - len(class_weight)))
     return (factor * share).unsqueeze(1) * class_weight
-
-
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``total + left @ right`` in ``dtype``, in place where that is possible.
-
-    The tensor cores sum in fp32 anyway; with ``out_dtype`` the sum stays so. Rounded to 16 bits
-    chunk by chunk, weights of frequent tokens would overflow in fp16.
-    """
-    if left.dtype is dtype:
-        return left @ right if total is None else total.addmm_(left, right)
-    if not _has_wide_products(left.device):
-        return _add_product(total, left.to(dtype), right.to(dtype), dtype)
-    if total is None:
-        return torch.mm(left, right, out_dtype=dtype)
-    if torch.compiler.is_compiling():  # which does not know addmm with out_dtype
-        return total + torch.mm(left, right, out_dtype=dtype)
-    return torch.addmm(total, left, right, out_dtype=dtype, out=total)
-
-
-def _has_wide_products(device: torch.device) -> bool:
-    """Whether products of 16-bit matrices can be had in fp32: by cuBLAS alone."""
-    return device.type == "cuda" and torch.version.hip is None
 
 
 def _column_multiple(device: torch.device, dtype: torch.dtype) -> int:

@@ -19,9 +19,10 @@ gradients are made in the forward. On CUDA in 16 bits the columns are padded whe
 no multiple of 64, such as GPT-2's 50257: matrix products are faster so.
 
 The gradients of weight and bias are summed over chunks in fp32 (fp64 for fp64), so the weight's
-takes fp32 between forward and backward. Chunks are unrolled under ``torch.compile``, which then
-fuses the softmax, the loss and the gradient of a chunk into few kernels around the matrix products;
-within one opaque operator it could not. That is why ``"auto"`` makes at most 32 chunks.
+takes fp32 between forward and backward: one of it, to which each chunk adds in place. Chunks are
+unrolled under ``torch.compile``, which then fuses the softmax, the loss and the gradient of a chunk
+into few kernels around the matrix products; within one opaque operator it could not. That is why
+``"auto"`` makes at most 32 chunks. Only the addition in place is an operator of its own.
 
 Forbidden: a second derivative, forward-mode differentiation and ``torch.func``, probabilities as
 targets, and weights that are a DTensor.
@@ -44,6 +45,7 @@ from torch import Tensor, nn
 
 from torchfast.losses.checks import autocasts, check_options, check_shapes, product_dtype
 from torchfast.losses.chunks import Gradients, Terms, Wanted, accumulation_dtype, run_chunks
+from torchfast.losses.products import has_wide_products
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -89,7 +91,9 @@ def linear_cross_entropy(
         softcap: Bends the logits to ``softcap * tanh(logits / softcap)`` first (Gemma 2 takes 30).
         chunk_size: Tokens at a time. ``"auto"`` takes the power of two whose fp32 logits take at
             most 1 GiB, or as much as the weight in fp32 if that is more; but no fewer than 1024
-            tokens and no more than 32 chunks. Smaller chunks save memory and cost time.
+            tokens and no more than 32 chunks. Compiled for CUDA in bf16, without a softcap, it
+            takes twice the tokens, as no logits are in fp32 there. Smaller chunks save memory and
+            cost time.
 
     Returns:
         Loss, shape ``()``, or that of ``targets`` under ``"none"``: fp64 for fp64, otherwise fp32.
@@ -118,7 +122,8 @@ def linear_cross_entropy(
     rows = hidden.reshape(-1, hidden.shape[-1])
     if class_weight is not None:
         class_weight = class_weight.detach().to(accumulation_dtype(dtype))
-    num_rows = _chunk_rows(chunk_size, rows.shape[0], weight)
+    factor = 2 if _stays_in_16_bits(weight, dtype, softcap) else 1
+    num_rows = _chunk_rows(chunk_size, rows.shape[0], weight, factor)
     grad = torch.is_grad_enabled()
     arguments = (
         rows,
@@ -361,16 +366,28 @@ def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tenso
     return torch.mul(gradient, scale, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
 
-def _chunk_rows(chunk_size: int | str, num_rows: int, weight: Tensor) -> int:
-    """Return how many rows a chunk has."""
+def _chunk_rows(chunk_size: int | str, num_rows: int, weight: Tensor, factor: int = 1) -> int:
+    """Return how many rows a chunk has; ``factor`` times as many where bytes bound them."""
     if not isinstance(chunk_size, str):
         return chunk_size
     row_bytes = 4 * max(1, weight.shape[0])
-    most = max(CHUNK_BYTES, row_bytes * weight.shape[1]) // row_bytes
+    most = factor * max(CHUNK_BYTES, row_bytes * weight.shape[1]) // row_bytes
     rows = max(FEWEST_ROWS, 1 << (most.bit_length() - 1))
     while rows * MOST_CHUNKS < num_rows:
         rows *= 2
     return rows
+
+
+def _stays_in_16_bits(weight: Tensor, dtype: torch.dtype, softcap: float | None) -> bool:
+    """Whether twice the rows take less memory than eager code takes.
+
+    Under bf16 eager code has a chunk's logits in bf16, in fp32, and their log-softmax: 10 bytes
+    each. (Under fp16 it does without the second.) Compiled code has them and their gradient in
+    bf16, 4 bytes, but for a softcap's tanh, which it may keep in fp32, and where the gradient is
+    multiplied in fp32.
+    """
+    compiled = torch.compiler.is_compiling() and has_wide_products(weight.device)
+    return compiled and dtype is torch.bfloat16 and softcap is None
 
 
 def _without_autocast(hidden: Tensor) -> AbstractContextManager[object]:
