@@ -22,7 +22,7 @@ from tape import counts, reasons
 from torchfast import CUDAGraphOptions, CUDAGraphStep, PlanError
 from torchfast._core.compare import differences
 from torchfast.graphs import constants, entries
-from torchfast.graphs.constants import HostConstants, _Copies
+from torchfast.graphs.constants import _Copies
 
 # torch, and nobody else, is told that a capture is under way.
 BY_TORCH = {"__name__": "torch.of_the_test"}
@@ -121,7 +121,7 @@ def test_a_constant_is_no_obstacle():
     # Three steps warm up, one finds the copy, and the next one is captured and replayed.
     assert counts(captured) == (1, 10, 4, 1)
     assert not reasons(captured)
-    assert "; 1 copies from the host are constants" in str(captured.report())
+    assert "; constants copied from the host: 1" in str(captured.report())
 
 
 def test_nothing_is_taken_for_a_constant_where_that_is_forbidden():
@@ -195,7 +195,7 @@ def test_what_is_too_large_to_be_watched_runs_eagerly_and_right(kind):
     captured = side_by_side(Net, kind(LARGE), event=in_place)
     assert counts(captured)[:2] == (0, 0)
     (why,) = reasons(captured)
-    assert f"it copies {LARGE:,} numbers from the host, too many for a change" in why
+    assert "it copies a tensor from the host of which a change might not be noticed" in why
     assert "set host_constants=True" in why
     captured = side_by_side(Net, kind(LARGE), host_constants=True)
     assert counts(captured)[:2] == (1, 10)
@@ -211,18 +211,6 @@ def test_numbers_that_are_drawn_are_no_constants():
     captured = side_by_side(Counts, 1.0)
     assert counts(captured)[:2] == (0, 0)
     assert "another value each time" in reasons(captured)[0]
-
-
-def test_several_steps_in_one_graph_follow_a_change():
-    """What one step copies now is what each of several copies."""
-    one = HostConstants(torch.device("cpu"))
-    with one.recording():
-        torch.tensor(1.0, device="cpu")
-    several = one.of_steps(2)
-    with one.recording():
-        torch.tensor(2.0, device="cpu")
-    with several.standing_in():
-        assert [torch.tensor(2.0, device="cpu").item() for _ in range(2)] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ host wait and cannot be captured. Mostly the value is a constant. So where a cap
 a copy, the next step is run with an eye on these copies, and the values are kept on the device; in
 the capture after it they stand in for the copies, if each is the same again.
 
-A constant is made of what the host holds: numbers, attributes, small tensors. If one of these
-changes, that is noticed as it is for any number that a graph has frozen, by
-`torchfast.graphs.attributes`, which looks at the content of what has up to `LONGEST` entries. So of
-more than that, only what the step makes itself (a mask of ``torch.ones``) is taken for a constant,
-unless the user vouches for it.
+A constant is made of numbers: literals, attributes, entries of short lists and arrays. If one of
+these changes, that is noticed as it is for any number that a graph has frozen, by
+`torchfast.graphs.attributes`. A tensor that was on the host before the step is another thing: it
+may be written to through views, arrays and storages, and replaced by the step itself. So what is
+made of one, or of anything else that is no plain number, is no constant unless the user vouches for
+it; and where the step has read a number out of one, nothing is, since that number may be in any.
 
 Only what passes through torch's Python functions is seen, and compiled code does not pass through
 them: there the step stays eager.
@@ -32,6 +33,7 @@ from torchfast._core.batches import tensors
 from torchfast._core.compare import same_bits
 from torchfast._core.errors import CaptureError
 from torchfast.graphs.holders import LONGEST
+from torchfast.graphs.value_forms import is_small_array
 
 ANOTHER_VALUE = (
     "a tensor that the step copies from the host has another value each time; pass it to the step "
@@ -41,6 +43,18 @@ _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor, Tensor.new_tensor
 _MOVERS = (Tensor.to, Tensor.cuda)
 _WRITERS = (Tensor.copy_, Tensor.__setitem__)
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = frozenset((bool, int, float, complex, str, type(None), type(...), *_OF_TORCH))
+# What takes numbers out of a tensor, so that nobody can follow them.
+_READERS = frozenset(
+    getattr(holder, name)
+    for holder, names in {
+        Tensor: "item tolist equal allclose is_nonzero __bool__ __int__ __float__ __complex__ "
+        "__index__ __contains__ __format__ __repr__",
+        torch: "equal allclose is_nonzero",
+    }.items()
+    for name in names.split()
+)
 _INDICES = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 
 
@@ -70,16 +84,15 @@ class HostConstants:
     def __init__(self, device: torch.device, *, vouched_for: bool = False) -> None:
         self._device, self._vouched_for = device, vouched_for
         self._values: list[_Constant] = []
-        self._num_steps = 1
 
     def __len__(self) -> int:
-        """Return how many there are in a step."""
+        """Return how many there are."""
         return len(self._values)
 
     def of_steps(self, number: int) -> HostConstants:
-        """Return what so many steps copy one after the other: each of them what one copies now."""
+        """Return what so many steps copy one after the other, each of them the same."""
         several = HostConstants(self._device, vouched_for=self._vouched_for)
-        several._values, several._num_steps = self._values, number
+        several._values = self._values * number
         return several
 
     @contextmanager
@@ -90,7 +103,7 @@ class HostConstants:
             inputs: Of the step: none of them is a constant, and in a capture they are on the device
                 before it begins.
         """
-        self._values.clear()  # also of those who do several such steps
+        self._values = []
         of_call = set(map(id, inputs))
         origins = _Origins()
 
@@ -98,12 +111,14 @@ class HostConstants:
             on_device = value.to(self._device)
             if id(source) in of_call:
                 return on_device
-            is_noticed = self._vouched_for or origins.are_noticed(value, source)
+            is_noticed = self._vouched_for or origins.are_known(source)
             self._values.append(_Constant(value.clone(), on_device, is_noticed))
             return on_device.clone()
 
         with _Copies(self._device, keep, origins):
             yield
+        if origins.are_mixed and not self._vouched_for:
+            self._values = [value._replace(is_noticed=False) for value in self._values]
 
     def standing_in(self) -> TorchFunctionMode:
         """Return a context in which the values that were kept stand in for those copies.
@@ -112,7 +127,7 @@ class HostConstants:
             CaptureError: From its body, where a value is another than before, or might become
                 another one and nobody would notice.
         """
-        values = iter(self._values * self._num_steps)
+        values = iter(self._values)
 
         def stand_in(value: Tensor, _source: object) -> Tensor:
             known = next(values, None)
@@ -121,9 +136,9 @@ class HostConstants:
                 raise CaptureError(ANOTHER_VALUE)
             if not known.is_noticed:
                 raise CaptureError(
-                    f"it copies {value.numel():,} numbers from the host, too many for a change of "
-                    "them to be noticed; make them on the device, or once, as a buffer; or, if "
-                    "they are the same each time, set host_constants=True"
+                    "it copies a tensor from the host of which a change might not be noticed; make "
+                    "it on the device, or once, as a buffer; or, if it is the same each time, set "
+                    "host_constants=True"
                 )
             return known.on_device.clone()  # the step may write to it
 
@@ -138,34 +153,66 @@ def has_compiled_code() -> bool:
 
 @final
 class _Origins:
-    """Which large tensors on the host the step has made itself, of nothing that is large.
+    """Which tensors on the host the step has made itself, of plain numbers and of each other.
 
-    What was there before it may be changed in ways that nobody sees: through an array of NumPy that
-    shares its memory.
+    Attributes:
+        are_mixed: Whether a number was read out of another one, or memory of one was shared with
+            something that is no tensor; then nothing is known of anything.
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, Tensor] = {}  # held, so that an address stays its own
+        # Held, so that an address stays its own; with the version, as not all that writes is seen.
+        self._made: dict[int, tuple[Tensor, int]] = {}
+        self.are_mixed = False
 
-    def are_noticed(self, value: Tensor, source: object) -> bool:
-        """Whether a change of what is copied would be noticed."""
-        return value.numel() <= LONGEST or self._is_made(source)
+    def are_known(self, value: object) -> bool:
+        """Whether a value, a nested one too, is made of plain numbers alone."""
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, np.generic):
+            return True
+        if kind in (list, tuple, torch.Size):
+            return len(value) <= LONGEST and all(map(self.are_known, value))  # type: ignore[arg-type, call-overload]
+        if kind is dict:
+            return self.are_known([*value.values()])  # type: ignore[attr-defined]
+        if kind is slice:
+            return self.are_known([value.start, value.stop, value.step])  # type: ignore[attr-defined]
+        if isinstance(value, np.ndarray):  # a view may be one of something larger
+            return is_small_array(value) and value.base is None
+        return isinstance(value, Tensor) and self._is_made(value)
 
-    def saw(self, arguments: object, result: object) -> None:
-        """Note what a function has returned."""
+    def saw(self, func: object, arguments: object, result: object, *, is_known: bool) -> None:
+        """Note what a function has returned.
+
+        Args:
+            func: Which.
+            arguments: Of it.
+            result: What it returned.
+            is_known: Whether its arguments were, before it may have written to them.
+        """
         read = [tensor for tensor in tensors(arguments) if tensor.device.type == "cpu"]
-        is_known = [tensor.numel() <= LONGEST or self._is_made(tensor) for tensor in read]
-        is_shared = bool(read) and isinstance(result, np.ndarray)
-        if is_shared or not all(is_known) or _has_large_data(arguments):
-            if any(map(self._is_made, read)):  # it may have been written to, by a view of another
-                self._made.clear()
+        found = [tensor for tensor in tensors(result) if tensor.device.type == "cpu"]
+        if is_known:
+            for tensor in read:
+                self._follow(tensor)
+            self._made |= {id(tensor): (tensor, _version(tensor)) for tensor in found}
+        if not read or found:
             return
-        for tensor in tensors(result):
-            if tensor.device.type == "cpu":
-                self._made[id(tensor)] = tensor
+        is_read_out = func in _READERS and not is_known
+        self.are_mixed |= is_read_out or not self.are_known(result)
 
-    def _is_made(self, source: object) -> bool:
-        return id(source) in self._made
+    def _follow(self, written: Tensor) -> None:
+        """Take the version of a tensor that may just have been written to, and of its views."""
+        _, before = self._made[id(written)]
+        now, place = _version(written), written.untyped_storage().data_ptr()
+        if now == before:
+            return
+        for key, (tensor, version) in self._made.items():
+            if version == before and tensor.untyped_storage().data_ptr() == place:
+                self._made[key] = tensor, now
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        known = self._made.get(id(tensor))
+        return known is not None and known[1] == _version(tensor)
 
 
 @final
@@ -190,24 +237,29 @@ class _Copies(TorchFunctionMode):
             place = kwargs.get("device")
             if place is None and func is Tensor.new_tensor:
                 place = args[0].device
-            data = args[1 if func is Tensor.new_tensor else 0]
+            given = args[1:] if func is Tensor.new_tensor else args
+            data = given[0] if given else kwargs.get("data", kwargs.get("s"))
             on_host = not isinstance(data, Tensor) or data.device.type == "cpu"
             if self._is_ours(place) and on_host and not kwargs.get("requires_grad"):
                 made = func(*args, **{**kwargs, "device": "cpu"})
                 return self._bring(made, data) if made.device.type == "cpu" else made
         elif func in _MOVERS and self._comes_from_host(args[0]):
-            place, dtype = _target(func, args[1:], kwargs, self._device)
+            place, dtype, memory_format = _target(func, args[1:], kwargs, self._device)
             if self._is_ours(place):
                 value = args[0].to(dtype) if dtype is not None else args[0]
+                if memory_format is not None:
+                    value = value.contiguous(memory_format=memory_format)
                 return self._bring(value, args[0])
         elif func in (*_WRITERS, *_INDEXING) and self._is_ours(args[0].device):
             if func in _INDEXING:
                 args = (args[0], self._index(args[1]), *args[2:])
             if func in _WRITERS and self._comes_from_host(args[-1]):
                 args = (*args[:-1], self._bring(args[-1], args[-1]))
+        if self._origins is None:
+            return func(*args, **kwargs)
+        is_known = self._origins.are_known((args, kwargs))
         result = func(*args, **kwargs)
-        if self._origins is not None:
-            self._origins.saw((args, kwargs), result)
+        self._origins.saw(func, (args, kwargs), result, is_known=is_known)
         return result
 
     def _index(self, index: Any) -> Any:
@@ -222,7 +274,11 @@ class _Copies(TorchFunctionMode):
         return index
 
     def _is_ours(self, place: Any) -> bool:
-        return place is not None and torch.device(place).type == self._device.type
+        if place is None or torch.device(place).type != self._device.type:
+            return False
+        index = torch.device(place).index
+        # Without a number it is the current one, which is the step's.
+        return index is None or self._device.index is None or index == self._device.index
 
     @staticmethod
     def _comes_from_host(value: Any) -> bool:
@@ -233,28 +289,26 @@ class _Copies(TorchFunctionMode):
         )
 
 
-def _has_large_data(arguments: object) -> bool:
-    """Whether there is an array or a list of more entries than are looked at for a change."""
-    if isinstance(arguments, np.ndarray):
-        return arguments.size > LONGEST
-    if isinstance(arguments, dict):
-        return any(map(_has_large_data, arguments.values()))
-    if isinstance(arguments, list | tuple):
-        return len(arguments) > LONGEST or any(map(_has_large_data, arguments))
-    return False
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _target(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.device
-) -> tuple[Any, torch.dtype | None]:
-    """Return the device and the type that a move leads to, None where it keeps them."""
+) -> tuple[Any, torch.dtype | None, torch.memory_format | None]:
+    """Return where a move leads to, in what type and order; None where it keeps them."""
     if func is Tensor.cuda:
-        return (args[0] if args else kwargs.get("device")) or default, None
+        place = (args[0] if args else kwargs.get("device")) or default
+        return place, None, _reordering(kwargs.get("memory_format"))
     if (args and isinstance(args[0], Tensor)) or "other" in kwargs:
         other = args[0] if args else kwargs["other"]
-        return other.device, other.dtype
-    place, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-    return place, dtype
+        return other.device, other.dtype, _reordering(kwargs.get("memory_format"))
+    place, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    return place, dtype, _reordering(memory_format)
+
+
+def _reordering(memory_format: torch.memory_format | None) -> torch.memory_format | None:
+    return None if memory_format is torch.preserve_format else memory_format
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchfast._core.decisions import Decision
 from torchfast._core.phases import REPLAY, phase_outside
 from torchfast.graphs.backend import Graph
-from torchfast.graphs.constants import ANOTHER_VALUE, HostConstants, has_compiled_code
+from torchfast.graphs.constants import HostConstants, has_compiled_code
 from torchfast.graphs.failures import IF_CONSTANT, LETS_GO, NOT_NOW, Failure
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.moments import Moment, PhaseMoments, Times
@@ -108,7 +108,7 @@ class Entry:
         """When it is not replayed, and what is frozen in it, in words."""
         when = ", where draws on the host come out as in the capture" if self.draws else ""
         number = len(self.constants or ())
-        frozen = f"; {number} copies from the host are constants" if number else ""
+        frozen = f"; constants copied from the host: {number}" if number else ""
         return when + frozen
 
     def replay(self) -> None:
@@ -153,17 +153,13 @@ class Entry:
             gc.collect()
             return nullcontext()
         if is_to_record:
-            if self.constants is None:
-                vouched_for = options.host_constants is True
-                self.constants = HostConstants(device, vouched_for=vouched_for)
+            self.constants = HostConstants(device, vouched_for=options.host_constants is True)
             return self.constants.recording(inputs)
         return None
 
     def _may_be_constants(self, failure: Failure, options: CUDAGraphOptions) -> bool:
-        """Whether what is copied from the host may be taken for constants, perhaps anew."""
-        if self.constants is not None:
-            return failure.reason == ANOTHER_VALUE  # since something has changed, it may be
-        if not failure.is_copy:
+        """Whether what is copied from the host may be taken for constants, and was not yet."""
+        if not failure.is_copy or self.constants is not None:
             return False
         if options.host_constants == "auto":
             return not has_compiled_code()
@@ -184,7 +180,8 @@ class Entry:
         """Return the failure to be told of: compiled code may mind only that draws are noted."""
         if self.refusal is not None and failure.is_recompile:
             return self.refusal
-        if failure.is_copy and failure.remedy is not None and self.constants is None:
+        is_untried = self.constants is None and self.num_steps == 1
+        if failure.is_copy and failure.remedy is not None and is_untried:
             return replace(failure, remedy=f"{failure.remedy}; or, {IF_CONSTANT}")
         return failure
 
@@ -265,6 +262,8 @@ class GraphStore:
         """Return the entry of a kind of step, a new one too; and what to warn of, if anything."""
         found = self.entries.get(key)
         if found is not None:
+            if found.num_steps > 1 and found.graph is None:
+                self._take_after(found, self.entries[key[0], single(key[1])])
             return found, None
         is_first = not self.entries
         entry = Entry(
@@ -307,8 +306,8 @@ class GraphStore:
         several.warm_up_left = 0
         if one.secret is None:
             several.secret = None
-        if one.constants is not None:
-            several.constants = one.constants.of_steps(several.num_steps)
+        known = one.constants
+        several.constants = None if known is None else known.of_steps(several.num_steps)
 
     def _concern_of_many(self, key: Any) -> str:
         kinds = [known[1] for known in self.entries]
@@ -384,9 +383,11 @@ class GraphStore:
             self.num_evicted += 1
 
     def drop_all(self) -> None:
-        """Let go of all graphs."""
+        """Let go of all graphs, and of constants, which may be others now."""
         while self.graphs:
             self.remove(self.graphs[-1])
+        for entry in self.entries.values():
+            entry.constants = None
 
     def refused(self, entry: Entry) -> bool:
         """Note that not all ranks could replay a graph; return whether it went for that.

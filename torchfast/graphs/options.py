@@ -36,9 +36,9 @@ class CUDAGraphOptions:
         check: Compare replays with eager steps after each capture.
         host_constants: Take what the step copies from the host for constants if it is the same in
             two steps: a mask or a scale that the forward makes anew each time. ``"auto"`` takes
-            what is made of values whose change is noticed, and nothing where torch.compile has
-            compiled; True takes all, and what changes later is frozen, so it is for you to know;
-            False takes nothing.
+            what is made of plain numbers, of which a change is noticed, and nothing where
+            torch.compile has compiled; True takes all, and what changes later is frozen, so it is
+            for you to know; False takes nothing.
         time_phases: Put events into the graph where its phases begin and end, so that the times of
             ``fit`` tell them in replays. Some 2 us of the device for each.
 

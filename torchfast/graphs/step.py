@@ -71,8 +71,8 @@ class CUDAGraphStep(Closing):
         check: Compare two replays with two eager steps after each capture; a graph that computes
             something else is not used.
         host_constants: Take what the step copies from the host for constants if it is the same in
-            two steps: ``"auto"`` what is made of values whose change is noticed; True all, and what
-            changes later is frozen; False nothing.
+            two steps: ``"auto"`` what is made of plain numbers, of which a change is noticed; True
+            all, and what changes later is frozen; False nothing.
         time_phases: Put events into the graph where each `phase` begins and ends, for
             `phase_times`. Some 2 us of the device for each.
         device: Where; None means the device of the first parameter that is not on the host, or the

@@ -58,7 +58,8 @@ def bits(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 def contents(tensor: Tensor) -> tuple[int, str]:
     """Return what tells that a tensor on the host was written to: its values, if it is small."""
     is_small = tensor.numel() <= LONGEST and tensor.layout is torch.strided
-    return tensor._version, str(tensor.tolist()) if is_small else ""
+    version = 0 if tensor.is_inference() else tensor._version  # which those do not count
+    return version, str(tensor.tolist()) if is_small else ""
 
 
 def form_of(value: Any, within: tuple[int, ...] = (), *, on_host: bool) -> Any:
@@ -123,6 +124,6 @@ def counts(old: Any, new: Any) -> bool:
     if isinstance(old[0], type) and issubclass(old[0], dict):
         known = dict(old[1:])
         return any(counts(known[key], form) for key, form in new[1:] if key in known)
-    if isinstance(old[0], type) and issubclass(old[0], list | deque):
+    if isinstance(old[0], type) and issubclass(old[0], list | tuple | deque):
         return any(map(counts, old[1:], new[1:]))
     return False
