@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -63,16 +64,109 @@ def test_the_keys_are_worked_out_in_a_thread(monkeypatch):
         raise OSError("cannot be read")  # which is for him who needs it
 
     monkeypatch.setattr(codecache, "torch_key", key)
-    thread = early_keys.work_out_keys()
-    assert thread is not None
-    thread.join()
-    assert asked == [thread]
+    threads = early_keys.work_out_keys()
+    early_keys.wait_for_keys(threads)
+    assert asked == threads
+    assert len(threads) == 1
+
+
+@pytest.fixture
+def as_with_cuda(monkeypatch):
+    """Triton is there, whose key and driver are stand-ins, and something is on a GPU."""
+    compat, driver = ModuleType("triton_compat"), ModuleType("driver")
+    compat.triton_key = lambda: b"triton"
+    driver.driver = SimpleNamespace(active=None)
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.triton_compat", compat)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", ModuleType("triton.runtime"))
+    monkeypatch.setitem(sys.modules, "triton.runtime.driver", driver)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    return SimpleNamespace(compat=compat, driver=driver)
+
+
+def test_both_keys_are_worked_out_at_the_same_time(as_with_cuda, monkeypatch):
+    from torch._inductor import codecache
+
+    meeting, met = threading.Barrier(2), []
+
+    def key():
+        meeting.wait(30)  # raises if nobody comes
+        met.append(1)
+
+    monkeypatch.setattr(codecache, "torch_key", key)
+    as_with_cuda.compat.triton_key = key
+    early_keys.wait_for_keys(early_keys.work_out_keys())
+    assert len(met) == 2
+
+
+def test_tritons_driver_is_started_beside_the_keys_and_not_waited_for(as_with_cuda, monkeypatch):
+    from torch._inductor import codecache
+
+    go, made = threading.Event(), threading.Event()
+
+    class Config:
+        @property
+        def active(self):
+            go.wait(30)
+            made.set()
+
+    monkeypatch.setattr(codecache, "torch_key", lambda: b"torch")
+    as_with_cuda.driver.driver = Config()
+    early_keys.wait_for_keys(early_keys.work_out_keys())
+    assert not made.is_set()
+    go.set()
+    assert made.wait(30)
+
+
+def test_where_nothing_is_on_a_gpu_tritons_driver_is_left_alone(as_with_cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert early_keys._driver() == []
+
+
+def test_a_second_owner_of_compiled_code_waits_for_what_the_first_has_begun(monkeypatch):
+    from torch._inductor import codecache
+
+    go, asked = threading.Event(), []
+
+    def key():
+        asked.append(1)
+        go.wait(30)
+
+    monkeypatch.setattr(codecache, "torch_key", key)
+    first, second = early_keys.work_out_keys(), early_keys.work_out_keys()
+    go.set()
+    early_keys.wait_for_keys(second)
+    assert first == second
+    assert len(asked) == 1
+
+
+def test_a_compilation_begins_when_the_keys_are_there(monkeypatch):
+    go, seen = threading.Event(), []
+
+    class Keys(threading.Thread):
+        def join(self, timeout=None):
+            go.set()
+            super().join(timeout)
+
+    def trace(graph, inputs, **_):
+        seen.append(keys.is_alive())
+        return graph.forward
+
+    keys = Keys(target=go.wait, args=(30,), daemon=True)
+    keys.start()
+    monkeypatch.setattr("torchfast.compiler.account.work_out_keys", lambda: [keys])
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", trace)
+    model = nn.Linear(2, 2)
+    with CompiledModule(model):
+        model(torch.ones(1, 2))
+    assert seen == [False]
 
 
 @pytest.mark.parametrize(("backend", "number"), [("inductor", 1), ("eager", 0)])
 def test_only_what_looks_them_up_has_them_worked_out(backend, number, monkeypatch):
     asked = []
-    monkeypatch.setattr("torchfast.compiler.account.work_out_keys", lambda: asked.append(1))
+    monkeypatch.setattr("torchfast.compiler.account.work_out_keys", lambda: asked.append(1) or [])
     model = nn.Linear(2, 2)
     CompiledModule(model, backend=backend).close()
     assert len(asked) == number
@@ -92,12 +186,12 @@ def test_an_import_that_fails_in_any_way_is_for_him_who_needs_it(broken, monkeyp
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(early_keys, "_ask", lambda keys: None)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    thread = early_keys.work_out_keys()
-    assert (thread is None) == (broken != "triton_compat")
+    threads = early_keys.work_out_keys()
+    assert bool(threads) == (broken == "triton_compat")
 
 
 def test_without_the_keys_nothing_is_amiss(monkeypatch):
     from torch._inductor import codecache
 
     monkeypatch.delattr(codecache, "torch_key")
-    assert early_keys.work_out_keys() is None
+    assert early_keys.work_out_keys() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, final
 
 from torch import nn
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
-from torchfast.compiler.early_keys import work_out_keys
+from torchfast.compiler.early_keys import wait_for_keys, work_out_keys
 from torchfast.compiler.options import (
     HOW_LONG,
     WHERE_AND_IF,
@@ -43,13 +44,12 @@ class CompileAccount(Closing):
     """
 
     def __init__(self, model: nn.Module | None, options: CompileOptions, context: str = "") -> None:
-        self._record = CompileRecord()
+        keys = work_out_keys() if options.backend == "inductor" else []
+        self._record = CompileRecord(before=partial(wait_for_keys, keys))
         self._watch = SteadyWatch(self._record)
         self._num_steps = 0
         self._is_closed = False
         self._store: CacheStore | None = None
-        if options.backend == "inductor":
-            work_out_keys()
         if options.cache is not None:
             if model is None:
                 raise ValueError(

@@ -1,10 +1,19 @@
-"""What every lookup in a compile cache needs first, worked out while something else is done.
+"""What every lookup in a compile cache needs first, worked out before the model is traced.
 
 Before torch finds a compiled graph on disk, it hashes its own source, some hundreds of files, and
-Triton hashes its, a library of a hundred megabytes among them. That happens once a process, at the
-first lookup, and takes some tenths of a second: a good part of a start that finds all its code. A
-thread does it from when something is to be compiled. It reads and hashes, where Python's lock is
-not held, while the first batch comes and the model is traced.
+Triton hashes its, a library of hundreds of megabytes among them. That happens once a process, at
+the first lookup, and takes some tenths of a second: a good part of a start that finds all its code.
+Threads do it from when something is to be compiled, one for each hash, while the first batch comes.
+
+**What is not done by then is waited for before the tracing begins.** Hashing lets go of Python's
+lock and takes it again for every file and for every megabyte. Beside a thread that traces, which
+gives the lock up only now and then, it takes several times as long, slows the tracing by as much as
+it saves, and is not done when the lookup asks: then torch works everything out once more. Beside a
+thread that waits, the hashes are worked out at full speed and at the same time.
+
+The first lookup also starts Triton's driver, for which Triton compiles a C file where it finds none
+in its own cache (``~/.triton``), as on a new machine or in a new container. A thread that waits for
+a C compiler needs no lock. So this one is not waited for, and goes on while the model is traced.
 
 Torch and Triton remember the results themselves. If they are asked before it is done, they work
 them out once more, or wait.
@@ -12,33 +21,58 @@ them out once more, or wait.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 logger = logging.getLogger(__name__)
 
+_NAME = "torchfast-keys"
+_DRIVER_NAME = "torchfast-driver"
+# Longer takes only a disk that does not answer, of which torch tells better than a silent wait.
+_MOST_WAIT_S = 10.0
 
-def work_out_keys() -> threading.Thread | None:
-    """Begin with it; return the thread, None if there is nothing to do.
 
-    What is imported is imported here, and not in the thread. Nothing of it raises: what is amiss
+def work_out_keys() -> list[threading.Thread]:
+    """Begin with it; return the threads to wait for, none if there is nothing to do.
+
+    What is imported is imported here, and not in the threads. Nothing of it raises: what is amiss
     with the inductor or with Triton is told by whoever needs them.
     """
+    # Somebody else of this process has begun: the same again would only take longer.
+    begun = [thread for thread in threading.enumerate() if thread.name == _NAME]
+    if begun:
+        return begun
     try:
         from torch._inductor import codecache
 
         keys: list[Callable[[], object]] = [codecache.torch_key]
         if torch.version.cuda is not None:
+            # First, so that its compiler is at work while the hashes are waited for.
+            _begin(_DRIVER_NAME, _driver())
             keys += _of_triton()
     except Exception as error:  # an installation that is amiss raises what it likes
         logger.debug("the keys of the compile caches are not worked out early: %s", error)
-        return None
-    thread = threading.Thread(target=_ask, args=(keys,), name="torchfast-keys", daemon=True)
+        return []
+    return [thread for key in keys for thread in _begin(_NAME, [key])]
+
+
+def wait_for_keys(threads: Sequence[threading.Thread]) -> None:
+    """Return when the threads are done, at once if they are."""
+    for thread in threads:
+        thread.join(_MOST_WAIT_S)
+
+
+def _begin(name: str, keys: Sequence[Callable[[], object]]) -> list[threading.Thread]:
+    """Start a thread if there is something for it."""
+    if not keys:
+        return []
+    thread = threading.Thread(target=_ask, args=(keys,), name=name, daemon=True)
     thread.start()
-    return thread
+    return [thread]
 
 
 def _of_triton() -> list[Callable[[], object]]:
@@ -50,7 +84,20 @@ def _of_triton() -> list[Callable[[], object]]:
     return [triton_key]
 
 
-def _ask(keys: list[Callable[[], object]]) -> None:
+def _driver() -> list[Callable[[], object]]:
+    # Where nothing is on a GPU, nothing asks for it.
+    if not torch.cuda.is_initialized():
+        return []
+    try:
+        driver = importlib.import_module("triton.runtime.driver").driver
+    except Exception as error:
+        logger.debug("Triton's driver is not started early: %s", error)
+        return []
+    # Making it asks for no device: the current one is another in each thread.
+    return [lambda: driver.active]
+
+
+def _ask(keys: Sequence[Callable[[], object]]) -> None:
     for key in keys:
         try:
             key()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
+from collections.abc import Callable
 from typing import Any, final
 
 from torchfast._core.closing import Closing
@@ -49,6 +50,9 @@ _REST = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+$")
 class CompileRecord(Closing):
     """Notes what torch.compile does in this process, from now until it is closed.
 
+    Args:
+        before: Called before each compilation, in the thread that compiles.
+
     Example:
         >>> import torch
         >>> with CompileRecord() as record:
@@ -59,7 +63,8 @@ class CompileRecord(Closing):
         (1, 0)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, before: Callable[[], object] = lambda: None) -> None:
+        self._called_before = before
         # The callback of a lazy backward runs in autograd's thread, `summary` in the user's.
         self._lock = threading.RLock()
         self._events = Events()
@@ -121,6 +126,7 @@ class CompileRecord(Closing):
             self._note()
 
     def _before(self, compile_id: str) -> None:
+        self._called_before()
         with self._lock:
             self._note()  # what came before belongs to the functions that were being run then
             self._within = callers()
