@@ -124,6 +124,6 @@ def counts(old: Any, new: Any) -> bool:
     if isinstance(old[0], type) and issubclass(old[0], dict):
         known = dict(old[1:])
         return any(counts(known[key], form) for key, form in new[1:] if key in known)
-    if isinstance(old[0], type) and issubclass(old[0], list | tuple | deque):
+    if isinstance(old[0], type) and issubclass(old[0], list | deque):
         return any(map(counts, old[1:], new[1:]))
     return False
