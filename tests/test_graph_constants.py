@@ -78,6 +78,7 @@ def test_more_copies_than_before_are_no_constants(num_known):
 def test_what_is_there_or_stays_on_the_host_is_left_alone():
     constants = HostConstants(META)
     x = torch.zeros(3, device="meta")
+    copies = constants_module._Copies(META, lambda value, _: value.to("meta"))
     with constants.recording():
         assert x.to("meta") is x
         assert torch.as_tensor(x, device="meta").device == META
@@ -87,6 +88,11 @@ def test_what_is_there_or_stays_on_the_host_is_left_alone():
         x[0] = 1.0
         assert x[0, None][..., :].shape == (1,)
         assert x[torch.tensor(1)].shape == ()
+        on_host = torch.arange(4)
+        assert on_host[[0, 1]].device == on_host[torch.tensor([True, False, True, False])].device
+        assert copies._index(torch.tensor([True, False])).device.type == "cpu"
+        assert copies._index([True, False]) == [True, False]
+        assert copies._index([]) == []
         assert (x + x).device == META
         leaf = torch.ones(3, requires_grad=True)
         assert leaf.to("meta").requires_grad

@@ -9,6 +9,7 @@ import copy
 import random
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 import tape
+import unrolling
+from models import make_batches, mean_loss
 from tape import counts, reasons
-from torchfast import CUDAGraphOptions, CUDAGraphStep, PlanError
+from torchfast import CUDAGraphOptions, CUDAGraphStep, Plan, PlanError
 from torchfast._core.compare import differences
 from torchfast.graphs import constants, entries
 from torchfast.graphs.constants import _Copies
@@ -145,6 +148,68 @@ def test_nothing_is_tried_beside_compiled_code_unless_it_is_asked_for(monkeypatc
     assert counts(captured)[:2] == (0, 0)
     assert reasons(captured)[0].endswith("set host_constants=True")
     assert counts(side_by_side(Net, [0.5, 2.0], host_constants=True))[:2] == (1, 10)
+
+
+class Asks(Net):
+    """Computes another way once it is told of the capture."""
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if torch.cuda.is_current_stream_capturing() else 1.0)
+
+
+def test_constants_are_tried_before_the_step_is_told_of_its_capture():
+    captured = side_by_side(Asks, [0.5, 2.0])
+    assert counts(captured) == (1, 10, 4, 1)
+    assert not reasons(captured)
+
+
+class AsksWhatVaries(Net):
+    """Copies another number each time unless it is told of the capture."""
+
+    def forward(self, x):
+        if torch.cuda.is_current_stream_capturing():
+            return self.layer(x).mean()
+        drawn = copied(time.monotonic_ns())
+        return self.layer(x).mean() + 0.0 * drawn
+
+
+def test_what_turns_out_to_be_no_constant_leaves_telling_to_be_tried():
+    captured = side_by_side(AsksWhatVaries, None)
+    assert counts(captured)[0] == 1
+    assert not reasons(captured)
+
+
+class Stubborn(Net):
+    """Copies in a way that is no function of Python's."""
+
+    def forward(self, x):
+        if eval("ask()", {"ask": torch.cuda.is_current_stream_capturing, **BY_TORCH}):
+            raise RuntimeError(REFUSED)
+        return self.layer(x).mean()
+
+
+def test_what_no_constant_can_help_is_not_said_to_be_helped():
+    captured = side_by_side(Stubborn, None)
+    assert counts(captured)[:2] == (0, 0)
+    assert reasons(captured)[0].endswith("or once, as a buffer")
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_several_steps_in_one_graph_have_the_constants_of_one(changes):
+    scales = [0.5, 2.0]
+
+    def scaled(model, batch):
+        return mean_loss(model, batch) * copied(scales).mean()
+
+    both = unrolling.Both(loss_fn=scaled, plan=Plan(cuda_graph=True))
+    batches = make_batches(16 * unrolling.K)
+    both.run(batches[: 8 * unrolling.K])
+    if changes:
+        scales[0] = 3.0
+    both.run(batches[8 * unrolling.K :])
+    replays, _ = both.unrolled
+    assert replays > (10 if changes else 13)
+    assert counts(both.several)[3] == (4 if changes else 2)
 
 
 def replaced(number, model):
