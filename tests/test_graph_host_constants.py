@@ -154,7 +154,8 @@ class Asks(Net):
     """Computes another way once it is told of the capture."""
 
     def forward(self, x):
-        return super().forward(x) * (2.0 if torch.cuda.is_current_stream_capturing() else 1.0)
+        is_told = torch.cuda.is_current_stream_capturing()
+        return super().forward(x) * (2.0 if is_told else 1.0)
 
 
 def test_constants_are_tried_before_the_step_is_told_of_its_capture():
