@@ -123,12 +123,14 @@ class Bench:
             supply = self.supply(how, recycled)
             if supply["supply_ms"] * ENOUGH <= self.step_ms:
                 break
+            if how != HOWS[-1]:  # or its workers would wait with batches in their hands
+                self._loaders.pop((how, recycled), None)
         else:
             how = min(HOWS, key=lambda how: self.supply(how, recycled)["supply_ms"])
             supply = self.supply(how, recycled)
-        for other in HOWS:
-            if other != how:  # whose workers wait with batches in their hands
-                self._loaders.pop((other, recycled), None)
+            for other in HOWS:
+                if other != how:
+                    self._loaders.pop((other, recycled), None)
         loader = self._loader(how, recycled)
         expected = loader.dataset.__getitems__([0])  # type: ignore[attr-defined]
         figures = self._measure(loader, expected, depth, reuse, self.settings.workers)
@@ -138,6 +140,8 @@ class Bench:
     def highest_ratio(self) -> float | None:
         """Return the ratio up to which workers supply enough; None if that is all of `RATIOS`."""
         least = min(self._tried(recycled=True).values(), default=math.inf)
+        if least * ENOUGH <= self.transfer_ms / RATIOS[-1]:
+            return None
         ratio = self.transfer_ms / (least * ENOUGH * (1 + SPARE))
         return ratio if max(ratio for ratio in RATIOS[:-1]) < ratio < RATIOS[-1] else None
 

@@ -81,7 +81,7 @@ def fresh(item: Workload, device: torch.device | str = "cpu") -> nn.Module:
     """Return the model, the same on every rank: made on a GPU in no time, if it is to be there."""
     torch.manual_seed(0)
     with torch.device(device):
-        return item.build()
+        return item.build().to(device)  # also what is not made where that says
 
 
 def adamw(item: Workload, parameters: Any) -> torch.optim.AdamW:

@@ -324,7 +324,7 @@ def test_chunks_are_sized_by_bytes_by_weight_and_by_their_number():
 
 def test_what_is_compiled_takes_twice_the_tokens_where_nothing_is_in_fp32(monkeypatch):
     def twice(dtype=torch.bfloat16, softcap=None):
-        return loss_module._stays_in_16_bits(torch.empty(2, 2), dtype, softcap)
+        return loss_module._takes_twice_the_rows(torch.empty(2, 2), dtype, softcap)
 
     assert not twice()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -52,7 +53,8 @@ def work_out_keys() -> list[threading.Thread]:
         keys: list[Callable[[], object]] = [codecache.torch_key]
         if torch.version.cuda is not None:
             # First, so that its compiler is at work while the hashes are waited for.
-            _begin(_DRIVER_NAME, _driver())
+            if not any(thread.name == _DRIVER_NAME for thread in threading.enumerate()):
+                _begin(_DRIVER_NAME, _driver())
             keys += _of_triton()
     except Exception as error:  # an installation that is amiss raises what it likes
         logger.debug("the keys of the compile caches are not worked out early: %s", error)
@@ -60,10 +62,11 @@ def work_out_keys() -> list[threading.Thread]:
     return [thread for key in keys for thread in _begin(_NAME, [key])]
 
 
-def wait_for_keys(threads: Sequence[threading.Thread]) -> None:
-    """Return when the threads are done, at once if they are."""
-    for thread in threads:
-        thread.join(_MOST_WAIT_S)
+def wait_for_keys(threads: list[threading.Thread]) -> None:
+    """Return when the threads are done, at once if they are; once, so the list is emptied."""
+    deadline = time.monotonic() + _MOST_WAIT_S
+    while threads:
+        threads.pop().join(max(0.0, deadline - time.monotonic()))
 
 
 def _begin(name: str, keys: Sequence[Callable[[], object]]) -> list[threading.Thread]:

@@ -51,7 +51,8 @@ class CompileRecord(Closing):
     """Notes what torch.compile does in this process, from now until it is closed.
 
     Args:
-        before: Called before each compilation, in the thread that compiles.
+        before: Called before a compilation, in the thread that compiles; of several that overlap
+            torch tells the first alone.
 
     Example:
         >>> import torch

@@ -5,12 +5,12 @@ host wait and cannot be captured. Mostly the value is a constant. So where a cap
 a copy, the next step is run with an eye on these copies, and the values are kept on the device; in
 the capture after it they stand in for the copies, if each is the same again.
 
-A constant is made of numbers: literals, attributes, entries of short lists and arrays. If one of
-these changes, that is noticed as it is for any number that a graph has frozen, by
-`torchfast.graphs.attributes`. A tensor that was on the host before the step is another thing: it
-may be written to through views, arrays and storages, and replaced by the step itself. So what is
-made of one, or of anything else that is no plain number, is no constant unless the user vouches for
-it; and where the step has read a number out of one, nothing is, since that number may be in any.
+A constant is made of Python's numbers: literals, attributes, short lists. If one of these changes,
+that is noticed as it is for any number that a graph has frozen, by `torchfast.graphs.attributes`. A
+tensor that was on the host before the step, or an array, is another thing: it may be written to
+through views and storages, and replaced by the step itself. So what is made of one, or of anything
+else that is no plain number, is no constant unless the user vouches for it; and where the step has
+read a number out of such a tensor, nothing is, since that number may be in any.
 
 Only what passes through torch's Python functions is seen, and compiled code does not pass through
 them: there the step stays eager.
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -33,7 +32,6 @@ from torchfast._core.batches import tensors
 from torchfast._core.compare import same_bits
 from torchfast._core.errors import CaptureError
 from torchfast.graphs.holders import LONGEST
-from torchfast.graphs.value_forms import is_small_array
 
 ANOTHER_VALUE = (
     "a tensor that the step copies from the host has another value each time; pass it to the step "
@@ -49,12 +47,21 @@ _PLAIN = frozenset((bool, int, float, complex, str, type(None), type(...), *_OF_
 _READERS = frozenset(
     getattr(holder, name)
     for holder, names in {
-        Tensor: "item tolist equal allclose is_nonzero __bool__ __int__ __float__ __complex__ "
-        "__index__ __contains__ __format__ __repr__",
+        Tensor: "item tolist equal allclose is_nonzero numpy __array__ __bool__ __int__ __float__ "
+        "__complex__ __index__ __contains__ __format__ __repr__",
         torch: "equal allclose is_nonzero",
     }.items()
     for name in names.split()
 )
+# What makes tensors of as many entries as the values say.
+_SIZED_BY_VALUES = frozenset(
+    getattr(holder, name)
+    for holder in (Tensor, torch)
+    for name in ("nonzero", "argwhere", "unique", "masked_select", "bincount")
+    if hasattr(holder, name)
+)
+# Under another count of versions.
+_ASIDE: tuple[Any, ...] = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 _INDICES = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 
 
@@ -79,11 +86,15 @@ class HostConstants:
     Args:
         device: Where the step runs.
         vouched_for: Take values of which a change would not be noticed, too.
+
+    Attributes:
+        is_recorded: Whether a step was recorded to its end.
     """
 
     def __init__(self, device: torch.device, *, vouched_for: bool = False) -> None:
         self._device, self._vouched_for = device, vouched_for
         self._values: list[_Constant] = []
+        self.is_recorded = False
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -93,6 +104,7 @@ class HostConstants:
         """Return what so many steps copy one after the other, each of them the same."""
         several = HostConstants(self._device, vouched_for=self._vouched_for)
         several._values = self._values * number
+        several.is_recorded = self.is_recorded
         return several
 
     @contextmanager
@@ -103,7 +115,7 @@ class HostConstants:
             inputs: Of the step: none of them is a constant, and in a capture they are on the device
                 before it begins.
         """
-        self._values = []
+        self._values, self.is_recorded = [], False
         of_call = set(map(id, inputs))
         origins = _Origins()
 
@@ -119,6 +131,7 @@ class HostConstants:
             yield
         if origins.are_mixed and not self._vouched_for:
             self._values = [value._replace(is_noticed=False) for value in self._values]
+        self.is_recorded = True  # and not where the step has raised
 
     def standing_in(self) -> TorchFunctionMode:
         """Return a context in which the values that were kept stand in for those copies.
@@ -147,8 +160,12 @@ class HostConstants:
 
 def has_compiled_code() -> bool:
     """Whether torch.compile has compiled anything here: a mode would have it compile anew."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters["stats"]["unique_graphs"])
+    if "torch._dynamo" not in sys.modules:
+        return False
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    # Anybody may clear the former, and a reset clears the latter, with what was compiled.
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    return bool(counters.get("stats", {}).get("unique_graphs")) or bool(backends)
 
 
 @final
@@ -168,7 +185,7 @@ class _Origins:
     def are_known(self, value: object) -> bool:
         """Whether a value, a nested one too, is made of plain numbers alone."""
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, np.generic):
+        if kind in _PLAIN:
             return True
         if kind in (list, tuple, torch.Size):
             return len(value) <= LONGEST and all(map(self.are_known, value))  # type: ignore[arg-type, call-overload]
@@ -176,8 +193,6 @@ class _Origins:
             return self.are_known([*value.values()])  # type: ignore[attr-defined]
         if kind is slice:
             return self.are_known([value.start, value.stop, value.step])  # type: ignore[attr-defined]
-        if isinstance(value, np.ndarray):  # a view may be one of something larger
-            return is_small_array(value) and value.base is None
         return isinstance(value, Tensor) and self._is_made(value)
 
     def saw(self, func: object, arguments: object, result: object, *, is_known: bool) -> None:
@@ -194,25 +209,28 @@ class _Origins:
         if is_known:
             for tensor in read:
                 self._follow(tensor)
-            self._made |= {id(tensor): (tensor, _version(tensor)) for tensor in found}
-        if not read or found:
-            return
-        is_read_out = func in _READERS and not is_known
-        self.are_mixed |= is_read_out or not self.are_known(result)
+            self._made |= {id(t): (t, t._version) for t in found if _can_be_followed(t)}
+        elif read:
+            by_mask = func in _INDEXING and any(t.dtype is torch.bool for t in read[1:])
+            self.are_mixed |= func in _READERS or func in _SIZED_BY_VALUES or by_mask
+        if read and not found:
+            self.are_mixed |= not self.are_known(result)
+        self.are_mixed |= bool(read) and func in _ASIDE
 
     def _follow(self, written: Tensor) -> None:
         """Take the version of a tensor that may just have been written to, and of its views."""
         _, before = self._made[id(written)]
-        now, place = _version(written), written.untyped_storage().data_ptr()
+        now = written._version
         if now == before:
             return
+        place = written.untyped_storage().data_ptr()
         for key, (tensor, version) in self._made.items():
             if version == before and tensor.untyped_storage().data_ptr() == place:
                 self._made[key] = tensor, now
 
     def _is_made(self, tensor: Tensor) -> bool:
         known = self._made.get(id(tensor))
-        return known is not None and known[1] == _version(tensor)
+        return known is not None and known[1] == tensor._version
 
 
 @final
@@ -289,8 +307,9 @@ class _Copies(TorchFunctionMode):
         )
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _can_be_followed(tensor: Tensor) -> bool:
+    """Whether it has one memory, and counts how often that is written to."""
+    return tensor.layout is torch.strided and not tensor.is_inference()
 
 
 def _target(
@@ -312,4 +331,5 @@ def _reordering(memory_format: torch.memory_format | None) -> torch.memory_forma
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)
+    is_dense = a.layout is b.layout is torch.strided  # of others nobody compares the bits
+    return is_dense and a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)

@@ -95,7 +95,7 @@ class Entry:
         with ExitStack() as stack:
             if self.secret is not None:
                 stack.enter_context(self.secret.kept())
-            if self.constants is not None:
+            if self.constants is not None and self.constants.is_recorded:
                 stack.enter_context(self.constants.standing_in())
             if self.draws is not None:
                 stack.enter_context(self.draws.noting())
@@ -159,7 +159,8 @@ class Entry:
 
     def _may_be_constants(self, failure: Failure, options: CUDAGraphOptions) -> bool:
         """Whether what is copied from the host may be taken for constants, and was not yet."""
-        if not failure.is_copy or self.constants is not None:
+        is_tried = self.constants is not None and self.constants.is_recorded
+        if not failure.is_copy or is_tried:
             return False
         if options.host_constants == "auto":
             return not has_compiled_code()

@@ -8,6 +8,7 @@ from typing import Literal
 from torchfast._core.arguments import (
     check_choice,
     check_flag,
+    check_flag_or_auto,
     check_int,
     explain_init_keywords,
 )
@@ -64,8 +65,7 @@ class CUDAGraphOptions:
         check_choice("new_shapes", self.new_shapes, ("capture", "eager"), PlanError)
         check_choice("on_failure", self.on_failure, ("eager", "raise"), PlanError)
         check_flag("check", self.check)
-        if self.host_constants != "auto":
-            check_flag("host_constants", self.host_constants)
+        check_flag_or_auto("host_constants", self.host_constants)
         check_flag("time_phases", self.time_phases)
 
     @property

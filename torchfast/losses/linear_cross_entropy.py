@@ -122,7 +122,7 @@ def linear_cross_entropy(
     rows = hidden.reshape(-1, hidden.shape[-1])
     if class_weight is not None:
         class_weight = class_weight.detach().to(accumulation_dtype(dtype))
-    factor = 2 if _stays_in_16_bits(weight, dtype, softcap) else 1
+    factor = 2 if _takes_twice_the_rows(weight, dtype, softcap) else 1
     num_rows = _chunk_rows(chunk_size, rows.shape[0], weight, factor)
     grad = torch.is_grad_enabled()
     arguments = (
@@ -378,13 +378,13 @@ def _chunk_rows(chunk_size: int | str, num_rows: int, weight: Tensor, factor: in
     return rows
 
 
-def _stays_in_16_bits(weight: Tensor, dtype: torch.dtype, softcap: float | None) -> bool:
+def _takes_twice_the_rows(weight: Tensor, dtype: torch.dtype, softcap: float | None) -> bool:
     """Whether twice the rows take less memory than eager code takes.
 
     Under bf16 eager code has a chunk's logits in bf16, in fp32, and their log-softmax: 10 bytes
     each. (Under fp16 it does without the second.) Compiled code has them and their gradient in
-    bf16, 4 bytes, but for a softcap's tanh, which it may keep in fp32, and where the gradient is
-    multiplied in fp32.
+    bf16, 4 bytes, but for a softcap's tanh, which it may keep in fp32; where products of 16 bits
+    cannot be had in fp32 (a CPU, ROCm), it has fp32 copies as well.
     """
     compiled = torch.compiler.is_compiling() and has_wide_products(weight.device)
     return compiled and dtype is torch.bfloat16 and softcap is None
