@@ -44,8 +44,7 @@ def work_out_keys() -> list[threading.Thread]:
     with the inductor or with Triton is told by whoever needs them.
     """
     # Somebody else of this process has begun: the same again would only take longer.
-    begun = [thread for thread in threading.enumerate() if thread.name == _NAME]
-    if begun:
+    if begun := _under_way(_NAME):
         return begun
     try:
         from torch._inductor import codecache
@@ -53,7 +52,7 @@ def work_out_keys() -> list[threading.Thread]:
         keys: list[Callable[[], object]] = [codecache.torch_key]
         if torch.version.cuda is not None:
             # First, so that its compiler is at work while the hashes are waited for.
-            if not any(thread.name == _DRIVER_NAME for thread in threading.enumerate()):
+            if not _under_way(_DRIVER_NAME):
                 _begin(_DRIVER_NAME, _driver())
             keys += _of_triton()
     except Exception as error:  # an installation that is amiss raises what it likes
@@ -67,6 +66,10 @@ def wait_for_keys(threads: list[threading.Thread]) -> None:
     deadline = time.monotonic() + _MOST_WAIT_S
     while threads:
         threads.pop().join(max(0.0, deadline - time.monotonic()))
+
+
+def _under_way(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
 
 
 def _begin(name: str, keys: Sequence[Callable[[], object]]) -> list[threading.Thread]:
