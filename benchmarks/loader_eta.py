@@ -119,23 +119,23 @@ class Bench:
 
     def from_workers(self, depth: int, reuse: bool, recycled: bool) -> Row:
         """Measure with worker processes, which do as much as leaves the supply sufficient."""
-        for how in HOWS:
-            supply = self.supply(how, recycled)
-            if supply["supply_ms"] * ENOUGH <= self.step_ms:
-                break
-            if how != HOWS[-1]:  # or its workers would wait with batches in their hands
-                self._loaders.pop((how, recycled), None)
-        else:
-            how = min(HOWS, key=lambda how: self.supply(how, recycled)["supply_ms"])
-            supply = self.supply(how, recycled)
-            for other in HOWS:
-                if other != how:
-                    self._loaders.pop((other, recycled), None)
+        how = self._how(recycled)
+        supply = self.supply(how, recycled)
+        for other in HOWS:
+            if other != how:  # of longer steps
+                self._loaders.pop((other, recycled), None)
         loader = self._loader(how, recycled)
         expected = loader.dataset.__getitems__([0])  # type: ignore[attr-defined]
         figures = self._measure(loader, expected, depth, reuse, self.settings.workers)
         tried = self._tried(recycled)
         return self._judged({"upstream": how, **supply, **figures, "supplies_ms": tried})
+
+    def _how(self, recycled: bool) -> How:
+        """Return what workers do at most for a sufficient supply; what is fastest if none is."""
+        for how in HOWS:
+            if self.supply(how, recycled)["supply_ms"] * ENOUGH <= self.step_ms:
+                return how
+        return min(HOWS, key=lambda how: self.supply(how, recycled)["supply_ms"])
 
     def highest_ratio(self) -> float | None:
         """Return the ratio up to which workers supply enough; None if that is all of `RATIOS`."""
@@ -178,6 +178,8 @@ class Bench:
                 through = drained_ms(batches, settings, skip, settings.device)
                 batches.close()  # type: ignore[attr-defined]
             self._supply[how, recycled] = {"supply_ms": alone, "supply_through_ms": through}
+            # Or its workers would wait with batches in their hands while others are measured.
+            del loader, self._loaders[how, recycled]
         return self._supply[how, recycled]
 
     def _tried(self, recycled: bool) -> dict[str, float]:
