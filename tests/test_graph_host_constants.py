@@ -131,11 +131,25 @@ def test_nothing_is_taken_for_a_constant_where_that_is_forbidden():
     assert why.endswith("or, if it is the same each time, set host_constants=True")
 
 
-def test_compiled_code_is_known():
-    code = "import sys, torch; from torchfast.graphs.constants import has_compiled_code as has"
-    code += "; assert not has(); assert 'torch._dynamo' not in sys.modules"
-    code += "; torch.compile(torch.sin, backend='eager')(torch.ones(2)); assert has()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+BY_TURNS = """
+import sys, torch
+from torchfast.graphs.constants import has_compiled_code
+assert not has_compiled_code() and "torch._dynamo" not in sys.modules
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(layer.parameters())
+layer(torch.ones(2)).sum().backward()
+optimizer.step()
+torch._dynamo.disable(torch.sin)(torch.ones(2))
+assert not has_compiled_code()
+torch.compile(torch.sin, backend="eager")(torch.ones(2))
+assert has_compiled_code()
+torch._dynamo.utils.counters.clear()
+assert has_compiled_code()
+"""
+
+
+def test_compiled_code_is_known_and_what_dynamo_leaves_alone_is_none():
+    subprocess.run([sys.executable, "-c", BY_TURNS], check=True, timeout=120)
 
 
 def test_nothing_is_tried_beside_compiled_code_unless_it_is_asked_for(monkeypatch):

@@ -35,6 +35,13 @@ from torchfast.graphs import attributes, replay_check, run_ends, saved_named_sta
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Let go of what tests before this one have compiled: beside it no constants are tried."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
 # -- What cannot be captured -----------------------------------------------------------------------
 
 

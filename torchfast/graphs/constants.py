@@ -163,9 +163,12 @@ def has_compiled_code() -> bool:
     if "torch._dynamo" not in sys.modules:
         return False
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    # Anybody may clear the former, and a reset clears the latter, with what was compiled.
+    # Anybody may clear the former, and a reset clears the latter, with what was compiled. Among
+    # these is None, of what torch itself, in its optimizers too, has told Dynamo to leave alone.
     backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
-    return bool(counters.get("stats", {}).get("unique_graphs")) or bool(backends)
+    return bool(counters.get("stats", {}).get("unique_graphs")) or any(
+        callable(backend) for backend in backends.values()
+    )
 
 
 @final
