@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import compilation_time_metrics
 
 from benchmarks.sweep_model import compiled, form, one_line
 from benchmarks.workloads import Size, Workload, workload
@@ -35,6 +36,7 @@ DEEP_SIZES: dict[Size, GPTSize] = {
 # A graph is captured at the fourth step, and checked at the next ones; after ten of them what was
 # compiled is kept.
 READY_STEPS = 12
+LEAST_SPAN_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +178,9 @@ def _told(trainer: Trainer, work: Work, losses: list[Tensor]) -> Row:
     report = trainer.report()
     told: Row = {"form": form(report), **compiled(report)}
     told["stepped_aside"] = [str(d.detail) for d in report.stepped_aside if d.lever == "compile"]
+    # What torch timed of it, one within the other: where a start spends its time.
+    totals = {name: sum(each) for name, each in compilation_time_metrics.items()}
+    told["spans_s"] = {name: round(s, 3) for name, s in totals.items() if s >= LEAST_SPAN_S}
     if work.num_losses:
         told["losses"] = torch.stack(losses).tolist()
     return told

@@ -55,6 +55,8 @@ def test_all_sections_run_without_a_gpu_and_their_figures_are_written(
     assert (warm["proved"], warm["misses"]) == (True, 0)
     assert warm["hits"] > 0
     assert sections["warm"]["rows"][0]["compile"]["cache_autograd_misses"] > 0
+    for row in sections["warm"]["rows"]:
+        assert 0.01 <= row["spans_s"]["_compile.compile_inner"] < row["first_step_s"]
     assert sections["curves"]["summary"]["held"]
     assert len(sections["curves"]["rows"]) == 4
     assert sections["workloads"]["summary"]["graphs"] > 0
