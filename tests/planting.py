@@ -14,7 +14,7 @@ TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 
 class Planted:
-    """Raises for batches of more than ``fits`` samples; counts what it saw."""
+    """Raises for batches of more than ``fits`` samples; counts what it saw in training."""
 
     def __init__(self, fits, where="forward"):
         self.fits = fits
@@ -22,7 +22,8 @@ class Planted:
         self.sizes = []
 
     def check(self, size, where):
-        if where == self.where:
+        trains = where == "backward" or torch.is_grad_enabled()
+        if where == self.where and trains:
             self.sizes.append(size)
             if size > self.fits:
                 raise torch.OutOfMemoryError(TEXT)

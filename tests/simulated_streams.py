@@ -142,7 +142,7 @@ class SimulatedDevice(TorchDispatchMode):
         block = self.blocks.get(tensor.untyped_storage().data_ptr())
         if block is None:
             return tensor.detach()
-        whole = torch.from_numpy(block.memory.view())
+        whole = torch.from_numpy(block.memory.view()).view(tensor.dtype)  # float32, or its bits
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def end(self):

@@ -207,6 +207,8 @@ def test_a_version_that_lacks_a_key_is_named(name):
 def test_a_version_that_is_none():
     with pytest.raises(ValueError, match=r"version must be written as '2\.13', got 'new'"):
         AllocatorConfig().to_env(version="new")
+    with pytest.raises(TypeError, match=r"version must be written as '2\.13', got 211 \(int\)"):
+        AllocatorConfig().to_env(version=211)
 
 
 def test_a_device_that_lacks_a_key_is_named():

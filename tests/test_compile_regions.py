@@ -80,6 +80,8 @@ def test_auto_is_whole_where_a_large_model_has_no_blocks():
         (("head", "blocks.[01]"), [("blocks.0", "blocks.1"), ("head",)]),
         ((Attention,), [("blocks.0.attn", "blocks.1.attn", "blocks.2.attn")]),
         ((Block, "head"), [("blocks.0", "blocks.1", "blocks.2"), ("head",)]),
+        (("Attention",), [("blocks.0.attn", "blocks.1.attn", "blocks.2.attn")]),  # from JSON
+        (("Module",), [("",)]),  # as the class itself would
     ],
 )
 def test_named(regions, expected):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simulated_copies import CopyingDevice
+from simulated_copies import CopyingDevice, PromptCopies
 from torchfast._core.errors import UnsupportedOptimizerError
 from torchfast.memory import OffloadedOptimizer, host_pool, optimizer_offload
 
@@ -218,6 +218,44 @@ def test_gradients_that_change_behind_the_backward_are_copied_again(device):
             found.append(read(device, parameters))
             optimizer.close()
     assert equal(*found)
+
+
+@pytest.mark.parametrize("who", ["a loss scale", "data", "nobody"])
+def test_changes_that_no_count_of_writes_tells_are_noticed(who, monkeypatch):
+    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
+    torch.manual_seed(0)
+    nets = [nn.Linear(6, 3) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    make = partial(torch.optim.SGD, lr=0.1)
+    optimizers = [
+        make(nets[0].parameters()),
+        OffloadedOptimizer(nets[1].parameters(), make, copy_early=True),
+    ]
+    copied = []
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", _counting(torch.Tensor.copy_, optimizers[1]._gradients, copied)
+    )
+    for x in torch.randn(3, 4, 6):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=who == "a loss scale")
+            scaler.scale(net(x).square().mean()).backward()
+            if who == "data":
+                for parameter in net.parameters():
+                    parameter.grad.data.mul_(0.5)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+    assert equal([*nets[0].parameters()], [*nets[1].parameters()])
+    # Each gradient in the backward, and once more if it has changed.
+    assert len(copied) == 3 * 2 * (1 if who == "nobody" else 2)
+
+
+def _counting(copy, gradients, copied):
+    def counted(self, source, *args, **kwargs):
+        if any(self is known for known in gradients.values()):
+            copied.append(self)
+        return copy(self, source, *args, **kwargs)
+
+    return counted
 
 
 def test_a_gradient_that_is_dropped_while_it_is_copied(device):

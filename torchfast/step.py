@@ -371,7 +371,7 @@ class TrainStep:
             model, self.optimizer, self.lr_scheduler, self._guard, self._average, self.device
         )
         self.memory.watch(
-            model, self.optimizer, self._guard, self._average, self._offload, self.sharding
+            model, self.optimizer, self._guard, self._average, self._offload, self._gradients
         )
         hook = weak_hook(self._after_load)
         self._load_hook = self.optimizer.register_load_state_dict_post_hook(hook)

@@ -104,11 +104,11 @@ class StepMemory:
         guard: UpdateGuard,
         average: WeightAverage,
         offload: StepOffload,
-        sharding: Sharding,
+        gradients: Gradients,
     ) -> None:
         """Begin to care for a step's memory."""
-        device = self._device = sharding.device
-        self._forget, self._sharding = guard.forget, sharding
+        device = self._device = gradients.device
+        self._forget, self._sharding = guard.forget, gradients.sharding
         from torchfast.memory import OutOfMemoryGuard  # when something trains, not at import
 
         def others() -> dict[str, Iterable[Tensor]]:
@@ -129,6 +129,7 @@ class StepMemory:
             facts={name: getattr(self._plan, name) for name in type(self._plan).__annotations__},
             others=others,
             after_failure=guard.forget,
+            loss_of=lambda batch: gradients.compute_loss(batch, model),
         )
         self.run = guard_of_memory.run  # itself: a step would feel a call in between
 

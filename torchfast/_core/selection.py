@@ -57,7 +57,8 @@ def select_modules(
 
     Args:
         model: Where they stand.
-        selection: Paths, in which ``*`` stands for one name, and module classes.
+        selection: Paths, in which ``*`` stands for one name, and module classes. A single name
+            that is no path is that of a class, as a plan in JSON has it.
         option: What the selection is called, for errors.
 
     Raises:
@@ -110,6 +111,8 @@ def _instances(modules: dict[str, nn.Module], cls: type[nn.Module], option: str)
 
 def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
     found = [path for path in modules if path and _fits(path, pattern)]
+    if not found and (found := _of_class(modules, pattern)):
+        return found
     if not found:
         known = [path for path in modules if path]
         raise ValueError(
@@ -123,6 +126,10 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
             f"called; its members can: {lists[0] + '.*'!r}"
         )
     return found
+
+
+def _of_class(modules: dict[str, nn.Module], name: str) -> list[str]:
+    return [p for p, m in modules.items() if any(c.__name__ == name for c in type(m).__mro__)]
 
 
 def _fits(path: str, pattern: str) -> bool:

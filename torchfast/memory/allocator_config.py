@@ -322,6 +322,8 @@ def _running() -> tuple[int, int]:
 
 
 def _version(text: str) -> tuple[int, int]:
+    if not isinstance(text, str):
+        raise TypeError(f"version must be written as '2.13', got {text!r} ({type(text).__name__})")
     try:
         major, minor = text.split(".")[:2]
         return int(major), int(minor)

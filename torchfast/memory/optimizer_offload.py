@@ -15,8 +15,10 @@ update is one bucket.
 The device computes nothing meanwhile, and the bus carries two copies of the model in each update.
 So it pays where the state does not fit otherwise, with few and large steps: many micro-batches in
 each. Under ``copy_early`` gradients go in the backward already, which is right only where nobody
-changes them behind it: clipping, a loss scale and further micro-batches do, so what is no longer
-what was copied is copied again.
+changes them behind it: clipping, a loss scale, other ranks and further micro-batches do, so what is
+no longer what was copied is copied again. The count of writes does not tell: collectives and the
+kernel of a loss scale leave it as it is. So the bits are added up on the device, when a gradient is
+copied and once more before the update.
 
 Take a fused form of the optimizer (``fused=True``), which torch has for the CPU too; the others
 take several times as long.
@@ -40,6 +42,7 @@ from torchfast.memory.copy_streams import CopyStreams, copy_streams_for
 from torchfast.memory.host_pool import HostPool
 
 _BUCKET_BYTES: Final = 1 << 26
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
@@ -48,7 +51,7 @@ class _Early(NamedTuple):
     """A gradient that was copied in the backward."""
 
     gradient: Tensor
-    version: int
+    checksum: Tensor
     copied: Any
 
 
@@ -281,6 +284,7 @@ class OffloadedOptimizer(Optimizer):
         # All that goes to the host is enqueued first, so that the bus is never left waiting.
         is_torchs = type(inner).__module__.startswith("torch.optim.")
         found = self._buckets(self._bucket_bytes if is_torchs else None)
+        self._forget_changed(out)
         buckets = [(bucket, self._copy_out(bucket, side)) for bucket in found]
         back.wait_event(home.record_event())
         own = {p: p.grad for p, host in self._hosts.items() if host is p}
@@ -337,15 +341,10 @@ class OffloadedOptimizer(Optimizer):
                 if self._seen.get(parameter) != _fingerprint(parameter):
                     # The last update's copy to the device is done: the caller's stream waited.
                     self._hosts[parameter].detach().copy_(parameter, non_blocking=True)
-                gradient, early = parameter.grad, self._early.get(parameter)
+                gradient = parameter.grad
                 assert gradient is not None
-                if (
-                    early is not None
-                    and early.gradient is gradient
-                    and early.version == gradient._version
-                ):
-                    continue
-                self._gradients[parameter].copy_(gradient, non_blocking=True)
+                if parameter not in self._early:
+                    self._gradients[parameter].copy_(gradient, non_blocking=True)
             return out.record_event()
 
     def _copy_now(self, parameter: Tensor) -> None:
@@ -362,7 +361,29 @@ class OffloadedOptimizer(Optimizer):
         out.wait_event(home.record_event())
         with side.on(out), torch.no_grad():
             self._gradients[parameter].copy_(gradient, non_blocking=True)
-        self._early[parameter] = _Early(gradient, gradient._version, out.record_event())
+            checksum = _checksum(gradient)
+        self._early[parameter] = _Early(gradient, checksum, out.record_event())
+
+    def _forget_changed(self, out: Any) -> None:
+        """Keep of the gradients that were copied in the backward those that are what they were."""
+        early = self._early
+        kept = {p: copy for p, copy in early.items() if copy.gradient is p.grad}
+        if kept:
+            assert self._side is not None
+            with self._side.on(out):
+                now = torch.stack([_checksum(copy.gradient) for copy in kept.values()])
+                then = torch.stack([copy.checksum for copy in kept.values()])
+                is_same = now == then
+                out.record_event().synchronize()  # as the host would for the first copies anyway
+            pairs = zip(kept.items(), is_same.tolist(), strict=True)
+            kept = {p: copy for (p, copy), same in pairs if same}
+        self._early = kept
+
+
+def _checksum(gradient: Tensor) -> Tensor:
+    """Return the sum of a gradient's bits, as whole numbers of its width."""
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return real.detach().view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)
 
 
 def _fingerprint(parameter: Tensor) -> tuple[int, int]:

@@ -6,8 +6,9 @@ the rest was taken for. So the step's `OutOfMemoryGuard` takes an account at tha
 of the step, and these hold its tensors, so whoever caught it would find that nothing was freed.
 
 With ``"split"`` a step that ran out in its forward or backward is done again with each micro-batch
-in halves, then in quarters, and so on (see `splitting`). The gradient is the same within rounding.
-Nothing has been updated by then; what the failed try has changed is put back (see `before_step`).
+in halves, then in quarters, and so on (see `splitting`). The gradient is the same within rounding,
+which is tried out before the first time (see `split_check`). Nothing has been updated by then; what
+the failed try has changed is put back (see `before_step`).
 The size that failed is remembered, so later steps of that size begin in parts. A step costs the
 time of all its tries, so this is for the rare batch that is too large, and for finding out what
 fits; where every batch is too large, a smaller batch with ``accumulate`` does the same without the
@@ -34,11 +35,13 @@ from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CaptureError, OutOfMemoryError
+from torchfast._core.loss import LossParts
 from torchfast.memory.account import MemoryAccount
 from torchfast.memory.before_step import BeforeStep
 from torchfast.memory.failure import AccountTaker, cause_of, let_go
 from torchfast.memory.moment import MomentSource, moments_of
 from torchfast.memory.out_of_memory_options import OutOfMemoryOptions
+from torchfast.memory.split_check import Verdict, check_split
 from torchfast.memory.splitting import SplitBatch, num_elements, parts_of, split, why_whole
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class OutOfMemoryGuard:
         facts: The plan's fields, for the advice.
         others: Returns more tensors by category.
         after_failure: Lets go of what the step has kept of a try.
+        loss_of: Runs the loss function on a batch, to find out whether parts make the whole.
         source: Where moments come from, in place of the device.
 
     Numerics: Bitwise the step that is run; in parts, the same gradient within rounding.
@@ -80,11 +84,14 @@ class OutOfMemoryGuard:
         facts: Mapping[str, Any] | None = None,
         others: Callable[[], Mapping[str, Iterable[Tensor]]] = dict,
         after_failure: Callable[[], None] = lambda: None,
+        loss_of: Callable[[Any], LossParts] | None = None,
         source: MomentSource | None = None,
     ) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._options = options
         self._after_failure = after_failure
+        self._loss_of = loss_of
+        self._verdict: Verdict | None = None  # on the loss, once a step was to run in parts
         history = options.history if options.snapshot is not None else 0
         self._moments = source or moments_of(device, lines=options.lines, history=history)
         self._limit: int | None = None  # elements of the smallest part that did not fit
@@ -145,6 +152,8 @@ class OutOfMemoryGuard:
                 before.put_back()
             del before
             smaller = self._smaller(group, pieces, account)
+            if not isinstance(smaller, str):
+                smaller = self._why_not_alike(group, smaller) or smaller
             if isinstance(smaller, str):
                 self._limit = limit  # or steps that do fit would run in parts from now on
                 raise self._error(account, smaller)
@@ -156,7 +165,7 @@ class OutOfMemoryGuard:
                 "ones of its size%s",
                 account.stage,
                 num_parts,
-                self._of_batch_norm(),
+                self._not_alike(),
             )
 
     def after_failed_capture(self) -> None:
@@ -182,7 +191,7 @@ class OutOfMemoryGuard:
         if self._options.action == "split":
             detail = (
                 "a step that does not fit is done again in parts; each step copies the buffers"
-                f"{self._of_batch_norm()}"
+                f"{self._not_alike()}"
             )
         if self._limit is not None:
             detail += f"; batches of {self._limit} elements and more run in parts"
@@ -293,12 +302,28 @@ class OutOfMemoryGuard:
             return f"it would take {num_parts} parts, and max_parts={self._options.max_parts}"
         return smaller
 
-    def _of_batch_norm(self) -> str:
-        """Say whether parts have other statistics than the whole."""
+    def _why_not_alike(self, group: Group, pieces: Group) -> str | None:
+        """Return why parts would give another gradient than the whole; None if none is known."""
+        if self._loss_of is None:
+            return None
+        if self._verdict is None:
+            # The loss function stays what it is, so once is enough.
+            in_parts = next(a for a, b in zip(group, pieces, strict=True) if a is not b)
+            self._verdict = check_split(self._loss_of, in_parts, self._model, self._device)
+        return self._verdict.why_not
+
+    def _not_alike(self) -> str:
+        """Say in what parts differ from the whole, or might."""
+        notes = ""
         norm = nn.modules.batchnorm._BatchNorm
         if any(isinstance(m, norm) and m.training for m in self._model.modules()):
-            return "; BatchNorm in it then sees the statistics of a part, not of the batch"
-        return ""
+            notes = "; BatchNorm in it then sees the statistics of a part, not of the batch"
+        if self._verdict is not None and (why := self._verdict.why_unknown) is not None:
+            notes += (
+                "; its loss must be a mean over samples or (sum, metrics, weight), which could not "
+                f"be tried out: {why}"
+            )
+        return notes
 
 
 def _num_parts(pieces: Group) -> int:

@@ -2,17 +2,18 @@
 
 What a step needs for activations grows with the batch, so half of it needs about half. The gradient
 stays the same: a mean over a batch is the mean over its parts, each weighted by its share of the
-samples, and a sum is the sum of their sums.
+samples, and where ``loss_fn`` returns ``(sum, metrics, weight)``, sums and weights are added up.
 
 It is the same only for what is computed sample by sample. BatchNorm in training sees the statistics
-of the part; a loss that compares samples with each other sees fewer; and a mean over something else
-than samples, such as the tokens that are not padding, is weighted wrongly. For that a ``loss_fn``
-returns ``(sum, metrics, weight)``, whose parts are weighted by ``weight``.
+of the part; a loss that compares samples with each other sees fewer; and a plain sum, or a mean
+over something else than samples, such as the tokens that are not padding, is weighted wrongly. All
+but the first `torchfast.memory.split_check` finds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -85,9 +86,21 @@ def split(batch: Any, limit: int) -> Any:
     sizes = list(_sizes(num, num_elements(batch) / num, limit))
     if len(sizes) == 1:
         return batch
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return split_at(batch, [*itertools.accumulate(sizes)][:-1])
+
+
+def samples_of(batch: Any, start: int, size: int) -> Any:
+    """Return so many samples of a batch of which `why_whole` returns None, beginning at one."""
+    return map_batch(batch, lambda t: t.narrow(0, start, size) if t.dim() > 0 else t)
+
+
+def split_at(batch: Any, places: Sequence[int]) -> SplitBatch:
+    """Return a batch in parts that begin at its first sample and at each of ``places``."""
+    num = count_samples(batch) or 1
+    starts = [0, *places]
+    sizes = [b - a for a, b in zip(starts, [*places, num], strict=True)]
     return SplitBatch(
-        parts=tuple(_cut(batch, a, n) for a, n in zip(starts, sizes, strict=True)),
+        parts=tuple(samples_of(batch, a, n) for a, n in zip(starts, sizes, strict=True)),
         shares=tuple(size / num for size in sizes),
     )
 
@@ -160,10 +173,6 @@ def _sizes(num: int, elements: float, limit: int) -> Iterator[int]:
     first = (num + 1) // 2
     yield from _sizes(first, elements, limit)
     yield from _sizes(num - first, elements, limit)
-
-
-def _cut(batch: Any, start: int, size: int) -> Any:
-    return map_batch(batch, lambda t: t.narrow(0, start, size) if t.dim() > 0 else t)
 
 
 def _by_share(metrics: Sequence[dict[str, Number]], shares: Sequence[float]) -> dict[str, Number]:
