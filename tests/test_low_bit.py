@@ -249,7 +249,7 @@ def test_sharded_parameters_are_updated_as_whole_ones(kind):
     for found in ranks.run(rank):
         # The ranks' gradients are added and halved, which rounds in another place.
         assert found[0] == pytest.approx(losses, 1e-4)
-        assert found[1]["exp_avg"].dtype == torch.uint8
+        assert found[1]["exp_avg_codes"].dtype == torch.uint8
         assert {n: v.shape for n, v in found[1].items()} == {
             n: v.shape for n, v in state.items() if n != "step"
         }

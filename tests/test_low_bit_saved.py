@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn, optim
 
 from eager_torch import EagerTorch
-from torchfast import LowBitAdamW
+from torchfast import LowBitAdamW, Plan, PlanError, StateMismatchError, Trainer
+from torchfast._core.compare import differences
 
 KINDS = ("8bit", "4bit", "fp8", "full")
 
@@ -102,7 +106,7 @@ def test_state_of_torchao_is_taken_over(name, kind, monkeypatch):
     for moment in ("exp_avg", "exp_avg_sq"):
         expected = theirs.state[weight][moment].dequantize()
         torch.testing.assert_close(moments[moment], expected, rtol=0.02, atol=1e-6)
-    assert type(low.state[weight]["exp_avg"]) is torch.Tensor
+    assert type(low.state[weight]["exp_avg_codes"]) is torch.Tensor
     assert float(low.state[weight]["step"]) == 2
 
 
@@ -110,3 +114,118 @@ def test_state_of_torchao_is_taken_over(name, kind, monkeypatch):
 def test_betas_are_two(betas):
     with pytest.raises(TypeError, match=r"betas must be two numbers, as \(0\.9, 0\.999\), got "):
         LowBitAdamW([nn.Parameter(torch.ones(2))], betas=betas)
+
+
+def test_codes_are_no_moments_to_an_adamw():
+    weight, low = stepped(LowBitAdamW)
+    plain = optim.AdamW([weight])
+    plain.load_state_dict(low.state_dict())
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(KeyError, match="exp_avg"):
+        plain.step()
+
+
+def test_what_is_refused_leaves_the_optimizer_as_it_was():
+    _, saved = stepped(LowBitAdamW)
+    weight, low = stepped(LowBitAdamW, state="full")
+    low.param_groups[0]["lr"] = 0.5
+    expected = copy.deepcopy(low.state_dict())
+    with pytest.raises(ValueError, match="but this LowBitAdamW keeps them in 'full'"):
+        low.load_state_dict(saved.state_dict())
+    assert not differences(expected, low.state_dict())
+    assert low.param_groups[0]["lr"] == 0.5
+    assert low.state[weight]["exp_avg"].dtype == torch.float32
+
+
+def test_shapes_in_another_order_are_told():
+    first, second = nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.randn(64, 64))
+    saved, low = LowBitAdamW([first, second]), LowBitAdamW([second, first])
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+    saved.step()
+    with pytest.raises(ValueError, match=r"or of parameters in another order: .*\(64, 64\)"):
+        low.load_state_dict(saved.state_dict())
+    assert not low.state
+
+
+def test_what_a_hook_makes_of_a_state_is_loaded():
+    weight, saved = stepped(LowBitAdamW)
+    low = LowBitAdamW([weight])
+
+    def later(_, state_dict):
+        states = {k: {**v, "step": torch.tensor(77.0)} for k, v in state_dict["state"].items()}
+        return {**state_dict, "state": states}
+
+    low.register_load_state_dict_pre_hook(later)
+    low.load_state_dict(saved.state_dict())
+    assert float(low.state[weight]["step"]) == 77
+    assert len(low._optimizer_load_state_dict_pre_hooks) == 1
+
+
+def test_a_trainer_goes_on_from_a_checkpoint_of_an_adamw():
+    def trained(plan):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 128)
+        return Trainer(model, partial(optim.AdamW, lr=1e-3), square_loss, plan)
+
+    first, then = trained(Plan()), trained(Plan(optimizer="adamw8bit"))
+    first.step(torch.randn(4, 64))
+    then.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert float(then.optimizer.state[then.model.weight]["step"]) == 1
+    sgd = Trainer(nn.Linear(64, 128), partial(optim.SGD, lr=0.1, momentum=0.9), square_loss)
+    sgd.step(torch.randn(4, 64))
+    expected = copy.deepcopy(then.state_dict())
+    with pytest.raises(StateMismatchError, match="it is not that of an AdamW"):
+        then.load_state_dict(sgd.state_dict())
+    assert not differences(expected, then.state_dict())
+
+
+def square_loss(model, x):
+    return model(x).square().mean()
+
+
+def _hooked(optimizer):
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def _scheduled(optimizer):
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+def _stepped(optimizer):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("how", "what"), [(_hooked, "hooks"), (_scheduled, "a scheduler"), (_stepped, "state")]
+)
+def test_what_another_optimizer_would_lose_is_refused(how, what):
+    build = lambda p: how(optim.AdamW(p, lr=1e-3))  # noqa: E731
+    with pytest.raises(PlanError, match=f"this AdamW, which has {what}"):
+        Trainer(nn.Linear(64, 128), build, square_loss, Plan(optimizer="adamw8bit"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, r"lr must be >= 0, got -1\.0"),
+        ({"lr": torch.tensor(-1.0)}, "lr must be >= 0"),
+        ({"betas": (2.0, 3.0)}, "betas must be at least 0"),
+        ({"eps": -1.0}, "eps must be >= 0"),
+    ],
+)
+def test_numbers_of_every_group_are_checked(options, message):
+    weights = [nn.Parameter(torch.randn(4)) for _ in range(2)]
+    with pytest.raises(ValueError, match=message):
+        LowBitAdamW(weights, **options)
+    low = LowBitAdamW(weights[:1])
+    with pytest.raises(ValueError, match=message):
+        low.add_param_group({"params": weights[1:], **options})
+    whole = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(ValueError, match=r"real floating-point parameters, got torch\.int32"):
+        low.add_param_group({"params": [whole]})
+    assert len(low.param_groups) == 1

@@ -123,11 +123,16 @@ def _check_optimizer(saved: object, optimizer: Optimizer) -> None:
         # A newer torch adds hyperparameters and fills them in itself; only another kind of
         # optimizer both lacks some and brings others.
         lacking, foreign = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
-        if lacking and foreign:
+        if lacking and foreign and not hasattr(optimizer, "check_state_dict"):
             raise StateMismatchError(
                 f"optimizer state has {foreign} and lacks {lacking} in parameter group {index}, so "
                 f"it was saved by another kind of optimizer than {type(optimizer).__name__}"
             )
+    if (check := getattr(optimizer, "check_state_dict", None)) is not None:
+        try:
+            check(saved)  # it takes over the state of others, and knows of which
+        except ValueError as error:
+            raise StateMismatchError(str(error)) from error
     # Positions, not names, tie state to parameters, so shapes are the only check there is.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for position, entries in saved["state"].items():

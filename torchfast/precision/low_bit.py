@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 from torchfast._core.arguments import check_choice, check_flag, explain_keywords
 from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
-from torchfast._core.errors import PlanError
 from torchfast._core.local import local
 from torchfast.precision.low_bit_codes import (
     KINDS,
@@ -39,11 +38,13 @@ from torchfast.precision.low_bit_codes import (
     empty_codes,
     rounder,
 )
+from torchfast.precision.low_bit_options import check_numbers
 from torchfast.precision.low_bit_saved import (
+    CODES,
     KIND,
     MOMENTS,
     SCALE,
-    VARIANTS,
+    check_convertible,
     check_kind,
     check_of_adamw,
     in_full,
@@ -100,7 +101,7 @@ class LowBitAdamW(Optimizer):
         >>> optimizer = LowBitAdamW([weight], lr=0.1)
         >>> weight.square().sum().backward()
         >>> optimizer.step()
-        >>> optimizer.state[weight]["exp_avg"].dtype
+        >>> optimizer.state[weight]["exp_avg_codes"].dtype
         torch.uint8
         >>> round(float(weight[0, 0].detach()), 3)
         0.899
@@ -124,16 +125,9 @@ class LowBitAdamW(Optimizer):
     ) -> None:
         check_choice("state", state, KINDS)
         check_flag("stochastic_rounding", stochastic_rounding)
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not isinstance(value, Tensor) and not value >= 0.0:
-                raise ValueError(f"{name} must be >= 0, got {value}")
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise TypeError(f"betas must be two numbers, as (0.9, 0.999), got {betas!r}")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be at least 0 and below 1, got {betas}")
         own = {"kind": state, "stochastic_rounding": stochastic_rounding, "compiled": compiled}
         self._prepare(own)
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -141,9 +135,16 @@ class LowBitAdamW(Optimizer):
             "capturable": True,
             KIND: state,
         }
+        check_numbers(defaults)
         super().__init__(params, defaults)
-        for parameter in self._parameters():
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose numbers are checked as those of the constructor are."""
+        check_numbers({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
             if not parameter.is_floating_point():
+                self.param_groups.pop()
                 raise ValueError(
                     f"LowBitAdamW updates real floating-point parameters, got {parameter.dtype}"
                 )
@@ -157,24 +158,13 @@ class LowBitAdamW(Optimizer):
             **options: ``state``, ``stochastic_rounding``, ``compiled``.
 
         Raises:
-            PlanError: Another kind of optimizer, or a variant that is not to be had in low bits.
+            PlanError: Another kind of optimizer, a variant that is not to be had in low bits, or
+                one that has stepped, has hooks or is driven by a scheduler.
         """
         if isinstance(optimizer, cls):
             return optimizer
-        name = type(optimizer).__name__
-        if type(optimizer) is not torch.optim.AdamW:
-            raise PlanError(
-                f"low-bit state is to be had for torch.optim.AdamW, but the optimizer is {name}; "
-                "give an AdamW, or optimizer='as_given'"
-            )
-        groups = optimizer.param_groups
-        variant = next((f for f in VARIANTS if any(g.get(f) for g in groups)), None)
-        if variant is not None:
-            raise PlanError(
-                f"low-bit state is to be had for AdamW as it is, but the optimizer has {variant}="
-                "True; leave that out, or use optimizer='as_given'"
-            )
-        return cls([_plain_group(group) for group in groups], **options)
+        check_convertible(optimizer)
+        return cls([_plain_group(group) for group in optimizer.param_groups], **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -214,19 +204,29 @@ class LowBitAdamW(Optimizer):
         Raises:
             ValueError: It is of an optimizer that computes otherwise, or of other low bits.
         """
-        check_of_adamw(state_dict)
-        check_kind(state_dict, self.kind)
-        super().load_state_dict(dict(state_dict))
+        adopted: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+        def adopt(_: Optimizer, given: dict[str, Any]) -> None:
+            self.check_state_dict(given)
+            adopted[:] = self._all_adopted(given)
+
+        # The last hook sees what the others have made of it, and raises before anything changes.
+        handle = self.register_load_state_dict_pre_hook(adopt)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            handle.remove()
         # torch casts state to the dtype of its parameter, which codes and scales are not.
-        given = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for index, parameter in zip(given, self._parameters(), strict=True):
-            saved = state_dict["state"].get(index)
-            if saved:
-                self.state[parameter] = self._adopted(saved, parameter)
+        self.state.update(adopted)
         for group in self.param_groups:
             for name in {*_OF_ADAMW} - {*self.defaults}:
                 group.pop(name, None)
             group |= {"capturable": True, KIND: self.kind}
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state is of one that computes otherwise; change nothing."""
+        check_of_adamw(state_dict)
+        check_kind(state_dict, self.kind)
 
     def dense_state_dict(self) -> dict[str, Any]:
         """Return the state as an AdamW takes it, its moments in fp32."""
@@ -289,7 +289,7 @@ class LowBitAdamW(Optimizer):
             if can_be_coded(self.kind, parameter):
                 # A scale of zero: not every table has a code for it.
                 codes, scales = empty_codes(self.kind, local(parameter))
-                state[moment] = spread_as(parameter, codes.zero_())
+                state[moment + CODES] = spread_as(parameter, codes.zero_())
                 state[moment + SCALE] = spread_as(parameter, scales.zero_())
             else:
                 state[moment] = torch.zeros_like(
@@ -307,7 +307,7 @@ class LowBitAdamW(Optimizer):
         new_codes, new_scales = self._codec.encode(own.float().reshape(-1), table)
         codes.copy_(new_codes.view(codes.shape))
         scales.copy_(new_scales)
-        whole = {moment: codes, moment + SCALE: scales}
+        whole = {moment + CODES: codes, moment + SCALE: scales}
         return {name: spread_as(parameter, part) for name, part in whole.items()}
 
     def _moment(self, parameter: Tensor, moment: str) -> Tensor:
@@ -318,29 +318,38 @@ class LowBitAdamW(Optimizer):
             return values
         assert self._codec is not None
         table = self._table(moment, parameter.device)
-        codes, scales = local(state[moment]), local(state[moment + SCALE])
+        codes, scales = local(state[moment + CODES]), local(state[moment + SCALE])
         flat = self._codec.decode(codes.reshape(-1), scales, table)
         return spread_as(parameter, flat.view(local(parameter).shape))
+
+    def _all_adopted(
+        self, state_dict: Mapping[str, Any]
+    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        given = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for index, parameter in zip(given, self._parameters(), strict=False):  # torch compares
+            if saved := state_dict["state"].get(index):
+                yield parameter, self._adopted(saved, parameter)
 
     def _adopted(self, saved: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         """Return saved state in the form that this optimizer keeps."""
         device = parameter.device
         state = {"step": torch.as_tensor(saved["step"]).to(device, torch.float32, copy=True)}
         for moment in MOMENTS:
-            value = saved[moment]
-            is_full = moment + SCALE not in saved
-            if is_full:
-                full = in_full(value).to(device, torch.float32, copy=True)
+            value = saved.get(moment + CODES)
+            if value is None:
+                full = in_full(saved[moment]).to(device, torch.float32, copy=True)
                 state |= self._coded(moment, parameter, full)
             elif can_be_coded(self.kind, parameter):
                 expected, _ = empty_codes(self.kind, local(parameter))
                 if local(value).shape != expected.shape:
                     raise ValueError(
-                        f"the optimizer state was saved by other low bits than {self.kind!r}: "
-                        f"{moment} has shape {tuple(local(value).shape)}, expected "
-                        f"{tuple(expected.shape)}; build LowBitAdamW with the state= it had"
+                        f"the optimizer state was saved by other low bits than {self.kind!r}, or "
+                        f"of parameters in another order: codes of {moment} have shape "
+                        f"{tuple(local(value).shape)}, and those of a parameter of shape "
+                        f"{tuple(parameter.shape)} {tuple(expected.shape)}; build LowBitAdamW with "
+                        "the state= and the groups it had"
                     )
-                state[moment] = value.to(device, copy=True)
+                state[moment + CODES] = value.to(device, copy=True)
                 state[moment + SCALE] = saved[moment + SCALE].to(device, copy=True)
             else:
                 raise ValueError(
@@ -353,6 +362,8 @@ class LowBitAdamW(Optimizer):
         state = self.state[parameter]
         device = parameter.device
         empty = state["step"]  # stands for what there is none of
+        is_coded = MOMENTS[0] + SCALE in state
+        kept = CODES if is_coded else ""
         function = self._compiled_on(device)
         gradient = parameter.grad
         assert gradient is not None
@@ -361,10 +372,10 @@ class LowBitAdamW(Optimizer):
             local(gradient),
             state["step"],
             rate,
-            tuple(local(state[moment]) for moment in MOMENTS),
+            tuple(local(state[moment + kept]) for moment in MOMENTS),
             tuple(local(state.get(moment + SCALE, empty)) for moment in MOMENTS),
             tuple(self._table(moment, device) for moment in MOMENTS),
-            is_coded=MOMENTS[0] + SCALE in state,
+            is_coded=is_coded,
             betas=tuple(float(beta) for beta in group["betas"]),
             eps=group["eps"],
             weight_decay=group["weight_decay"],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
+
+from torch import Tensor
 
 from torchfast._core.arguments import check_choice, check_flag, explain_init_keywords
 from torchfast._core.errors import PlanError
@@ -64,3 +67,20 @@ class LowBitOptions:
     def __repr__(self) -> str:
         """Return the call that makes these options, defaults left out."""
         return call_of(self, changed_fields(self))
+
+
+def check_numbers(group: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError if an AdamW cannot compute with the numbers of a group.
+
+    Synchronizes: Never; a learning rate that lies on a device is not looked at.
+    """
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        is_there = not isinstance(value, Tensor) or value.device.type == "cpu"
+        if is_there and not value >= 0.0:
+            raise ValueError(f"{name} must be >= 0, got {value}")
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers, as (0.9, 0.999), got {betas!r}")
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas must be at least 0 and below 1, got {betas}")

@@ -1,13 +1,19 @@
-"""What optimizer state is taken over into low bits, and what would go on otherwise from there."""
+"""What optimizers and states are taken over into low bits, and what would go on otherwise there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from torchfast._core.errors import PlanError
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+# Codes have a name of their own, or an AdamW would take them for moments of 0 to 255.
+CODES: Final = "_codes"
 SCALE: Final = "_scale"
 # By which groups say what their codes are.
 KIND: Final = "state_kind"
@@ -28,7 +34,11 @@ def check_of_adamw(state_dict: Mapping[str, Any]) -> None:
                 "train otherwise from here on; load it into the optimizer that saved it"
             )
     for saved in state_dict["state"].values():
-        lacking = [name for name in ("step", *MOMENTS) if saved and name not in saved]
+        lacking = [
+            name
+            for name in ("step", *MOMENTS)
+            if saved and name not in saved and name + CODES not in saved
+        ]
         if lacking:
             raise ValueError(
                 f"the optimizer state has no {lacking[0]!r} but {sorted(saved)}, so it is not that "
@@ -48,6 +58,37 @@ def check_kind(state_dict: Mapping[str, Any], kind: str) -> None:
         raise ValueError(
             f"the optimizer state was saved by other low bits than {kind!r}: by {min(saved)!r}; "
             "build LowBitAdamW with the state= it had"
+        )
+
+
+def check_convertible(optimizer: Optimizer) -> None:
+    """Raise PlanError if an optimizer is no AdamW, or has what another one in its place would lose.
+
+    It is built anew from its groups, so its state, its hooks and who drives its groups stay behind.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer) is not torch.optim.AdamW:
+        raise PlanError(
+            f"low-bit state is to be had for torch.optim.AdamW, but the optimizer is {name}; "
+            "give an AdamW, or optimizer='as_given'"
+        )
+    groups = optimizer.param_groups
+    variant = next((f for f in VARIANTS if any(g.get(f) for g in groups)), None)
+    if variant is not None:
+        raise PlanError(
+            f"low-bit state is to be had for AdamW as it is, but the optimizer has {variant}="
+            "True; leave that out, or use optimizer='as_given'"
+        )
+    lost = "state, since it has stepped" if optimizer.state else None
+    if any(hooks for key, hooks in vars(optimizer).items() if key.endswith("_hooks")):
+        lost = "hooks"
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        lost = "a scheduler"
+    if lost is not None:
+        raise PlanError(
+            f"low-bit state is kept by another optimizer in place of this AdamW, which has {lost} "
+            "that it would lose; build LowBitAdamW itself, with what belongs to it, or the AdamW "
+            "without"
         )
 
 
