@@ -7,9 +7,9 @@ each the tensor that autograd saves in the same place. It ends as soon as none i
 Torch's ``checkpoint(use_reentrant=False)`` does the same. Where the host sets the pace, what it
 does beside the block's own work is felt, and this does less of it. Every guarantee stands:
 gradients of gradients, a graph that is kept for a second backward, a backward within the forward,
-blocks within blocks, other hooks around (what a block is called with goes through them), an input
-that is overwritten is an error, and so is a second run that computes other tensors than the first
-one.
+blocks within blocks, other hooks around (what a block is called with goes through them), arguments
+that are one tensor stay one, an input that is overwritten is an error, and so is a second run that
+computes other tensors than the first one.
 
 Random numbers are drawn again: the generators of the host and of the block's device are noted
 before each call, in which a copy of 5 kB and one of 16 bytes are less than to find out whether any
@@ -255,9 +255,17 @@ class _Inputs:
         # it again, offload sends it to the host.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._unpack = None if hooks is None else hooks[1]
-        self._leaves = [
-            self._kept(leaf, hooks) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
+        # Each tensor once: a block may ask whether two of its arguments are the same one.
+        kept: dict[int, _Input] = {}
+        self._leaves: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                there = kept.get(id(leaf))
+                if there is None:
+                    there = kept[id(leaf)] = self._kept(leaf, hooks)
+                self._leaves.append(there)
+            else:
+                self._leaves.append(leaf)
 
     def _kept(self, tensor: Tensor, hooks: Any) -> _Input:
         device = tensor.device
@@ -272,9 +280,9 @@ class _Inputs:
         return _Input(tensor.detach() if requires_grad else tensor, version, requires_grad)
 
     def restored(self) -> tuple[Any, Any]:
-        leaves = [
-            leaf.restored(self._unpack) if type(leaf) is _Input else leaf for leaf in self._leaves
-        ]
+        inputs = dict.fromkeys(leaf for leaf in self._leaves if type(leaf) is _Input)
+        tensors = {one: one.restored(self._unpack) for one in inputs}
+        leaves = [tensors[leaf] if type(leaf) is _Input else leaf for leaf in self._leaves]
         if isinstance(self._structure, tuple):
             num_args, names = self._structure
             return leaves[:num_args], dict(zip(names, leaves[num_args:], strict=True))
