@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from recomputed import train
 from torchfast import Recompute
 from torchfast._core.compare import differences
+from torchfast.memory import written_buffers
 
 
 def square(model, batch):
@@ -78,3 +80,68 @@ def test_such_an_argument_is_given_to_hooks_once():
     with Recompute(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
         model(torch.ones(2, 8, requires_grad=True)).sum().backward()
     assert len(packed) == 3
+
+
+# --- buffers -------------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """Writes to its averages past the count of writes, as codebooks do."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8, dtype=dtype))
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        mean = 0.9 * self.mean.float() + 0.1 * (x.detach().flatten(0, -2).mean(0) + 1)
+        self.mean.data.copy_(mean)
+        return x + torch.tanh(self.line(x - self.mean.float())) * self.scale
+
+
+def clones_of(monkeypatch, size):
+    """Note each clone of a tensor of a size."""
+    seen, clone = [], torch.Tensor.clone
+
+    def noted(self, **options):
+        if self.shape == (size,):
+            seen.append(self)
+        return clone(self, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", noted)
+    return seen
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_buffer_that_is_written_to_by_its_data(what, dtype):
+    torch.manual_seed(1)
+    assert_same_bits(nn.Sequential(Centred(dtype), Centred(dtype), Centred(dtype)), what)
+
+
+def test_only_buffers_that_are_written_to_are_kept_in_later_calls(monkeypatch):
+    model = nn.Sequential(Centred(), Centred())
+    with Recompute(model):
+        square(model, torch.ones(2, 8)).backward()
+        seen = clones_of(monkeypatch, 8)
+        square(model, torch.ones(2, 8))
+    assert len(seen) == 2
+
+
+def test_nothing_is_read_in_later_calls_nor_while_a_graph_is_captured(monkeypatch):
+    model = nn.Sequential(Centred(), Centred())
+    plain = copy.deepcopy(model)
+    reads, read = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self) or read(self))
+    with Recompute(model):
+        for is_captured, num_reads in ((True, 0), (False, 2), (False, 2)):
+            batch = torch.randn(4, 8)
+            for one in (plain, model):
+                with monkeypatch.context() as patch:
+                    patch.setattr(written_buffers, "is_capturing", partial(bool, is_captured))
+                    square(one, batch).backward()
+            assert len(reads) == num_reads
+    assert differences(plain.state_dict(), model.state_dict()) == []
+    found = [[p.grad for p in one.parameters()] for one in (plain, model)]
+    assert all(map(torch.equal, *found))

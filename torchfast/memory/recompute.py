@@ -63,7 +63,7 @@ class Recompute(Closing):
             can have.
 
     Numerics: Bitwise equal to the model without, called with ``use_cache=False`` if it has caches.
-    Synchronizes: Never.
+    Synchronizes: In the first call of a block that has buffers, to see which of them it changes.
 
     Example:
         >>> block = lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
