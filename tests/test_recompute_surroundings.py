@@ -7,12 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from recomputed import train
 from torchfast import Recompute
 from torchfast._core.compare import differences
-from torchfast.memory import written_buffers
+from torchfast.memory import attention_backends, written_buffers
+from torchfast.memory.attention import attention_state
 
 
 def square(model, batch):
@@ -145,3 +147,33 @@ def test_nothing_is_read_in_later_calls_nor_while_a_graph_is_captured(monkeypatc
     assert differences(plain.state_dict(), model.state_dict()) == []
     found = [[p.grad for p in one.parameters()] for one in (plain, model)]
     assert all(map(torch.equal, *found))
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts, self.seen = nn.Linear(8, 24), []
+
+    def forward(self, x):
+        self.seen.append(attention_state())
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.parts(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+@pytest.mark.parametrize("names", [("math",), ("math", "flash"), ("flash", "math")])
+def test_attention_takes_the_back_end_that_it_took(what, names):
+    def loss_fn(model, batch):
+        with attention_backends(*names):
+            return square(model, batch)
+
+    torch.manual_seed(1)
+    before = attention_state()
+    model = nn.Sequential(Attends(), Attends(), Attends())
+    assert_same_bits(model, what, loss_fn)
+    assert attention_state() == before
+    assert {state for block in model for state in block.seen} == {model[0].seen[0]}

@@ -13,7 +13,8 @@ computes other tensors than the first one.
 
 Random numbers are drawn again: the generators of the host and of the block's device are noted
 before each call, in which a copy of 5 kB and one of 16 bytes are less than to find out whether any
-are drawn. Autocast and ``torch.device`` contexts are as they were.
+are drawn. Autocast, ``torch.device`` contexts and the back-ends that attention may take are as they
+were.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchfast._core.rng import DrawnFrom
+from torchfast.memory.attention import attention_as, attention_state
 from torchfast.memory.deferred import Deferred, fail_written
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -77,8 +79,8 @@ class TwiceRun:
     """
 
     __slots__ = (
-        "_again", "_autocast", "_device_context", "_drawn", "_inputs", "_is_first", "_run",
-        "_saved", "has_backward", "taken",
+        "_again", "_attention", "_autocast", "_device_context", "_drawn", "_inputs", "_is_first",
+        "_run", "_saved", "has_backward", "taken",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +97,7 @@ class TwiceRun:
             devices.append(device)
         self._drawn = DrawnFrom(*devices)
         self._autocast = autocast_state(devices[0].type if devices else "cpu")
+        self._attention = attention_state()
         self._device_context = _device_context()
 
     def first(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -149,6 +152,7 @@ class TwiceRun:
                 torch.enable_grad(),
                 self._drawn.again(),
                 autocast_as(self._autocast),
+                attention_as(self._attention),
                 self._device_context,
             ):
                 self._run(self, *args, **kwargs)
