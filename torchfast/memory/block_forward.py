@@ -32,7 +32,7 @@ from torchfast._core.stand_in import ForwardStandIn
 from torchfast.memory.block_costs import CostMeter
 from torchfast.memory.kept_calls import KeptCalls, KeptPlaces
 from torchfast.memory.kept_results import KeptChoice, choose_kept, policy
-from torchfast.memory.kv_caches import has_cache, holds_past, without_cache
+from torchfast.memory.kv_caches import LeftOut, has_cache, holds_past, without_cache
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.second_run import TwiceRun
 from torchfast.memory.written_buffers import Before, WrittenBuffers
@@ -56,6 +56,7 @@ class BlockKind:
         places: Where in a block that is made.
         num_recomputed: Calls that will run again.
         has_dropped_cache: Whether a cache of keys and values was left out of a call.
+        left_out: Which ones were, of those that live.
         num_with_past: Calls that ran as they are, because their cache holds earlier tokens.
     """
 
@@ -66,6 +67,7 @@ class BlockKind:
         self.places: KeptPlaces | None = None
         self.num_recomputed = 0
         self.has_dropped_cache = False
+        self.left_out = LeftOut()
         self.num_with_past = 0
 
     def measured(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -106,12 +108,18 @@ class BlockForward(ForwardStandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in training, so that it runs again in the backward."""
         module: Any = self._module()
+        # The compiler would have to follow it; and what runs again gets the same cache again.
+        is_watched = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+        if is_watched and self.kind.has_dropped_cache:
+            self.kind.left_out.check(self.path, args, kwargs)
         if not module.training or not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
         if has_cache(args, kwargs):
             if holds_past(module, args, kwargs):
                 self.kind.num_with_past += 1
                 return self._plain(*args, **kwargs)
+            if is_watched:
+                self.kind.left_out.add(self.path, args, kwargs)
             args, kwargs = without_cache(args, kwargs)
             self.kind.has_dropped_cache = True
         if torch.compiler.is_compiling():

@@ -17,9 +17,10 @@ CUDA graph; what is compiled is close, as compilation is.
 
 Nothing is recomputed in evaluation or without gradients. A block that keeps other state of its own,
 such as a counter in Python, counts twice; a cache of keys and values is left out of training calls,
-as transformers does, so the bits are those of the model called without it. Forbidden: a model that
-recomputes by itself already, two handles on one, and other parameters in the backward than in the
-forward (``functional_call``, an update between them).
+as transformers does, so the bits are those of the model called without it. Forbidden: to go on with
+the cache that such a call has left empty, a model that recomputes by itself already, two handles on
+one, and another mode or other parameters in the backward than in the forward (``eval``,
+``functional_call``, an update between them).
 """
 
 from __future__ import annotations
