@@ -177,3 +177,31 @@ def test_attention_takes_the_back_end_that_it_took(what, names):
     assert_same_bits(model, what, loss_fn)
     assert attention_state() == before
     assert {state for block in model for state in block.seen} == {model[0].seen[0]}
+
+
+# --- the mode ------------------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.line(x) + (torch.randn_like(x) if self.training else 0.0))
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+def test_eval_between_forward_and_backward(what):
+    model = nn.Sequential(Noisy(), Noisy(), Noisy())
+    with Recompute(model, what):
+        square(model, torch.ones(2, 8)).backward()
+        loss = square(model, torch.ones(2, 8))
+        model.eval()
+        with pytest.raises(RuntimeError, match="Noisy was put in eval mode between its forward"):
+            loss.backward()
+        model.train()
+        square(model, torch.ones(2, 8)).backward()
+        loss = square(model, torch.ones(2, 8))
+        model.eval().train()
+        loss.backward()

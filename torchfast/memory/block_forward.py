@@ -182,6 +182,12 @@ class _Call:
 
     # It gets the call, which would hold itself if it were held here.
     def _again(self, twice: TwiceRun, *args: Any, **kwargs: Any) -> None:
+        if not self._module.training:
+            raise RuntimeError(
+                f"a {type(self._module).__name__} was put in eval mode between its forward and its "
+                "backward, in which it runs again and would compute something else; call eval() "
+                "behind the backward, or train() before it"
+            )
         with self._buffers.standing_in(self._module, self._before):
             if self._kept is None:
                 self._run(*args, **kwargs)
