@@ -12,8 +12,9 @@ from torch import nn
 
 from recomputed import train
 from torchfast import Recompute
+from torchfast._core import rng
 from torchfast._core.compare import differences
-from torchfast.memory import attention_backends, written_buffers
+from torchfast.memory import attention_backends, second_run, written_buffers
 from torchfast.memory.attention import attention_state
 
 
@@ -205,3 +206,81 @@ def test_eval_between_forward_and_backward(what):
         loss = square(model, torch.ones(2, 8))
         model.eval().train()
         loss.backward()
+
+
+# --- random numbers ------------------------------------------------------------------------------
+
+
+class DrawsItself(nn.Module):
+    """Draws from a generator of its own, which its part draws from as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.generator = torch.Generator().manual_seed(3)
+        self.drop = Drops(self.generator)
+
+    def forward(self, x):
+        noise = torch.randn(x.shape, generator=self.generator)
+        return self.drop(torch.tanh(self.line(x) + noise))
+
+
+class Drops(nn.Module):
+    def __init__(self, generator):
+        super().__init__()
+        self.source = generator
+
+    def forward(self, x):
+        return x * (torch.rand(x.shape, generator=self.source) > 0.3)
+
+
+class DrawsFromArgument(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x, generator):
+        return torch.tanh(self.line(x) + torch.randn(x.shape, generator=generator))
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+@pytest.mark.parametrize("make", [DrawsItself, DrawsFromArgument])
+def test_generators_of_a_block_and_of_its_arguments(make, what):
+    torch.manual_seed(1)
+    generators = {}
+
+    def model_of(is_plain):
+        model = copy.deepcopy(template)
+        generators[is_plain] = (
+            [block.generator for block in model.blocks]
+            if make is DrawsItself
+            else [torch.Generator().manual_seed(5)]
+        )
+        if make is DrawsFromArgument:
+            (given,) = generators[is_plain]
+            model.call = lambda block, x: block(x, given)
+        return model
+
+    template = OfBlocks(make, lambda block, x: block(x))
+    batch = torch.randn(4, 8, requires_grad=True)
+    expected = train(model_of(True), square, batch)
+    model = model_of(False)
+    with Recompute(model, what):
+        assert differences(expected, train(model, square, batch)) == []
+    for one, other in zip(generators[True], generators[False], strict=True):
+        assert torch.equal(one.get_state(), other.get_state())
+
+
+def test_only_blocks_with_a_generator_of_their_own_note_it(monkeypatch):
+    noted = []
+
+    class Noted(rng.DrawnFrom):
+        def __init__(self, *devices, generators=()):
+            noted.append(len(generators))
+            super().__init__(*devices, generators=generators)
+
+    monkeypatch.setattr(second_run, "DrawnFrom", Noted)
+    for model in (nn.Sequential(Noisy(), Noisy()), nn.Sequential(DrawsItself(), DrawsItself())):
+        with Recompute(model):
+            model(torch.ones(2, 8))
+    assert noted == [0, 0, 1, 1]

@@ -33,6 +33,7 @@ from torchfast.memory.block_costs import CostMeter
 from torchfast.memory.kept_calls import KeptCalls, KeptPlaces
 from torchfast.memory.kept_results import KeptChoice, choose_kept, policy
 from torchfast.memory.kv_caches import LeftOut, has_cache, holds_past, without_cache
+from torchfast.memory.own_generators import OwnGenerators
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.second_run import TwiceRun
 from torchfast.memory.written_buffers import Before, WrittenBuffers
@@ -98,12 +99,13 @@ class BlockForward(ForwardStandIn):
         kind: What it is equal to.
     """
 
-    __slots__ = ("_buffers", "kind", "path")
+    __slots__ = ("_buffers", "_generators", "kind", "path")
 
     def __init__(self, path: str, module: nn.Module, kind: BlockKind) -> None:
         super().__init__(module)
         self.path, self.kind = path, kind
         self._buffers = WrittenBuffers()
+        self._generators = OwnGenerators()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in training, so that it runs again in the backward."""
@@ -132,7 +134,8 @@ class BlockForward(ForwardStandIn):
         if kind.options.selective and kind.choice is None:
             return kind.measured(module, self._plain, args, kwargs)
         kind.num_recomputed += 1
-        return _Call(module, self._plain, self._buffers, kind.places).run(args, kwargs)
+        call = _Call(module, self._plain, self._buffers, kind.places)
+        return call.run(self._generators.of(module), args, kwargs)
 
     def _either(self, *args: Any, **kwargs: Any) -> Any:
         """Run within what is compiled, or, where the compiler has to leave the block, eagerly."""
@@ -166,9 +169,9 @@ class _Call:
         self._kept = None if places is None else KeptCalls(places, module)
         self._before: Before = []
 
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Run the forward."""
-        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module))
+    def run(self, generators: list[torch.Generator], args: Any, kwargs: Any) -> Any:
+        """Run the forward, which may draw from these generators."""
+        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), generators)
         before = self._buffers.before(self._module)
         # For a backward within the forward, which comes before it is known what was written to.
         self._before = [kept for kept in before if kept.value is not None]

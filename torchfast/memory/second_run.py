@@ -11,16 +11,16 @@ blocks within blocks, other hooks around (what a block is called with goes throu
 that are one tensor stay one, an input that is overwritten is an error, and so is a second run that
 computes other tensors than the first one.
 
-Random numbers are drawn again: the generators of the host and of the block's device are noted
-before each call, in which a copy of 5 kB and one of 16 bytes are less than to find out whether any
-are drawn. Autocast, ``torch.device`` contexts and the back-ends that attention may take are as they
-were.
+Random numbers are drawn again: the generators of the host and of the block's device, and those that
+it holds or is called with, are noted before each call, in which a copy of 5 kB and one of 16 bytes
+are less than to find out whether any are drawn. Autocast, ``torch.device`` contexts and the
+back-ends that attention may take are as they were.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, final
 
@@ -71,6 +71,7 @@ class TwiceRun:
         args: Of the call.
         kwargs: Of the call.
         device: Where the block is, if not where its inputs are; None on the host.
+        generators: That the block draws from, beside the default ones and those in its arguments.
 
     Attributes:
         taken: While it is a list, the first run puts what autograd saves there as well.
@@ -84,7 +85,12 @@ class TwiceRun:
     )  # fmt: skip
 
     def __init__(
-        self, again: Callable[..., Any], args: Any, kwargs: Any, device: torch.device | None = None
+        self,
+        again: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        device: torch.device | None = None,
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
         self._run = again
         self._inputs = _Inputs(args, kwargs)
@@ -95,7 +101,7 @@ class TwiceRun:
         devices = self._inputs.devices
         if device is not None and device not in devices:
             devices.append(device)
-        self._drawn = DrawnFrom(*devices)
+        self._drawn = DrawnFrom(*devices, generators=[*generators, *self._inputs.generators])
         self._autocast = autocast_state(devices[0].type if devices else "cpu")
         self._attention = attention_state()
         self._device_context = _device_context()
@@ -242,19 +248,22 @@ class _Inputs:
 
     Attributes:
         devices: Of its tensors, without the host; each once.
+        generators: That are among its arguments.
     """
 
-    __slots__ = ("_leaves", "_structure", "_unpack", "devices")
+    __slots__ = ("_leaves", "_structure", "_unpack", "devices", "generators")
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._structure: Any = None
         self.devices: list[torch.device] = []
+        self.generators: list[torch.Generator] = []
         leaves: Any = (*args, *kwargs.values())
         if all(isinstance(leaf, Tensor) or type(leaf) in _PLAIN for leaf in leaves):
             names = tuple(kwargs)
             self._structure = len(args), names
         else:
             leaves, self._structure = tree_flatten((args, kwargs))
+            self.generators += [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         # What other hooks do to what is saved, they do to this: a block around this one computes
         # it again, offload sends it to the host.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
