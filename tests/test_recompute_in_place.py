@@ -154,6 +154,25 @@ def test_a_copy_computes_by_its_class_with_its_own_parameters(how):
     assert model[0].line.weight.grad is None
 
 
+def test_a_shallow_copy_runs_the_block_that_it_is_a_copy_of():
+    model = nn.Sequential(Counted(), Counted())
+    with Recompute(model):
+        other = copy.copy(model[0])
+        other(torch.ones(2, 4))
+        assert (other.num_runs, model[0].num_runs) == (0, 1)
+        del model
+        with pytest.raises(RuntimeError, match=r"a shallow copy .* is gone; use copy\.deepcopy"):
+            other(torch.ones(2, 4))
+
+
+def test_replicas_of_data_parallel_are_refused():
+    model = nn.DataParallel(nn.Sequential(Counted(), Counted()))
+    Recompute(model).close()  # it makes none
+    model.device_ids = [0, 1]
+    with pytest.raises(ValueError, match=r"nn\.DataParallel makes shallow copies"):
+        Recompute(model)
+
+
 def test_a_forward_of_the_users_own_is_kept():
     model = nn.Sequential(Counted(), Counted())
     own = model[0].forward = lambda x: x * 3

@@ -12,7 +12,9 @@ Why there and not elsewhere:
 - around ``forward`` and not around the call, the hooks of the user and of ``fully_shard`` run once
   and not again in the backward.
 
-A copy or a pickle of the block gets the class's own forward: what is copied computes as ever.
+A deep copy or a pickle of the block gets the class's own forward: what is copied computes as ever.
+A shallow copy shares all attributes and so this one too, which cannot know that the copy was
+called: it runs the block that was copied. So do the replicas of ``nn.DataParallel``.
 
 Under ``torch.compile`` the same object tells the compiler what to recompute, by torch's checkpoint,
 which the compiler understands; what it makes of it writes no buffer twice and draws nothing anew.
@@ -110,6 +112,11 @@ class BlockForward(ForwardStandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in training, so that it runs again in the backward."""
         module: Any = self._module()
+        if module is None:
+            raise RuntimeError(
+                f"a shallow copy of the block {self.path} was called, which runs the block itself, "
+                "and that is gone; use copy.deepcopy, or copy the block before it recomputes"
+            )
         # The compiler would have to follow it; and what runs again gets the same cache again.
         is_watched = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
         if is_watched and self.kind.has_dropped_cache:

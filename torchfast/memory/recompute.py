@@ -179,6 +179,11 @@ def why_not(model: Any, options: RecomputeOptions) -> str | None:
                 )
         if isinstance(module, wrapper):
             return f"it does so by itself: {where} is wrapped by torch's checkpoint_wrapper"
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            return (
+                "nn.DataParallel makes shallow copies of its blocks for each device, which would "
+                "run the blocks themselves; use DistributedDataParallel"
+            )
         there = forward_of(module)
         if there is None:
             continue
