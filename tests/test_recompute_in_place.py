@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import types
@@ -180,6 +181,20 @@ def test_a_forward_of_the_users_own_is_kept():
         assert torch.equal(model[0](torch.ones(1)), torch.full((1,), 3.0))
         assert copy.deepcopy(model)[0].forward is own
     assert model[0].forward is own
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+def test_close_ends_it_where_somebody_has_wrapped_the_forward_since(what):
+    model = nn.Sequential(Counted(), Counted())
+    recompute = Recompute(model, what)
+    for block in model:
+        block.forward = functools.partial(block.forward)  # as accelerate does
+    recompute.close()
+    model(torch.ones(2, 4)).sum().backward()
+    assert [block.num_runs for block in model] == [1, 1]
+    with Recompute(model):
+        model(torch.ones(2, 4)).sum().backward()
+    assert [block.num_runs for block in model] == [3, 3]
 
 
 def test_named_modules():

@@ -117,6 +117,8 @@ class BlockForward(ForwardStandIn):
                 f"a shallow copy of the block {self.path} was called, which runs the block itself, "
                 "and that is gone; use copy.deepcopy, or copy the block before it recomputes"
             )
+        if not self._is_active:
+            return self._plain(*args, **kwargs)
         # The compiler would have to follow it; and what runs again gets the same cache again.
         is_watched = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
         if is_watched and self.kind.has_dropped_cache:
