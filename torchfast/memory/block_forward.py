@@ -58,6 +58,7 @@ class BlockKind:
         choice: What selective recompute keeps, once the first call has shown what there is.
         places: Where in a block that is made.
         num_recomputed: Calls that will run again.
+        is_compiled: Whether a call was compiled, so that the compiler recomputes.
         has_dropped_cache: Whether a cache of keys and values was left out of a call.
         left_out: Which ones were, of those that live.
         num_with_past: Calls that ran as they are, because their cache holds earlier tokens.
@@ -69,6 +70,7 @@ class BlockKind:
         self.choice: KeptChoice | None = None
         self.places: KeptPlaces | None = None
         self.num_recomputed = 0
+        self.is_compiled = False
         self.has_dropped_cache = False
         self.left_out = LeftOut()
         self.num_with_past = 0
@@ -134,6 +136,7 @@ class BlockForward(ForwardStandIn):
             args, kwargs = without_cache(args, kwargs)
             self.kind.has_dropped_cache = True
         if torch.compiler.is_compiling():
+            self.kind.is_compiled = True
             if self.kind.options.selective:
                 return checkpoint(
                     self._either, *args, use_reentrant=False, context_fn=_keep_expensive, **kwargs

@@ -108,6 +108,11 @@ class Recompute(Closing):
         decisions = []
         for kind in self._kinds:
             detail = f"{kind.names}, run again in the backward"
+            if not kind.num_recomputed and not kind.is_compiled:
+                detail = (
+                    f"{kind.names}, to run again in the backward, which has not happened yet: "
+                    "blocks run as they are in eval mode and without gradients"
+                )
             if self.options.selective:
                 chosen = "what is kept is chosen at the first call, or by the compiler"
                 detail += f"; {chosen if kind.choice is None else f'each {kind.choice}'}"
