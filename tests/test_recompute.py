@@ -236,6 +236,27 @@ def test_an_input_that_is_overwritten_is_an_error_and_not_another_gradient():
             loss.backward()
 
 
+class OverwritesInput(nn.Module):
+    """As blocks that begin with an activation in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.ReLU(inplace=True), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+def test_a_block_that_overwrites_its_input_is_an_error_that_names_it(what):
+    model = nn.Sequential(nn.Linear(4, 4), OverwritesInput(), OverwritesInput(), OverwritesInput())
+    model(torch.ones(2, 4)).sum().backward()
+    with Recompute(model, what):
+        loss = model(torch.ones(2, 4)).sum()
+        with pytest.raises(RuntimeError, match="write to a clone, within the block too"):
+            loss.backward()
+
+
 class InPlace(nn.Module):
     """Writes to the result of a product, which selective recompute would keep."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import types
@@ -154,6 +155,25 @@ def test_a_copy_computes_by_its_class_with_its_own_parameters(how):
     assert model[0].line.weight.grad is None
 
 
+def test_a_shallow_copy_runs_the_block_that_it_is_a_copy_of():
+    model = nn.Sequential(Counted(), Counted())
+    with Recompute(model):
+        other = copy.copy(model[0])
+        other(torch.ones(2, 4))
+        assert (other.num_runs, model[0].num_runs) == (0, 1)
+        del model
+        with pytest.raises(RuntimeError, match=r"a shallow copy .* is gone; use copy\.deepcopy"):
+            other(torch.ones(2, 4))
+
+
+def test_replicas_of_data_parallel_are_refused():
+    model = nn.DataParallel(nn.Sequential(Counted(), Counted()))
+    Recompute(model).close()  # it makes none
+    model.device_ids = [0, 1]
+    with pytest.raises(ValueError, match=r"nn\.DataParallel makes shallow copies"):
+        Recompute(model)
+
+
 def test_a_forward_of_the_users_own_is_kept():
     model = nn.Sequential(Counted(), Counted())
     own = model[0].forward = lambda x: x * 3
@@ -161,6 +181,20 @@ def test_a_forward_of_the_users_own_is_kept():
         assert torch.equal(model[0](torch.ones(1)), torch.full((1,), 3.0))
         assert copy.deepcopy(model)[0].forward is own
     assert model[0].forward is own
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+def test_close_ends_it_where_somebody_has_wrapped_the_forward_since(what):
+    model = nn.Sequential(Counted(), Counted())
+    recompute = Recompute(model, what)
+    for block in model:
+        block.forward = functools.partial(block.forward)  # as accelerate does
+    recompute.close()
+    model(torch.ones(2, 4)).sum().backward()
+    assert [block.num_runs for block in model] == [1, 1]
+    with Recompute(model):
+        model(torch.ones(2, 4)).sum().backward()
+    assert [block.num_runs for block in model] == [3, 3]
 
 
 def test_named_modules():

@@ -257,3 +257,22 @@ def test_the_report_says_what_is_recomputed():
         text = str(own.report())
     assert "3 blocks of GPTBlock (blocks.0 to blocks.2), run again in the backward" in text
     assert "keeps 1 of 1 attention, 2 of 4 products" in text
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_report_says_whether_blocks_have_run_again(compiled):
+    not_yet = (
+        "3 blocks of GPTBlock (blocks.0 to blocks.2), to run again in the backward, which has not"
+    )
+    model = GPT()
+    plan = Plan(recompute="blocks", compile=EAGER_BACKEND if compiled else False)
+
+    def loss_fn(model, batch):
+        model.train(is_training)
+        return token_loss(model, batch)
+
+    with trainer(model, plan, loss_fn) as own:
+        for is_training in (False, True):
+            own.step(tokens())
+            assert (not_yet in str(own.report())) is not is_training
+        assert "(blocks.0 to blocks.2), run again in the backward" in str(own.report())

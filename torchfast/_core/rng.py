@@ -8,7 +8,7 @@ loads under ``weights_only=True``.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,19 +93,21 @@ class DrawnFrom:
 
     Args:
         devices: Whose default generators count beside the host's.
+        generators: Others that count.
     """
 
-    __slots__ = ("_devices", "_host", "_states")
+    __slots__ = ("_devices", "_host", "_own", "_states")
 
-    def __init__(self, *devices: torch.device) -> None:
+    def __init__(self, *devices: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
         self._devices = devices
         self._host = torch.get_rng_state()
         self._states = [device_rng_state(device) for device in devices]
+        self._own = [(generator, generator.get_state()) for generator in generators]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Let the body draw what was drawn from there; what comes behind it goes on as before."""
-        now = DrawnFrom(*self._devices)
+        now = DrawnFrom(*self._devices, generators=[generator for generator, _ in self._own])
         self.restore()
         try:
             yield
@@ -117,6 +119,8 @@ class DrawnFrom:
         torch.set_rng_state(self._host)
         for device, state in zip(self._devices, self._states, strict=True):
             set_device_rng_state(device, state)
+        for generator, state in self._own:
+            generator.set_state(state)
 
 
 def device_rng_state(device: torch.device) -> torch.Tensor:

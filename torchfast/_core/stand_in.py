@@ -18,13 +18,13 @@ class StandIn:
     """Stands in an attribute of a module, which it does not keep alive.
 
     A subclass names the attribute, is called in its place, and says in ``__reduce__`` what a copy
-    of the module gets.
+    of the module gets. It is active from `install` to `undo`.
 
     Args:
         module: The module; None if there is none to stand in.
     """
 
-    __slots__ = ("__weakref__", "_before", "_module", "_owner")
+    __slots__ = ("__weakref__", "_before", "_is_active", "_module", "_owner")
 
     ATTRIBUTE: ClassVar[str]
 
@@ -33,12 +33,15 @@ class StandIn:
             weakref.ref(module) if module is not None else _nothing
         )
         self._owner: Callable[[], object] = _nothing
+        # Who has wrapped it since calls it also after it was taken away.
+        self._is_active = False
         # What the object itself had there, which may be None.
         self._before: tuple[Any, ...] = ()
 
     def install(self, owner: object) -> None:
         """Take the place, on behalf of an owner that is to give it back."""
         self._owner = weakref.ref(owner)
+        self._is_active = True
         module = self._module()
         assert module is not None
         attributes = vars(module)
@@ -48,6 +51,7 @@ class StandIn:
 
     def undo(self) -> None:
         """Put back what was there, unless something else stands there by now."""
+        self._is_active = False
         module = self._module()
         if module is None or not self.is_in_place:
             return

@@ -178,6 +178,44 @@ def attention_backends(*names: str) -> Iterator[None]:
         yield
 
 
+AttentionState = tuple[tuple[bool, ...], tuple[int, ...]]
+
+
+def attention_state() -> AttentionState:
+    """Return which back-ends attention may take, and in which order it tries them."""
+    flags = tuple(is_on() for is_on, _ in _SWITCHES)
+    return flags, tuple(torch._C._get_sdp_priority_order())
+
+
+@contextmanager
+def attention_as(state: AttentionState) -> Iterator[None]:
+    """Let attention choose in the body as it did where the state was noted."""
+    now = attention_state()
+    if now == state:
+        yield
+        return
+    _set_attention(state)
+    try:
+        yield
+    finally:
+        _set_attention(now)
+
+
+def _set_attention(state: AttentionState) -> None:
+    flags, order = state
+    for (_, switch), is_on in zip(_SWITCHES, flags, strict=True):
+        switch(is_on)
+    torch._C._set_sdp_priority_order(list(order))
+
+
+# What torch's ``sdpa_kernel`` switches.
+_SWITCHES: Final[tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...]] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+)
 _QUESTIONS: Final[dict[str, Callable[..., bool]]] = {
     "flash": cuda_backends.can_use_flash_attention,
     "cudnn": cuda_backends.can_use_cudnn_attention,

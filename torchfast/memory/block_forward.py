@@ -12,7 +12,9 @@ Why there and not elsewhere:
 - around ``forward`` and not around the call, the hooks of the user and of ``fully_shard`` run once
   and not again in the backward.
 
-A copy or a pickle of the block gets the class's own forward: what is copied computes as ever.
+A deep copy or a pickle of the block gets the class's own forward: what is copied computes as ever.
+A shallow copy shares all attributes and so this one too, which cannot know that the copy was
+called: it runs the block that was copied. So do the replicas of ``nn.DataParallel``.
 
 Under ``torch.compile`` the same object tells the compiler what to recompute, by torch's checkpoint,
 which the compiler understands; what it makes of it writes no buffer twice and draws nothing anew.
@@ -32,7 +34,8 @@ from torchfast._core.stand_in import ForwardStandIn
 from torchfast.memory.block_costs import CostMeter
 from torchfast.memory.kept_calls import KeptCalls, KeptPlaces
 from torchfast.memory.kept_results import KeptChoice, choose_kept, policy
-from torchfast.memory.kv_caches import has_cache, holds_past, without_cache
+from torchfast.memory.kv_caches import LeftOut, has_cache, holds_past, without_cache
+from torchfast.memory.own_generators import OwnGenerators
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.second_run import TwiceRun
 from torchfast.memory.written_buffers import Before, WrittenBuffers
@@ -55,7 +58,9 @@ class BlockKind:
         choice: What selective recompute keeps, once the first call has shown what there is.
         places: Where in a block that is made.
         num_recomputed: Calls that will run again.
+        is_compiled: Whether a call was compiled, so that the compiler recomputes.
         has_dropped_cache: Whether a cache of keys and values was left out of a call.
+        left_out: Which ones were, of those that live.
         num_with_past: Calls that ran as they are, because their cache holds earlier tokens.
     """
 
@@ -65,7 +70,9 @@ class BlockKind:
         self.choice: KeptChoice | None = None
         self.places: KeptPlaces | None = None
         self.num_recomputed = 0
+        self.is_compiled = False
         self.has_dropped_cache = False
+        self.left_out = LeftOut()
         self.num_with_past = 0
 
     def measured(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -96,25 +103,40 @@ class BlockForward(ForwardStandIn):
         kind: What it is equal to.
     """
 
-    __slots__ = ("_buffers", "kind", "path")
+    __slots__ = ("_buffers", "_generators", "kind", "path")
 
     def __init__(self, path: str, module: nn.Module, kind: BlockKind) -> None:
         super().__init__(module)
         self.path, self.kind = path, kind
         self._buffers = WrittenBuffers()
+        self._generators = OwnGenerators()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in training, so that it runs again in the backward."""
         module: Any = self._module()
+        if module is None:
+            raise RuntimeError(
+                f"a shallow copy of the block {self.path} was called, which runs the block itself, "
+                "and that is gone; use copy.deepcopy, or copy the block before it recomputes"
+            )
+        if not self._is_active:
+            return self._plain(*args, **kwargs)
+        # The compiler would have to follow it; and what runs again gets the same cache again.
+        is_watched = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+        if is_watched and self.kind.has_dropped_cache:
+            self.kind.left_out.check(self.path, args, kwargs)
         if not module.training or not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
         if has_cache(args, kwargs):
             if holds_past(module, args, kwargs):
                 self.kind.num_with_past += 1
                 return self._plain(*args, **kwargs)
+            if is_watched:
+                self.kind.left_out.add(self.path, args, kwargs)
             args, kwargs = without_cache(args, kwargs)
             self.kind.has_dropped_cache = True
         if torch.compiler.is_compiling():
+            self.kind.is_compiled = True
             if self.kind.options.selective:
                 return checkpoint(
                     self._either, *args, use_reentrant=False, context_fn=_keep_expensive, **kwargs
@@ -124,7 +146,8 @@ class BlockForward(ForwardStandIn):
         if kind.options.selective and kind.choice is None:
             return kind.measured(module, self._plain, args, kwargs)
         kind.num_recomputed += 1
-        return _Call(module, self._plain, self._buffers, kind.places).run(args, kwargs)
+        call = _Call(module, self._plain, self._buffers, kind.places)
+        return call.run(self._generators.of(module), args, kwargs)
 
     def _either(self, *args: Any, **kwargs: Any) -> Any:
         """Run within what is compiled, or, where the compiler has to leave the block, eagerly."""
@@ -158,9 +181,9 @@ class _Call:
         self._kept = None if places is None else KeptCalls(places, module)
         self._before: Before = []
 
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Run the forward."""
-        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module))
+    def run(self, generators: list[torch.Generator], args: Any, kwargs: Any) -> Any:
+        """Run the forward, which may draw from these generators."""
+        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), generators)
         before = self._buffers.before(self._module)
         # For a backward within the forward, which comes before it is known what was written to.
         self._before = [kept for kept in before if kept.value is not None]
@@ -174,6 +197,12 @@ class _Call:
 
     # It gets the call, which would hold itself if it were held here.
     def _again(self, twice: TwiceRun, *args: Any, **kwargs: Any) -> None:
+        if not self._module.training:
+            raise RuntimeError(
+                f"a {type(self._module).__name__} was put in eval mode between its forward and its "
+                "backward, in which it runs again and would compute something else; call eval() "
+                "behind the backward, or train() before it"
+            )
         with self._buffers.standing_in(self._module, self._before):
             if self._kept is None:
                 self._run(*args, **kwargs)

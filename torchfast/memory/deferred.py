@@ -310,5 +310,5 @@ def fail_written(what: str, tensor: Tensor, version: int) -> NoReturn:
     raise RuntimeError(
         f"{what} that is recomputed has been modified by an inplace operation before its backward: "
         f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, expected "
-        f"{version}; write to a clone instead"
+        f"{version}; write to a clone, within the block too"
     )

@@ -17,9 +17,10 @@ CUDA graph; what is compiled is close, as compilation is.
 
 Nothing is recomputed in evaluation or without gradients. A block that keeps other state of its own,
 such as a counter in Python, counts twice; a cache of keys and values is left out of training calls,
-as transformers does, so the bits are those of the model called without it. Forbidden: a model that
-recomputes by itself already, two handles on one, and other parameters in the backward than in the
-forward (``functional_call``, an update between them).
+as transformers does, so the bits are those of the model called without it. Forbidden: to go on with
+the cache that such a call has left empty, a model that recomputes by itself already, two handles on
+one, and another mode or other parameters in the backward than in the forward (``eval``,
+``functional_call``, an update between them).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Recompute(Closing):
             can have.
 
     Numerics: Bitwise equal to the model without, called with ``use_cache=False`` if it has caches.
-    Synchronizes: Never.
+    Synchronizes: In the first call of a block that has buffers, to see which of them it changes.
 
     Example:
         >>> block = lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -107,6 +108,11 @@ class Recompute(Closing):
         decisions = []
         for kind in self._kinds:
             detail = f"{kind.names}, run again in the backward"
+            if not kind.num_recomputed and not kind.is_compiled:
+                detail = (
+                    f"{kind.names}, to run again in the backward, which has not happened yet: "
+                    "blocks run as they are in eval mode and without gradients"
+                )
             if self.options.selective:
                 chosen = "what is kept is chosen at the first call, or by the compiler"
                 detail += f"; {chosen if kind.choice is None else f'each {kind.choice}'}"
@@ -178,6 +184,11 @@ def why_not(model: Any, options: RecomputeOptions) -> str | None:
                 )
         if isinstance(module, wrapper):
             return f"it does so by itself: {where} is wrapped by torch's checkpoint_wrapper"
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            return (
+                "nn.DataParallel makes shallow copies of its blocks for each device, which would "
+                "run the blocks themselves; use DistributedDataParallel"
+            )
         there = forward_of(module)
         if there is None:
             continue

@@ -7,19 +7,20 @@ each the tensor that autograd saves in the same place. It ends as soon as none i
 Torch's ``checkpoint(use_reentrant=False)`` does the same. Where the host sets the pace, what it
 does beside the block's own work is felt, and this does less of it. Every guarantee stands:
 gradients of gradients, a graph that is kept for a second backward, a backward within the forward,
-blocks within blocks, other hooks around (what a block is called with goes through them), an input
-that is overwritten is an error, and so is a second run that computes other tensors than the first
-one.
+blocks within blocks, other hooks around (what a block is called with goes through them), arguments
+that are one tensor stay one, an input that is overwritten is an error, and so is a second run that
+computes other tensors than the first one.
 
-Random numbers are drawn again: the generators of the host and of the block's device are noted
-before each call, in which a copy of 5 kB and one of 16 bytes are less than to find out whether any
-are drawn. Autocast and ``torch.device`` contexts are as they were.
+Random numbers are drawn again: the generators of the host and of the block's device, and those that
+it holds or is called with, are noted before each call, in which a copy of 5 kB and one of 16 bytes
+are less than to find out whether any are drawn. Autocast, ``torch.device`` contexts and the
+back-ends that attention may take are as they were.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, final
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchfast._core.rng import DrawnFrom
+from torchfast.memory.attention import attention_as, attention_state
 from torchfast.memory.deferred import Deferred, fail_written
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -69,6 +71,7 @@ class TwiceRun:
         args: Of the call.
         kwargs: Of the call.
         device: Where the block is, if not where its inputs are; None on the host.
+        generators: That the block draws from, beside the default ones and those in its arguments.
 
     Attributes:
         taken: While it is a list, the first run puts what autograd saves there as well.
@@ -77,12 +80,17 @@ class TwiceRun:
     """
 
     __slots__ = (
-        "_again", "_autocast", "_device_context", "_drawn", "_inputs", "_is_first", "_run",
-        "_saved", "has_backward", "taken",
+        "_again", "_attention", "_autocast", "_device_context", "_drawn", "_inputs", "_is_first",
+        "_run", "_saved", "has_backward", "taken",
     )  # fmt: skip
 
     def __init__(
-        self, again: Callable[..., Any], args: Any, kwargs: Any, device: torch.device | None = None
+        self,
+        again: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        device: torch.device | None = None,
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
         self._run = again
         self._inputs = _Inputs(args, kwargs)
@@ -93,8 +101,9 @@ class TwiceRun:
         devices = self._inputs.devices
         if device is not None and device not in devices:
             devices.append(device)
-        self._drawn = DrawnFrom(*devices)
+        self._drawn = DrawnFrom(*devices, generators=[*generators, *self._inputs.generators])
         self._autocast = autocast_state(devices[0].type if devices else "cpu")
+        self._attention = attention_state()
         self._device_context = _device_context()
 
     def first(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -149,6 +158,7 @@ class TwiceRun:
                 torch.enable_grad(),
                 self._drawn.again(),
                 autocast_as(self._autocast),
+                attention_as(self._attention),
                 self._device_context,
             ):
                 self._run(self, *args, **kwargs)
@@ -238,26 +248,37 @@ class _Inputs:
 
     Attributes:
         devices: Of its tensors, without the host; each once.
+        generators: That are among its arguments.
     """
 
-    __slots__ = ("_leaves", "_structure", "_unpack", "devices")
+    __slots__ = ("_leaves", "_structure", "_unpack", "devices", "generators")
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._structure: Any = None
         self.devices: list[torch.device] = []
+        self.generators: list[torch.Generator] = []
         leaves: Any = (*args, *kwargs.values())
         if all(isinstance(leaf, Tensor) or type(leaf) in _PLAIN for leaf in leaves):
             names = tuple(kwargs)
             self._structure = len(args), names
         else:
             leaves, self._structure = tree_flatten((args, kwargs))
+            self.generators += [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         # What other hooks do to what is saved, they do to this: a block around this one computes
         # it again, offload sends it to the host.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._unpack = None if hooks is None else hooks[1]
-        self._leaves = [
-            self._kept(leaf, hooks) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
+        # Each tensor once: a block may ask whether two of its arguments are the same one.
+        kept: dict[int, _Input] = {}
+        self._leaves: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                there = kept.get(id(leaf))
+                if there is None:
+                    there = kept[id(leaf)] = self._kept(leaf, hooks)
+                self._leaves.append(there)
+            else:
+                self._leaves.append(leaf)
 
     def _kept(self, tensor: Tensor, hooks: Any) -> _Input:
         device = tensor.device
@@ -272,9 +293,9 @@ class _Inputs:
         return _Input(tensor.detach() if requires_grad else tensor, version, requires_grad)
 
     def restored(self) -> tuple[Any, Any]:
-        leaves = [
-            leaf.restored(self._unpack) if type(leaf) is _Input else leaf for leaf in self._leaves
-        ]
+        inputs = dict.fromkeys(leaf for leaf in self._leaves if type(leaf) is _Input)
+        tensors = {one: one.restored(self._unpack) for one in inputs}
+        leaves = [tensors[leaf] if type(leaf) is _Input else leaf for leaf in self._leaves]
         if isinstance(self._structure, tuple):
             num_args, names = self._structure
             return leaves[:num_args], dict(zip(names, leaves[num_args:], strict=True))

@@ -9,9 +9,11 @@ writes that torch keeps, or by another tensor standing there; of those the value
 each forward is kept, and the second run gets a copy of it. The statistics of norms steer nothing in
 training mode, so any memory will do for them.
 
-In its first call all buffers are kept. One that is written for the first time in a later call (an
-observer that is switched on) is found behind that call, whose second run then starts from what the
-first one left.
+In its first call all buffers are kept, and their values are compared behind it: a write through
+``.data``, as codebooks and averages do, is not counted. One that is written for the first time in a
+later call (an observer that is switched on) is found behind that call by the count, whose second
+run then starts from what the first one left. While a graph is captured nothing can be compared: in
+a first call there, all buffers are taken for written, and the next call decides.
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from torchfast._core.device import is_capturing
 
 
 class _Kept(NamedTuple):
@@ -83,8 +88,13 @@ class WrittenBuffers:
 
     def written(self, before: Before) -> Before:
         """Return the part of it that the forward, which has ended, wrote to."""
+        written = [kept for kept in before if kept.is_written]
+        if self._names is None:
+            if is_capturing():
+                return before
+            written += _changed([kept for kept in before if not kept.is_written])
         names = self._names = set() if self._names is None else self._names
-        names |= {(id(kept.owner), kept.name) for kept in before if kept.is_written}
+        names |= {(id(kept.owner), kept.name) for kept in written}
         return [kept.copied for kept in before if (id(kept.owner), kept.name) in names]
 
     @contextmanager
@@ -112,6 +122,26 @@ class WrittenBuffers:
         if known is None or (known.shape, known.dtype, known.device) != like:
             known = self._scratch[key] = buffer.detach().clone()
         return known
+
+
+def _changed(kept: list[_Kept]) -> list[_Kept]:
+    """Return those whose buffer is not of the value any more that is kept; reads them once."""
+    found = [(one, _bits(one.buffer), _bits(one.value)) for one in kept if one.value is not None]
+    pairs = [(one, now != then) for one, now, then in found if now is not None and then is not None]
+    if not pairs:
+        return []
+    where = pairs[0][1].device
+    flags = torch.stack([differs.any().to(where) for _, differs in pairs]).tolist()
+    return [one for (one, _), is_other in zip(pairs, flags, strict=True) if is_other]
+
+
+def _bits(tensor: Tensor) -> Tensor | None:
+    """Return what can be compared of a tensor; None of one that is not in plain memory."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    if not is_plain or tensor.is_quantized or tensor.device.type == "meta":
+        return None
+    # What has a byte for a value may have no comparison of its own, as float8 has not.
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
