@@ -95,8 +95,8 @@ def survey(model: nn.Module, options: Float8Options) -> list[Layer]:
                     f"{argument} names {pattern!r}, but the model has no linear layer of that name"
                     f"{suggestion(pattern, names)}"
                 )
-    vocabularies = _vocabularies(model, found)
-    return [_judged(layer, options, vocabularies) for layer in found]
+    logits = _logits_layers(model, found)
+    return [_judged(layer, options, gives_logits=layer.module in logits) for layer in found]
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -121,28 +121,65 @@ def _linears(model: nn.Module) -> Iterator[Layer]:
             yield Layer(name=name, places=tuple(places[module]), module=module)
 
 
-def _vocabularies(model: nn.Module, layers: list[Layer]) -> set[tuple[int, ...]]:
-    """Return the shapes of the layers that give logits over what an embedding looks up.
+def _logits_layers(model: nn.Module, layers: list[Layer]) -> set[nn.Linear]:
+    """Return the layers that give logits over what an embedding looks up.
+
+    Surely those that share its weight, and those that the model itself names, as models of
+    transformers do. Of others there is the shape only, which layers of a block may have too: of as
+    many tables of a shape as many layers count, the last ones, for heads stand at the end.
 
     A table of positions can have the shape of a block's layers: 1024 positions of 1024 features.
-    So a table of which there is a larger one counts only where no more than one layer is like it.
+    So a table of which there is a larger one counts only where no more layers are like it.
     """
-    shapes = {tuple(m.weight.shape) for m in model.modules() if type(m) is nn.Embedding}
+    linears = [layer.module for layer in layers]
+    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    # A table need not be a module: F.embedding takes a parameter of any.
+    looked_up = {
+        id(p) for m in model.modules() if not isinstance(m, nn.Linear) for p in _own_weights(m)
+    }
+    known = {m for m in linears if id(m.weight) in looked_up} | _named_outputs(model, linears)
+    settled = {tuple(m.weight.shape) for m in known}
     largest: dict[int, int] = {}
-    for rows, features in shapes:
+    for weight in tables.values():
+        rows, features = weight.shape
         largest[features] = max(rows, largest.get(features, 0))
-    alike = Counter(tuple(layer.module.weight.shape) for layer in layers)
-    return {shape for shape in shapes if largest[shape[1]] == shape[0] or alike[shape] == 1}
+    untied = Counter(tuple(weight.shape) for weight in tables.values())
+    for shape, count in untied.items():
+        alike = [m for m in linears if tuple(m.weight.shape) == shape]
+        is_sure = len(alike) <= count or largest[shape[1]] == shape[0]
+        if is_sure and shape not in settled:
+            known.update(alike[-count:])
+    return known
 
 
-def _judged(layer: Layer, options: Float8Options, vocabularies: set[tuple[int, ...]]) -> Layer:
+def _own_weights(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (p for p in module._parameters.values() if p is not None)
+
+
+def _named_outputs(model: nn.Module, linears: list[nn.Linear]) -> set[nn.Linear]:
+    """Return the layers that models within this one say they give their logits by."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        if not callable(ask):
+            continue
+        try:
+            output = ask()
+        except (AttributeError, NotImplementedError):  # one that has no such layer
+            continue
+        if isinstance(output, nn.Module):
+            found.update(output.modules())
+    return {m for m in linears if m in found}
+
+
+def _judged(layer: Layer, options: Float8Options, *, gives_logits: bool) -> Layer:
     obstacle = _obstacle(layer.module)
     if obstacle is not None and layer.name in options.only:
         raise PlanError(
             f"only names layer {layer.name!r}, which cannot be in float8: {obstacle}; take it out "
             "of only"
         )
-    reason = obstacle or _unwanted(layer, options, vocabularies)
+    reason = obstacle or _unwanted(layer, options, gives_logits=gives_logits)
     return Layer(name=layer.name, places=layer.places, module=layer.module, reason=reason)
 
 
@@ -166,9 +203,7 @@ def _obstacle(module: nn.Linear) -> str | None:
     return None
 
 
-def _unwanted(
-    layer: Layer, options: Float8Options, vocabularies: set[tuple[int, ...]]
-) -> str | None:
+def _unwanted(layer: Layer, options: Float8Options, *, gives_logits: bool) -> str | None:
     """Return why the options leave out a layer that could be converted."""
     if any(fnmatchcase(layer.name, pattern) for pattern in options.keep):
         return "keep names it"
@@ -176,7 +211,7 @@ def _unwanted(
         return None
     if options.only and not any(fnmatchcase(layer.name, pattern) for pattern in options.only):
         return "only names others"
-    if not options.vocabulary and tuple(layer.module.weight.shape) in vocabularies:
+    if gives_logits and not options.vocabulary:
         return "it gives the logits of the vocabulary"
     if options.recipe != "auto" and min(layer.shape) < options.smallest:
         return f"too small to gain: {layer.shape[0]} to {layer.shape[1]} features"
