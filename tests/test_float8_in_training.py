@@ -20,7 +20,7 @@ from float8_models import (
     step_timer_of,
     timer_of,
 )
-from torchfast import Plan, Trainer
+from torchfast import Plan, PlanError, Trainer
 
 # --- in a step -----------------------------------------------------------------------------------
 
@@ -31,6 +31,21 @@ def trained(precision, steps=12, **options):
     trainer = Trainer(model, factory, loss_fn, Plan(precision=precision), **options)
     losses = [float(trainer.step(batch)) for batch in batches(1) * steps]
     return trainer, losses
+
+
+@pytest.mark.parametrize("options", [EMULATED, MEASURED])
+def test_an_optimizer_that_holds_weights_of_another_model_is_refused(options):
+    model, old = gpt(), gpt()
+    stale = {id(model.blocks[0][0].weight): old.blocks[0][0].weight}
+    mixed = [stale.get(id(p), p) for p in model.parameters()]
+    with pytest.raises(PlanError, match=r"lacks the weight of 'blocks\.0\.0'"):
+        Trainer(model, optim.SGD(mixed, lr=0.1), loss_fn, Plan(precision=options))
+    assert type(model.blocks[0][0]) is nn.Linear
+    with pytest.raises(PlanError, match="would train tensors that nothing reads"):
+        Trainer(model, lambda _: optim.SGD(mixed, lr=0.1), loss_fn, Plan(precision=options))
+    # What the loss has besides, and what is not trained, is nobody's mistake.
+    some = [*list(model.parameters())[3:], nn.Parameter(model.gate.bias.detach().clone())]
+    Trainer(model, optim.SGD(some, lr=0.1), loss_fn, Plan(precision=options)).close()
 
 
 def test_a_step_in_float8_trains_as_one_in_bf16():

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
 from torchfast.parallel import Ranks, Sharding
@@ -100,6 +101,15 @@ class ModelTransforms:
         except BaseException:
             self.close()
             raise
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer holds other weights than the layers that are converted.
+
+        Raises:
+            PlanError: It does, and would train tensors that nothing reads.
+        """
+        if self._float8 is not None:
+            self._float8.linears.check_optimizer(optimizer)
 
     def before_step(self, step: int, forward: Callable[[], Tensor]) -> None:
         """Do what needs a batch: measure, convert, compare.

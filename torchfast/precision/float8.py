@@ -289,7 +289,7 @@ class Float8Linears(Closing):
         return {name: form.module for name, form in self._forms.items()}
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise if an optimizer holds other tensors than the weights of the converted layers.
+        """Raise if an optimizer holds a tensor in place of a weight of a converted layer.
 
         Raises:
             PlanError: It was built on another model, or on this one before its weights were
@@ -297,14 +297,15 @@ class Float8Linears(Closing):
         """
         held = {id(p) for p in optimized(optimizer)}
         own = {id(p) for p in self._model.parameters()}
-        if held <= own:
-            return
+        # What the loss trains besides the model is there too, but has no such shape.
+        foreign = {tuple(p.shape) for p in optimized(optimizer) if id(p) not in own}
         lacking = [
             layer.name
             for layer in self._layers
             if layer.reason is None
             and layer.module.weight.requires_grad
             and id(layer.module.weight) not in held
+            and tuple(layer.module.weight.shape) in foreign
         ]
         if lacking:
             raise PlanError(
