@@ -96,37 +96,6 @@ def test_values_that_are_not_finite_are_named(caplog):
     assert "from that in bf16" not in caplog.text
 
 
-def test_layers_that_a_list_of_python_holds_are_said_to_be_in_bf16(caplog):
-    class Listed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two, self.three = (nn.Linear(32, 32) for _ in range(3))
-            self.held = [self.one, self.two]
-
-        def forward(self, x):
-            for layer in self.held:
-                x = layer(x)
-            return self.three(x)
-
-    def forward():
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(torch.ones(16, 32)).float().square().mean()
-
-    model = Listed()
-    float8 = applied(model, WATCHED)
-    assert "nevertheless" not in float8.decision().detail
-    with caplog.at_level(logging.WARNING, "torchfast"):
-        Float8Watch(model, float8).look(1, forward)
-    assert "layer 'one' and 1 more is called in bf16 by what holds it" in caplog.text
-    detail = float8.decision().detail
-    assert "of which 2 are called in bf16 nevertheless: 'one', 'two'" in detail
-    # What is called as it should be is not told.
-    caplog.clear()
-    other = gpt()
-    watched(other, WATCHED)
-    assert "is called in bf16" not in caplog.text
-
-
 def test_a_bad_batch_leaves_the_warning_to_what_is_far_away(caplog):
     model = gpt()
     options = Float8Options(recipe="tensorwise", smallest=16, emulate=True, loss_drift=1e-9)

@@ -9,10 +9,10 @@ When it helps: large layers (thousands of features) with many rows, compiled, so
 casting are fused with what comes before. When it does not: small layers, whose casts take longer
 than the product saves; a step that is not compiled; a step that waits for something else.
 
-The model object, its parameters and its keys stay: what is trained so loads without torchao, and an
-optimizer that was built before still holds the right parameters. Copies of the model and pickles of
-it have plain layers. Forbidden is a model that is
-itself one linear layer, since that would have to be another object.
+The model object, its layers, their parameters and keys stay: what is trained so loads without
+torchao, and an optimizer that was built before still holds the right parameters. Copies of the
+model and pickles of it have plain layers. Forbidden is a model that is itself one linear layer,
+since a layer changes its class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torchfast._core.device import float8_obstacle
 from torchfast._core.errors import PlanError, UnsupportedDeviceError
 from torchfast._core.measure import first_line
 from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, noting_uses, uses_of
-from torchfast.precision.float8_forms import Form, InPlace, Replaced
+from torchfast.precision.float8_forms import Form
 from torchfast.precision.float8_forward import forward_class
 from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, survey
 from torchfast.precision.float8_options import Float8Options
@@ -58,12 +58,11 @@ class Float8Linears(Closing):
     """The linear layers of a model, in float8 from `apply` to `close`, or within ``with``.
 
     Args:
-        model: Changed in place: modules that hold an ``nn.Linear`` hold torchao's in its place,
-            with the same parameters. The object, its parameters and its keys stay.
+        model: Changed in place: layers change their class from ``nn.Linear`` to one of torchao's.
+            All objects stay, with their parameters, hooks and keys.
         options: Which layers and how; by default each as measured (see `decide`).
         device: Where the model trains; None means where its parameters are.
-        is_sharded: Whether ``fully_shard`` has sharded the model or will: its layers then stay the
-            objects that they are, and change their class.
+        is_sharded: Whether ``fully_shard`` has sharded the model or will.
 
     Raises:
         PlanError: A model that is a linear layer itself; or ``all_gather`` without shards.
@@ -99,7 +98,6 @@ class Float8Linears(Closing):
         self._forms: dict[str, Form] = {}  # by the layer's name
         self._is_in, self._is_sharded = False, is_sharded
         self._gather: Float8Gather | None = None
-        self._bypassed: list[str] = []  # layers in float8 of which the plain form is called
         self.recipes: dict[str, str] = {}  # of the layers in float8, by name
         self.receipt: Float8Receipt | None = None  # what `decide` measured
         # By layer: those of `decide`; of what is in bf16, when there were far more, and how many.
@@ -237,30 +235,6 @@ class Float8Linears(Closing):
             if use.rows > _FEW * self._measured_rows[name]:
                 self._later_rows.setdefault(name, (step, use.rows))
 
-    @contextmanager
-    def seeing_plain_calls(self) -> Iterator[None]:
-        """Note, for the report, converted layers that the body calls as they were.
-
-        The other form stands where modules hold the layer. A Python list or a closure of the model
-        still has the plain one.
-        """
-        plain = {
-            layer.name: layer.module
-            for layer in self._layers
-            if layer.name in self._forms and self._forms[layer.name].module is not layer.module
-        }
-        with noting_uses(Layer(name=n, places=(), module=m) for n, m in plain.items()) as uses:
-            yield
-        if new := [name for name in uses if name not in self._bypassed]:
-            self._bypassed += new
-            logger.warning(
-                "layer %r%s is called in bf16 by what holds it beside its parent module, so it "
-                "does not compute in float8; hold it in an nn.ModuleList, or find it by its "
-                "parent's attribute",
-                new[0],
-                f" and {len(new) - 1} more" if new[1:] else "",
-            )
-
     def gather(self) -> Float8Gather | None:
         """Gather weights in float8 from now on, if the options say so. The model is sharded."""
         if self.options.all_gather and self._gather is None:
@@ -276,12 +250,12 @@ class Float8Linears(Closing):
 
     @override
     def close(self) -> None:
-        """Put the plain layers back, with the parameters as they are now."""
+        """Let the layers be plain again, with all that they have by now."""
         if self._gather is not None:
             self._gather.close()
             self._gather = None
         self._leave()
-        self._forms, self._bypassed = {}, []
+        self._forms = {}
         self.recipes = {}
 
     def modules(self) -> Mapping[str, nn.Module]:
@@ -330,9 +304,6 @@ class Float8Linears(Closing):
         detail = f"{len(self.recipes)} of {len(self._layers)} linear layers ({kinds}{emulated})"
         if self._gather is not None:
             detail += f", the weights of {self._gather.num_layers} gathered in float8"
-        if self._bypassed:
-            names = ", ".join(map(repr, self._bypassed[:_SHOWN]))
-            detail += f", of which {len(self._bypassed)} are called in bf16 nevertheless: {names}"
         return Decision(lever="float8", outcome="applied", detail=f"{detail}{rest}")
 
     def __repr__(self) -> str:
@@ -381,12 +352,11 @@ class Float8Linears(Closing):
         return convert
 
     def _convert(self, recipes: Mapping[str, str]) -> None:
-        kind = InPlace if self._is_sharded else Replaced
         for layer in self._layers:
             recipe = recipes.get(layer.name)
             if recipe is not None:
                 new = self._converter(recipe)(layer.module)
-                self._forms[layer.name] = kind(layer, new)
+                self._forms[layer.name] = Form(layer.module, new)
                 self.recipes[layer.name] = recipe
         self._enter()
 

@@ -1,8 +1,8 @@
 """Which linear layers of a model can compute in float8, and why the others cannot.
 
 torchao converts every ``nn.Linear`` that a filter lets through. What must not be let through: sizes
-that the float8 units do not take, modules that are more than their weight (hooks, a forward of
-their own, which the replacement would not have), and layers that lose more than they gain.
+that the float8 units do not take, modules that compute otherwise (a forward of their own, a weight
+that a hook makes), and layers that lose more than they gain.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from torchfast.precision.float8_options import Float8Options
 # The float8 units multiply tiles whose sides are multiples of it.
 MULTIPLE: Final = 16
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-_HOOKS: Final = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+# What torchao's layers have as attributes besides.
+_SETTINGS: Final = (
+    "config",
+    "linear_mm_config",
+    "scaling_type_input",
+    "scaling_type_weight",
+    "scaling_type_grad_output",
 )
 
 
@@ -38,13 +40,11 @@ class Layer:
 
     Attributes:
         name: Its first name in the model.
-        places: Where modules hold it: the parent and the attribute.
         module: The layer.
         reason: Why it stays in bf16; None where float8 is possible.
     """
 
     name: str
-    places: tuple[tuple[nn.Module, str], ...]
     module: nn.Linear
     reason: str | None = None
 
@@ -55,15 +55,15 @@ class Layer:
 
 
 def check_no_layer(model: nn.Module) -> None:
-    """Raise if the model is itself a linear layer: what holds it is not ours to change.
+    """Raise if the model is itself a linear layer: the type of a model stays.
 
     Raises:
         PlanError: It is.
     """
     if isinstance(model, nn.Linear):
         raise PlanError(
-            f"the model is itself a {type(model).__name__}, which float8 would have to replace by "
-            "another object; put it into a container: nn.Sequential(model)"
+            f"the model is itself a {type(model).__name__}, whose class float8 would have to "
+            "change; put it into a container: nn.Sequential(model)"
         )
 
 
@@ -111,14 +111,9 @@ def layer_input(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | Non
 
 
 def _linears(model: nn.Module) -> Iterator[Layer]:
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        for attribute, child in parent._modules.items():
-            if isinstance(child, nn.Linear):
-                places.setdefault(child, []).append((parent, attribute))
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            yield Layer(name=name, places=tuple(places[module]), module=module)
+            yield Layer(name=name, module=module)
 
 
 def _logits_layers(model: nn.Module, layers: list[Layer]) -> set[nn.Linear]:
@@ -180,16 +175,17 @@ def _judged(layer: Layer, options: Float8Options, *, gives_logits: bool) -> Laye
             "of only"
         )
     reason = obstacle or _unwanted(layer, options, gives_logits=gives_logits)
-    return Layer(name=layer.name, places=layer.places, module=layer.module, reason=reason)
+    return Layer(name=layer.name, module=layer.module, reason=reason)
 
 
 def _obstacle(module: nn.Linear) -> str | None:
     """Return what makes float8 impossible."""
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}, not nn.Linear itself"
-    hooks: list[Any] = [getattr(module, name) for name in _HOOKS]
-    if any(hooks):
-        return "it has hooks, which the converted layer would not have"
+    if module._parameters.get("weight") is None:
+        return "its weight is no parameter of it"
+    if taken := [name for name in _SETTINGS if name in vars(module)]:
+        return f"it has an attribute {taken[0]!r}, which torchao's layers use"
     if "forward" in vars(module):
         return "its forward was replaced"
     own = type(local(module.weight))

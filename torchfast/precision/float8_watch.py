@@ -142,8 +142,7 @@ class Float8Watch:
             for hook in self._hooks(name, module, operands)
         ]
         try:
-            with self._float8.seeing_plain_calls():
-                loss, norm = self._pass(forward)
+            loss, norm = self._pass(forward)
             with self._float8.left():
                 plain_loss, plain_norm = self._pass(forward)
         finally:
@@ -195,7 +194,7 @@ class Float8Watch:
 
         def note(operand: str, tensor: Tensor, dtype: torch.dtype) -> None:
             if f"{_FIGURES[0]}/{operand}/{name}" in into:
-                return  # the pass in bf16, where a layer that changes its class is seen too
+                return  # seen before: in another call, or in the pass in float8
             if not tensor.numel():
                 return  # an expert without tokens
             for figure, value in zip(_FIGURES, figures(tensor, dtype, by_row=by_row), strict=True):
