@@ -80,7 +80,46 @@ def test_a_layer_that_loses_its_values_is_named(caplog):
     with caplog.at_level(logging.WARNING, "torchfast"):
         (_, scales) = watch.decisions()
     assert "layer 'blocks.1.0' does not fit float8" in caplog.text
-    assert "of its weight become zero beside a largest value of 1e+06" in scales.detail
+    assert (
+        "of the values of its weight that are not zero become it beside a largest value of 1e+06"
+        in scales.detail
+    )
+
+
+def test_a_layer_whose_input_is_mostly_zeros_is_named(caplog):
+    class Behind(nn.Module):
+        def forward(self, x):
+            x = x.relu() * 1e-4
+            x[0, 0] = 1e7
+            return x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), Behind(), nn.Linear(64, 32))
+    with torch.no_grad():
+        model[0].bias.fill_(-0.3)
+    watch = Float8Watch(model, applied(model, WATCHED))
+    inputs = torch.randn(16, 32)
+    with caplog.at_level(logging.WARNING, "torchfast"):
+        watch.look(1, lambda: model(inputs).float().square().mean())
+        watch.decisions()
+    (numbers,) = [n for n in watch.drifts[0].layers if (n.layer, n.operand) == ("2", "input")]
+    behind = model[1](model[0](inputs))
+    assert (behind == 0).float().mean() > 0.6
+    assert numbers.lost == pytest.approx(1 - 1 / float((behind != 0).sum()))
+    assert "layer '2' does not fit float8: " in caplog.text
+    assert "of the values of its input that are not zero become it" in caplog.text
+
+
+def test_an_operand_of_zeros_loses_nothing():
+    _, num_lost, num_present = figures(torch.zeros(16, 32), torch.float8_e4m3fn, by_row=True)
+    assert num_lost == num_present == 0
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with torch.no_grad():
+        model[1].weight.zero_()
+    watch = Float8Watch(model, applied(model, WATCHED))
+    watch.look(1, lambda: model(torch.ones(16, 32)).float().square().mean())
+    watch.decisions()
+    assert all(n.lost == 0 for n in watch.drifts[0].layers)
 
 
 def test_values_that_are_not_finite_are_named(caplog):
@@ -227,7 +266,8 @@ def test_what_is_lost_is_what_the_format_makes_zero(dtype, by_row):
     amax = values.abs().amax(-1, keepdim=True) if by_row else values.abs().amax()
     scaled = (values * (torch.finfo(dtype).max / amax)).to(dtype).float()
     expected = ((scaled == 0) & (values != 0)).float().mean()
-    largest, lost = figures(values, dtype, by_row=by_row)
+    largest, num_lost, num_present = figures(values, dtype, by_row=by_row)
+    lost = num_lost / num_present
     assert largest == values.abs().max()
     assert float(lost) == pytest.approx(float(expected), abs=2 / values.numel())
     assert 0.1 < lost < 0.9

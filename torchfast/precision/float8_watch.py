@@ -4,8 +4,8 @@ A converted layer that loses too much raises nothing: the model just learns wors
 the first updates, and every so often from then on, the first micro-batch goes through forward and
 backward twice more, once in float8 and once in bf16, with the same weights and the same random
 draws, and loss and gradient norm are compared. On the way each converted layer's operands are
-looked at: the largest value, which sets the scale, and the part of the values that the scale leaves
-so small that they become zero.
+looked at: the largest value, which sets the scale, and the part of the values beside zeros that the
+scale leaves so small that they become zero.
 
 Nothing of it is read by the host when it is computed. The figures go to pinned memory behind an
 event, and are judged at a later step, when they have arrived. The two passes run eagerly and leave
@@ -43,7 +43,7 @@ _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The format of gradients: a scale for a whole tensor needs range more than it needs digits.
 _GRADIENTS: Final = {"tensorwise": _E5M2, "rowwise": _E4M3, "rowwise_with_gw_hp": _E4M3}
 _BY_ROW: Final = ("rowwise", "rowwise_with_gw_hp")
-_FIGURES: Final = ("amax", "lost")
+_FIGURES: Final = ("amax", "lost", "present")  # a magnitude, and two counts
 _OPERANDS: Final = ("input", "weight", "gradient")
 
 
@@ -174,19 +174,17 @@ class Float8Watch:
         keys = [f"{operand}/{name}" for name in self._float8.modules() for operand in _OPERANDS]
         losses = [torch.as_tensor(values[name]).float() for name in ("loss", "plain_loss")]
         none = losses[0].new_zeros(())
-        lost = [torch.as_tensor(values.get(f"lost/{key}", none)) for key in keys]
-        seen = [none + (f"amax/{key}" in values) for key in keys]
-        means = self._ranks.mean(torch.stack([*losses, *lost, *seen]))
+        names = [f"{figure}/{key}" for figure in ("lost", "present") for key in keys]
+        counts = [torch.as_tensor(values.get(name, none)) for name in names]
+        means = self._ranks.mean(torch.stack([*losses, *counts]))
         amax = [torch.as_tensor(values.get(f"amax/{key}", none - 1)) for key in keys]
         # A largest value that is no number would not win.
         stacked = torch.stack(amax).nan_to_num(nan=math.inf, posinf=math.inf)
         largest = self._ranks.largest(stacked)
-        found_lost, found_seen = means[2:].chunk(2)
         joined: dict[str, Tensor | float] = {"loss": means[0], "plain_loss": means[1]}
         joined |= {name: values[name] for name in ("norm", "plain_norm")}
         joined |= {f"amax/{key}": value for key, value in zip(keys, largest, strict=True)}
-        parts = zip(keys, found_lost / found_seen, strict=True)
-        return joined | {f"lost/{key}": value for key, value in parts}
+        return joined | dict(zip(names, means[2:], strict=True))
 
     def _hooks(self, name: str, module: nn.Module, into: dict[str, Tensor]) -> list[Any]:
         recipe = self._float8.recipes[name]
@@ -232,9 +230,9 @@ class Float8Watch:
             operand, _, name = rest.partition("/")
             dtype = _GRADIENTS[self._recipe_of(name)] if operand == "gradient" else _E4M3
             scale = torch.finfo(dtype).max / amax if amax > 0 else math.inf
-            numbers = LayerNumbers(
-                layer=name, operand=operand, amax=amax, scale=scale, lost=values[f"lost/{rest}"]
-            )
+            present = values[f"present/{rest}"]
+            lost = values[f"lost/{rest}"] / present if present else 0.0
+            numbers = LayerNumbers(layer=name, operand=operand, amax=amax, scale=scale, lost=lost)
             layers.append(numbers)
         drift = Drift(
             step=step,
