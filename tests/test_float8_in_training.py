@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 
+import numpy as np
 import pytest
+import torch
 from torch import nn, optim
 
 import ranks
@@ -46,6 +49,49 @@ def test_an_optimizer_that_holds_weights_of_another_model_is_refused(options):
     # What the loss has besides, and what is not trained, is nobody's mistake.
     some = [*list(model.parameters())[3:], nn.Parameter(model.gate.bias.detach().clone())]
     Trainer(model, optim.SGD(some, lr=0.1), loss_fn, Plan(precision=options)).close()
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 16)
+        self.generator, self.calls = torch.Generator().manual_seed(3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        kept = torch.rand(x.shape, generator=self.generator) > 0.1 * self.calls
+        return self.last(self.first(x) * kept)
+
+
+def loss_with_noise(rng):
+    def loss(model, batch):
+        return (model(batch) + rng.normal()).float().square().mean()
+
+    return loss
+
+
+def test_the_watch_changes_no_run_that_draws_from_generators_of_its_own():
+    def losses(watch_at):
+        options = dataclasses.replace(EMULATED, watch_at=watch_at)
+        trainer = Trainer(
+            Drawing(),
+            partial(optim.SGD, lr=0.1),
+            loss_with_noise(np.random.default_rng(3)),
+            Plan(precision=options),
+        )
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randn(16, 32, generator=generator)
+        return [float(trainer.step(batch)) for _ in range(4)], trainer
+
+    plain, _ = losses(())
+    watched, trainer = losses((1, 2, 3))
+    assert watched == plain
+    trainer.report()
+    drifts = trainer._step._transforms._float8.watch.drifts
+    assert all(abs(drift.loss_drift) < 0.02 for drift in drifts)  # both passes draw the same
 
 
 def test_a_step_in_float8_trains_as_one_in_bf16():

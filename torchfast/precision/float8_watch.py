@@ -56,7 +56,7 @@ class Float8Watch:
         float8: Its converted layers.
         ranks: Who trains it together; None means this process alone.
 
-    Numerics: None: the step finds everything as it was.
+    Numerics: None, where the step changes nothing else than what `untouched` puts back.
     Synchronizes: To read the generator's state before the updates named; never in between.
     """
 
@@ -158,7 +158,7 @@ class Float8Watch:
 
     def _pass(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         failure, gradients = None, []
-        with without_trace(self._model, self._float8.device):
+        with without_trace(self._model, self._float8.device, forward):
             try:
                 loss = forward()
                 gradients = self._ranks.gradients(loss)
