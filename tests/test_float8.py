@@ -69,6 +69,8 @@ def test_what_is_left_out_has_a_reason():
     model.double = nn.Linear(32, 32, dtype=torch.float64)
     model.small = nn.Linear(16, 32)
     model.named = nn.Linear(32, 32)
+    model.parent = nn.Linear(32, 32)
+    model.parent.lora = nn.Linear(32, 32)
     options = Float8Options(recipe="rowwise", smallest=32, emulate=True, keep=("nam*",))
     with Float8Linears(model, options) as float8:
         detail = float8.decision().detail
@@ -77,13 +79,14 @@ def test_what_is_left_out_has_a_reason():
         "head": "it gives the logits of the vocabulary",
         "strange": "it is a Strange, not nn.Linear itself",
         "made": "its weight is no parameter of it",
+        "parent": "it has modules of its own (lora)",
         "settled": "it has an attribute 'config', which torchao's layers use",
         "double": "its weight is torch.float64",
         "small": "too small to gain: 16 to 32 features",
         "named": "keep names it",
     }.items():
         assert f"'{name}' ({reason})" in detail
-    assert detail.startswith("4 of 12 linear layers (4 rowwise, emulated)")
+    assert detail.startswith("5 of 14 linear layers (5 rowwise, emulated)")
 
 
 def test_a_table_of_positions_is_no_vocabulary():

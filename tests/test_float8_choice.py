@@ -58,6 +58,20 @@ def test_what_is_not_faster_stays_in_bf16():
     assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
 
 
+def test_what_a_layer_has_got_before_recipes_are_measured_is_seen():
+    model = gpt()
+    float8 = applied(model, MEASURED)
+    model.blocks[0][0].lora = nn.Linear(32, 32)
+    nn.utils.parametrizations.weight_norm(model.blocks[0][3])
+    timer = timer_of({"bf16": 2.0, "tensorwise": 1.0, "rowwise": 3.0, "rowwise_with_gw_hp": 3.0})
+    float8.decide(lambda: bf16_loss(model, batches(1)[0]), compiled=False, timer=timer)
+    assert list(float8.recipes) == ["blocks.1.0", "blocks.1.3"]
+    detail = float8.decision().detail
+    assert "'blocks.0.0' (it has modules of its own (lora))" in detail
+    assert "'blocks.0.3' (it is a ParametrizedLinear, not nn.Linear itself)" in detail
+    float8.close()
+
+
 def test_rows_that_are_not_divisible_are_measured_as_they_are():
     odd = tuple(t[:, :5] for t in batches(1)[0])
     seconds = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}

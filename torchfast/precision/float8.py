@@ -38,7 +38,7 @@ from torchfast._core.measure import first_line
 from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, noting_uses, uses_of
 from torchfast.precision.float8_forms import Form
 from torchfast.precision.float8_forward import forward_class
-from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, survey
+from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, obstacle_of, survey
 from torchfast.precision.float8_options import Float8Options
 from torchfast.precision.torchao_modules import torchao_module
 
@@ -161,6 +161,11 @@ class Float8Linears(Closing):
 
         Synchronizes: Yes.
         """
+        if not self._is_sharded:  # shards are of a class of their own
+            self._layers = [  # for what they have got since then
+                dataclasses.replace(layer, reason=layer.reason or obstacle_of(layer.module))
+                for layer in self._layers
+            ]
         possible = [layer for layer in self._layers if layer.reason is None]
         # Shards stay gathered behind a forward whose backward never comes.
         with torch.no_grad() if self._is_sharded else nullcontext():

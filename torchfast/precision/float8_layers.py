@@ -168,7 +168,7 @@ def _named_outputs(model: nn.Module, linears: list[nn.Linear]) -> set[nn.Linear]
 
 
 def _judged(layer: Layer, options: Float8Options, *, gives_logits: bool) -> Layer:
-    obstacle = _obstacle(layer.module)
+    obstacle = obstacle_of(layer.module)
     if obstacle is not None and layer.name in options.only:
         raise PlanError(
             f"only names layer {layer.name!r}, which cannot be in float8: {obstacle}; take it out "
@@ -178,10 +178,12 @@ def _judged(layer: Layer, options: Float8Options, *, gives_logits: bool) -> Laye
     return Layer(name=layer.name, module=layer.module, reason=reason)
 
 
-def _obstacle(module: nn.Linear) -> str | None:
+def obstacle_of(module: nn.Linear) -> str | None:
     """Return what makes float8 impossible."""
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}, not nn.Linear itself"
+    if module._modules:
+        return f"it has modules of its own ({', '.join(module._modules)})"
     if module._parameters.get("weight") is None:
         return "its weight is no parameter of it"
     if taken := [name for name in _SETTINGS if name in vars(module)]:
