@@ -167,6 +167,34 @@ def test_drift_beyond_the_limit_warns_once(caplog):
     assert [d.step for d in watch.drifts] == [1, 2]
 
 
+def test_a_loss_near_zero_is_no_reason_to_warn_where_the_gradients_are_close(caplog):
+    torch.manual_seed(1)
+    critic = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Linear(64, 1))
+    real, made = torch.randn(64, 64), torch.randn(64, 64) + 0.5
+    with torch.no_grad():  # what both have in common is all of it but for a hair
+        less = (critic(made).mean() - critic(real).mean()).float()
+
+    def forward(times=1.0):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = critic(made).float().mean() - critic(real).float().mean()
+        return times * (out - less + 1e-5)
+
+    watch = Float8Watch(critic, applied(critic, WATCHED))
+    with caplog.at_level(logging.WARNING, "torchfast"):
+        watch.look(1, forward)
+        watch.decisions()
+    (drift,) = watch.drifts
+    assert abs(drift.loss_drift) > 0.02 > abs(drift.norm_drift)
+    assert not [r for r in caplog.records if r.name.startswith("torchfast")]
+    # Where these are far as well, it is told.
+    calls = iter((1.05, 1.0))
+    watch = Float8Watch(critic, watch._float8)
+    with caplog.at_level(logging.WARNING, "torchfast"):
+        watch.look(1, lambda: forward(next(calls)))
+        watch.decisions()
+    assert "before update 1 the loss in float8 is" in caplog.text
+
+
 def test_a_layer_that_stops_fitting_late_in_a_run_is_named(caplog):
     options = Float8Options(
         recipe="tensorwise", smallest=16, emulate=True, watch_at=(1, 3), watch_every=50

@@ -256,7 +256,9 @@ class Float8Watch:
         ):
             if not math.isfinite(plain):
                 continue  # no format is the cause, and what is told once is left for what is
-            if not abs(found) <= limit and what not in self._warned:
+            # A loss near zero, as one of a game or a difference, differs by much of itself anyway.
+            is_far = not abs(found) <= limit and not abs(drift.norm_drift) <= limit
+            if is_far and what not in self._warned:
                 self._warned.add(what)
                 logger.warning(
                     "before update %d the %s in float8 is %+.2g %% from that in bf16; leave out "
