@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import sys
 import types
@@ -13,6 +14,7 @@ from torch import nn, optim
 
 from float8_models import (
     EMULATED,
+    MEASURED,
     applied,
     batches,
     bf16_loss,
@@ -299,3 +301,35 @@ def test_a_plan_with_float8_is_written_and_read():
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json('{"precision": "fp8"}').float8_options == Float8Options()
     assert Plan(precision="bf16").float8_options is None
+
+
+def test_a_torchao_that_breaks_while_it_is_imported_is_told(monkeypatch, tmp_path):
+    importlib.import_module("torchao.float8")  # which is put back
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("import torch\ntorch.no_such_name\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"cannot be imported here \(.*no_such_name.*; pip"):
+        Float8Linears(gpt(), EMULATED)
+    (tmp_path / "torchao" / "__init__.py").write_text("__version__ = '0.18.0'\n")
+    (tmp_path / "torchao" / "float8.py").write_text("import torch\ntorch.no_such_name\n")
+    sys.modules.pop("torchao", None)
+    importlib.invalidate_caches()
+    with pytest.raises(ImportError, match=r"torchao 0\.18\.0 .* too old or too new .*no_such_name"):
+        Float8Linears(gpt(), EMULATED)
+
+
+@pytest.mark.parametrize("options", [EMULATED, MEASURED])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torchao.float8", "convert_to_float8_training"),
+        ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
+        ("torchao.float8.config", "ScalingType"),
+    ],
+)
+def test_a_name_that_torchao_has_no_longer_is_told(module, name, options, monkeypatch):
+    monkeypatch.delattr(importlib.import_module(module), name)
+    with pytest.raises(ImportError, match=rf"needs {module}\.{name}, .* too old or too new"):
+        Float8Linears(gpt(), options)

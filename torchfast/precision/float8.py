@@ -37,7 +37,7 @@ from torchfast._core.errors import PlanError, UnsupportedDeviceError
 from torchfast._core.measure import first_line
 from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, noting_uses, uses_of
 from torchfast.precision.float8_forms import Form
-from torchfast.precision.float8_forward import forward_class
+from torchfast.precision.float8_forward import forward_class, products
 from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, obstacle_of, survey
 from torchfast.precision.float8_options import Float8Options
 from torchfast.precision.torchao_modules import torchao_module
@@ -67,7 +67,7 @@ class Float8Linears(Closing):
     Raises:
         PlanError: A model that is a linear layer itself; or ``all_gather`` without shards.
         UnsupportedDeviceError: A device without float8 products, and ``emulate`` is off.
-        ImportError: torchao is missing or too old.
+        ImportError: torchao is missing, too old or too new.
 
     Numerics: Close to bf16. With every layer left out, none.
     Synchronizes: Never, but in `decide`.
@@ -111,7 +111,9 @@ class Float8Linears(Closing):
                 "it out"
             )
         self._check_hardware()
-        self._ao = torchao_module("torchao.float8", "precision='fp8'")
+        names = "Float8LinearConfig", "convert_to_float8_training"
+        self._ao = torchao_module("torchao.float8", "precision='fp8'", *names)
+        products()  # or a recipe that is measured would only be refused
         if self.options.recipe != "auto":
             self._probe(self.options.recipe)
 
