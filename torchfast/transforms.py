@@ -11,9 +11,9 @@ this; `ModelTransforms` has the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,15 @@ class ModelTransforms:
         """
         if self._float8 is not None:
             self._float8.check_step(work)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured, and has to be the same when a run is resumed."""
+        return {} if self._float8 is None else self._float8.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned in place of measuring it; a state may have none of it."""
+        if self._float8 is not None:
+            self._float8.load_state_dict(state)
 
     def decisions(self) -> list[Decision]:
         """Say what was done, and what was not and why."""

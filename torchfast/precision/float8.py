@@ -39,7 +39,7 @@ from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, not
 from torchfast.precision.float8_forms import Form
 from torchfast.precision.float8_forward import forward_class, products
 from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, obstacle_of, survey
-from torchfast.precision.float8_options import Float8Options
+from torchfast.precision.float8_options import RECIPES, Float8Options
 from torchfast.precision.torchao_modules import torchao_module
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 4
 _REMEDY = "begin with a batch that reaches it, or name a recipe to have it unmeasured"
 _UNMEASURED = f"so its recipe was not measured: {_REMEDY}"
+_LOADED = "in the run whose state was loaded"
 _FEW = 2  # so many times the rows that were measured are another shape
 
 
@@ -100,6 +101,7 @@ class Float8Linears(Closing):
         self._gather: Float8Gather | None = None
         self.recipes: dict[str, str] = {}  # of the layers in float8, by name
         self.receipt: Float8Receipt | None = None  # what `decide` measured
+        self._is_taken_over = False  # from another run, so that nothing is measured
         # By layer: those of `decide`; of what is in bf16, when there were far more, and how many.
         self._measured_rows: dict[str, int] = {}
         self._later_rows: dict[str, tuple[int, int]] = {}
@@ -138,7 +140,8 @@ class Float8Linears(Closing):
     @property
     def is_undecided(self) -> bool:
         """Whether `decide` is still to choose the recipes; until then everything is in bf16."""
-        return self.options.recipe == "auto" and self.receipt is None
+        is_known = self.receipt is not None or self._is_taken_over
+        return self.options.recipe == "auto" and not is_known
 
     def decide(
         self,
@@ -163,12 +166,7 @@ class Float8Linears(Closing):
 
         Synchronizes: Yes.
         """
-        if not self._is_sharded:  # shards are of a class of their own
-            self._layers = [  # for what they have got since then
-                dataclasses.replace(layer, reason=layer.reason or obstacle_of(layer.module))
-                for layer in self._layers
-            ]
-        possible = [layer for layer in self._layers if layer.reason is None]
+        possible = self._look_again()
         # Shards stay gathered behind a forward whose backward never comes.
         with torch.no_grad() if self._is_sharded else nullcontext():
             uses = uses_of(possible, forward, self._model, self.device)
@@ -201,6 +199,33 @@ class Float8Linears(Closing):
             for layer in layers
         ]
         self._convert(chosen)
+
+    def take_over(self, recipes: Mapping[str, str]) -> bool:
+        """Convert by the recipes that another run has measured; return whether that was done.
+
+        It is not where recipes are decided already, or where this device does not take them.
+
+        Args:
+            recipes: By the layer's name; all others stay in bf16.
+        """
+        names = set(recipes.values())
+        if not self.is_undecided or not names <= set(RECIPES):
+            return False
+        try:
+            for name in sorted(names):
+                self._probe(name)
+        except UnsupportedDeviceError:
+            return False
+        self._is_taken_over = True
+        self._look_again()
+        self._layers = [
+            dataclasses.replace(layer, reason=f"it was so {_LOADED}")
+            if layer.reason is None and layer.name not in recipes
+            else layer
+            for layer in self._layers
+        ]
+        self._convert({each.name: recipes[each.name] for each in self._layers if not each.reason})
+        return True
 
     def give_up(self, reason: str) -> None:
         """Put all layers back into bf16, for a reason that the report gives."""
@@ -309,6 +334,8 @@ class Float8Linears(Closing):
         kinds = ", ".join(f"{count} {recipe}" for recipe, count in counts.items())
         emulated = ", emulated" if self.options.emulate else ""
         detail = f"{len(self.recipes)} of {len(self._layers)} linear layers ({kinds}{emulated})"
+        if self._is_taken_over:
+            detail += f", as {_LOADED}"
         if self._gather is not None:
             detail += f", the weights of {self._gather.num_layers} gathered in float8"
         return Decision(lever="float8", outcome="applied", detail=f"{detail}{rest}")
@@ -366,6 +393,15 @@ class Float8Linears(Closing):
                 self._forms[layer.name] = Form(layer.module, new)
                 self.recipes[layer.name] = recipe
         self._enter()
+
+    def _look_again(self) -> list[Layer]:
+        """Return the layers that can be in float8 with what they have got since `apply`."""
+        if not self._is_sharded:  # shards are of a class of their own
+            self._layers = [
+                dataclasses.replace(layer, reason=layer.reason or obstacle_of(layer.module))
+                for layer in self._layers
+            ]
+        return [layer for layer in self._layers if layer.reason is None]
 
     def _enter(self) -> None:
         for form in self._forms.values():
