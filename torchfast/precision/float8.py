@@ -127,6 +127,8 @@ class Float8Linears(Closing):
                 name in the options that fits no layer.
         """
         model = self._model
+        self.receipt, self._is_taken_over = None, False  # of a time before
+        self._measured_rows, self._later_rows = {}, {}
         self._layers = survey(model, self.options)
         possible = [layer for layer in self._layers if layer.reason is None]
         if not possible:
