@@ -110,6 +110,30 @@ def test_a_layer_whose_input_is_mostly_zeros_is_named(caplog):
     assert "of the values of its input that are not zero become it" in caplog.text
 
 
+def test_layers_that_nothing_calls_are_said_to_compute_nothing():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle, self.rare = (nn.Linear(32, 32) for _ in range(3))
+            self.is_rare = False
+
+        def forward(self, x):
+            return self.rare(self.used(x)) if self.is_rare else self.used(x)
+
+    model = Idle()
+    options = Float8Options(recipe="tensorwise", smallest=16, emulate=True, watch_at=(1, 2))
+    watch = Float8Watch(model, applied(model, options))
+    told = []
+    for step in (1, 2):
+        model.is_rare = step == 2
+        watch.look(step, lambda: model(torch.ones(16, 32)).float().square().mean())
+        told.append(watch.decisions()[0].detail)
+    assert "; no forward of these called 'idle', 'rare', which so computed nothing" in told[0]
+    assert "; no forward of these called 'idle', which so computed nothing" in told[1]
+    model = gpt()
+    assert "no forward" not in watched(model, WATCHED).decisions()[0].detail
+
+
 def test_an_operand_of_zeros_loses_nothing():
     _, num_lost, num_present = figures(torch.zeros(16, 32), torch.float8_e4m3fn, by_row=True)
     assert num_lost == num_present == 0

@@ -44,6 +44,7 @@ _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _GRADIENTS: Final = {"tensorwise": _E5M2, "rowwise": _E4M3, "rowwise_with_gw_hp": _E4M3}
 _BY_ROW: Final = ("rowwise", "rowwise_with_gw_hp")
 _FIGURES: Final = ("amax", "lost", "present")  # a magnitude, and two counts
+_SHOWN: Final = 4
 _OPERANDS: Final = ("input", "weight", "gradient")
 
 
@@ -71,6 +72,7 @@ class Float8Watch:
         self._warned: set[str] = set()
         self._looked_at = 0
         self._history = DriftHistory()
+        self._called: set[str] = set()  # layers in float8
 
     @property
     def drifts(self) -> list[Drift]:
@@ -127,10 +129,20 @@ class Float8Watch:
         )
         return [
             Decision(
-                lever="float8 watch", outcome="applied", detail=f"beside bf16, {self._history}"
+                lever="float8 watch",
+                outcome="applied",
+                detail=f"beside bf16, {self._history}{self._uncalled()}",
             ),
             Decision(lever="float8 scales", outcome="applied", detail=scales),
         ]
+
+    def _uncalled(self) -> str:
+        names = [repr(name) for name in self._float8.recipes if name not in self._called]
+        if not names:
+            return ""
+        more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+        names = names[:_SHOWN]
+        return f"; no forward of these called {', '.join(names)}{more}, which so computed nothing"
 
     # --- the two passes ---------------------------------------------------------------------
 
@@ -234,6 +246,7 @@ class Float8Watch:
             lost = values[f"lost/{rest}"] / present if present else 0.0
             numbers = LayerNumbers(layer=name, operand=operand, amax=amax, scale=scale, lost=lost)
             layers.append(numbers)
+            self._called.add(name)
         drift = Drift(
             step=step,
             loss=values["loss"],
