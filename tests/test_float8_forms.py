@@ -9,10 +9,22 @@ from functools import partial
 import pytest
 import torch
 from torch import nn, optim
+from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrize
 
-from float8_models import EMULATED, MEASURED, applied, batches, gpt, loss_fn, timer_of
+from float8_models import (
+    EMULATED,
+    MEASURED,
+    applied,
+    batches,
+    gpt,
+    gpt_without_batch_norm,
+    loss_fn,
+    timer_of,
+)
+from tape import taped
 from torchfast import Float8Linears, Float8Options, Plan, Trainer
+from torchfast.precision import float8_forward
 
 
 def trainer_of(model, options=EMULATED):
@@ -178,3 +190,48 @@ def test_a_layer_that_is_resized_in_float8_is_whole_behind_it():
     assert type(model.lm_head) is nn.Linear
     assert model.lm_head.out_features == 176
     assert model(torch.zeros(1, 4, dtype=torch.long)).logits.shape[-1] == 176
+
+
+def test_what_was_compiled_for_one_form_is_found_again():
+    counter = CompileCounter()
+    model = gpt_without_batch_norm()
+    for block in model.blocks:
+        block.compile(backend=counter)
+    float8 = applied(model, EMULATED)
+    loss_fn(model, batches(1)[0])
+    with float8.left():
+        loss_fn(model, batches(1)[0])
+    compiled = counter.frame_count
+    assert compiled > 0
+    for _ in range(3):
+        loss_fn(model, batches(1)[0])
+        with float8.left():
+            loss_fn(model, batches(1)[0])
+    assert counter.frame_count == compiled
+
+
+def test_a_graph_stays_valid_when_a_layer_has_left_float8_and_come_back(monkeypatch, request):
+    class Product:
+        """In bf16: the tape records no tensors of torchao's own."""
+
+        @staticmethod
+        def apply(inputs, weight, *_):
+            return (inputs.to(weight.dtype) @ weight).to(torch.bfloat16)
+
+    _, disabled = float8_forward.products()
+    monkeypatch.setattr(float8_forward, "products", lambda: (Product, disabled))
+    float8_forward.forward_class.cache_clear()
+    request.addfinalizer(float8_forward.forward_class.cache_clear)
+    model = gpt_without_batch_norm()
+    for block in model.blocks:
+        block[1].p = 0.0
+    options = Float8Options(recipe="tensorwise", smallest=16, emulate=True, watch_at=(1, 5, 6))
+    with taped(monkeypatch):
+        plan = Plan(precision=options, cuda_graph=True)
+        trainer = Trainer(model, partial(optim.SGD, lr=0.1), loss_fn, plan)
+        for batch in batches(1) * 10:
+            trainer.step(batch)
+        report = trainer.report()
+    assert "update 6: loss" in str(report)
+    assert report.counters["captures"] == 1
+    assert report.counters["replays"] >= 5
