@@ -13,7 +13,7 @@ from float8_models import (
     gpt,
     timer_of,
 )
-from torchfast import Float8Options
+from torchfast import Float8Linears, Float8Options
 from torchfast.precision import Float8Watch
 from torchfast.precision.float8_options import RECIPES
 
@@ -56,6 +56,36 @@ def test_what_is_not_faster_stays_in_bf16():
     told = float8.decision().detail
     assert "not surely faster: tensorwise took 1.00 to 1.00 of the time of bf16" in told
     assert all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def test_what_a_layer_has_got_before_recipes_are_measured_is_seen():
+    model = gpt()
+    float8 = applied(model, MEASURED)
+    model.blocks[0][0].lora = nn.Linear(32, 32)
+    nn.utils.parametrizations.weight_norm(model.blocks[0][3])
+    timer = timer_of({"bf16": 2.0, "tensorwise": 1.0, "rowwise": 3.0, "rowwise_with_gw_hp": 3.0})
+    float8.decide(lambda: bf16_loss(model, batches(1)[0]), compiled=False, timer=timer)
+    assert list(float8.recipes) == ["blocks.1.0", "blocks.1.3"]
+    detail = float8.decision().detail
+    assert "'blocks.0.0' (it has modules of its own (lora))" in detail
+    assert "'blocks.0.3' (it is a ParametrizedLinear, not nn.Linear itself)" in detail
+    float8.close()
+
+
+def test_recipes_are_measured_again_when_it_is_entered_again():
+    model = gpt()
+    float8 = Float8Linears(model, MEASURED)
+    for fastest in ("tensorwise", "rowwise"):
+        seconds = {"bf16": 2.0, **dict.fromkeys(RECIPES, 3.0), fastest: 1.0}
+        with float8:
+            assert float8.is_undecided
+            float8.decide(
+                lambda: bf16_loss(model, batches(1)[0]), compiled=False, timer=timer_of(seconds)
+            )
+            assert set(float8.recipes.values()) == {fastest}
+            assert type(model.blocks[0][0]) is not nn.Linear
+        assert type(model.blocks[0][0]) is nn.Linear
+        assert fastest in str(float8.receipt)  # what was measured can be read behind it
 
 
 def test_rows_that_are_not_divisible_are_measured_as_they_are():

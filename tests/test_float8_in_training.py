@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 
+import numpy as np
 import pytest
+import torch
 from torch import nn, optim
 
 import ranks
@@ -20,7 +23,7 @@ from float8_models import (
     step_timer_of,
     timer_of,
 )
-from torchfast import Plan, Trainer
+from torchfast import Plan, PlanError, Trainer
 
 # --- in a step -----------------------------------------------------------------------------------
 
@@ -31,6 +34,64 @@ def trained(precision, steps=12, **options):
     trainer = Trainer(model, factory, loss_fn, Plan(precision=precision), **options)
     losses = [float(trainer.step(batch)) for batch in batches(1) * steps]
     return trainer, losses
+
+
+@pytest.mark.parametrize("options", [EMULATED, MEASURED])
+def test_an_optimizer_that_holds_weights_of_another_model_is_refused(options):
+    model, old = gpt(), gpt()
+    stale = {id(model.blocks[0][0].weight): old.blocks[0][0].weight}
+    mixed = [stale.get(id(p), p) for p in model.parameters()]
+    with pytest.raises(PlanError, match=r"lacks the weight of 'blocks\.0\.0'"):
+        Trainer(model, optim.SGD(mixed, lr=0.1), loss_fn, Plan(precision=options))
+    assert type(model.blocks[0][0]) is nn.Linear
+    with pytest.raises(PlanError, match="would train tensors that nothing reads"):
+        Trainer(model, lambda _: optim.SGD(mixed, lr=0.1), loss_fn, Plan(precision=options))
+    # What the loss has besides, and what is not trained, is nobody's mistake.
+    some = [*list(model.parameters())[3:], nn.Parameter(model.gate.bias.detach().clone())]
+    Trainer(model, optim.SGD(some, lr=0.1), loss_fn, Plan(precision=options)).close()
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 16)
+        self.generator, self.calls = torch.Generator().manual_seed(3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        kept = torch.rand(x.shape, generator=self.generator) > 0.1 * self.calls
+        return self.last(self.first(x) * kept)
+
+
+def loss_with_noise(rng):
+    def loss(model, batch):
+        return (model(batch) + rng.normal()).float().square().mean()
+
+    return loss
+
+
+def test_the_watch_changes_no_run_that_draws_from_generators_of_its_own():
+    def losses(watch_at):
+        options = dataclasses.replace(EMULATED, watch_at=watch_at)
+        trainer = Trainer(
+            Drawing(),
+            partial(optim.SGD, lr=0.1),
+            loss_with_noise(np.random.default_rng(3)),
+            Plan(precision=options),
+        )
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randn(16, 32, generator=generator)
+        return [float(trainer.step(batch)) for _ in range(4)], trainer
+
+    plain, _ = losses(())
+    watched, trainer = losses((1, 2, 3))
+    assert watched == plain
+    trainer.report()
+    drifts = trainer._step._transforms._float8.watch.drifts
+    assert all(abs(drift.loss_drift) < 0.02 for drift in drifts)  # both passes draw the same
 
 
 def test_a_step_in_float8_trains_as_one_in_bf16():

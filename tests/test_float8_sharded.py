@@ -363,6 +363,20 @@ def test_recipes_are_measured_in_a_sharded_model():
         named = Float8Options(recipe="rowwise", smallest=16, emulate=True, watch_at=())
         _, expected = trained(number, named, shard="fsdp")
         assert torch.equal(measured["losses"], expected["losses"])
+        resumed = Trainer(
+            gpt_without_batch_norm(),
+            partial(optim.AdamW, lr=3e-3),
+            loss_fn,
+            Plan(precision=MEASURED, shard="fsdp"),
+            max_grad_norm=1.0,
+        )
+        resumed.load_state_dict(trainer.state_dict())
+        assert resumed.state_dict()["float8"] == trainer.state_dict()["float8"]
+        both = []
+        for each in (resumed, trainer):
+            torch.manual_seed(2)
+            both.append(each.step(steps_of(number, 1)[0]))
+        assert torch.equal(*both)
         trainer.close()
         assert type(trainer.model.blocks[0][0]) is nn.Linear
 

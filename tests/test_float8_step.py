@@ -21,8 +21,9 @@ from float8_models import (
     step_timer_of,
     timer_of,
 )
-from torchfast import CompileOptions, Float8Options, Plan, Trainer
+from torchfast import CompileOptions, Float8Linears, Float8Options, Plan, Trainer
 from torchfast._core.compare import differences
+from torchfast._core.errors import UnsupportedDeviceError
 from torchfast.precision.float8_step import _BehindSleep
 
 SHAPES = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
@@ -70,6 +71,66 @@ def test_a_step_that_is_slower_in_float8_stays_in_bf16(monkeypatch, float8_ms, k
     if not kept:
         why = "'blocks.1.3' (forward and backward of the whole step took"
         assert why in report
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_resumed_run_takes_the_recipes_of_the_saved_one(monkeypatch, tmp_path, kept):
+    plan = Plan(precision=MEASURED)
+    trainer, _ = trained(monkeypatch, plan, [0.5 if kept else 1.5] * 3)
+    torch.save(trainer.state_dict(), tmp_path / "state.pt")
+    expected = [float(trainer.step(batch)) for batch in batches(3, seed=1)]
+    recipes = dict(trainer._step._transforms._float8.linears.recipes)
+    assert len(recipes) == 4 * kept
+
+    def refused(*_, **__):
+        raise AssertionError("nothing is to be measured")
+
+    monkeypatch.setattr("torchfast.precision.float8_choice._on_device", refused)
+    monkeypatch.setattr("torchfast.precision.float8_step._on_device", refused)
+    resumed = Trainer(gpt(), partial(optim.AdamW, lr=3e-3), loss_fn, plan, max_grad_norm=1.0)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert [float(resumed.step(batch)) for batch in batches(3, seed=1)] == expected
+    assert resumed._step._transforms._float8.linears.recipes == recipes
+    assert "in the run whose state was loaded" in str(resumed.report())
+    assert differences(resumed.state_dict()["model"], trainer.state_dict()["model"]) == []
+    assert resumed.state_dict()["float8"] == {"recipes": recipes}
+
+
+def test_recipes_of_a_state_are_left_where_they_do_not_fit(monkeypatch):
+    trainer, _ = trained(monkeypatch, Plan(precision=MEASURED), [0.5] * 3)
+    state = copy.deepcopy(trainer.state_dict())
+
+    def loaded(plan, state, steps):
+        other, _ = trained(monkeypatch, plan, [0.5] * 3, steps=steps)
+        other.load_state_dict(state)
+        other.step(batches(1)[0])
+        return other, str(other.report())
+
+    for steps, recipes in ((1, {}), (0, {"blocks.0.0": "of a later release"})):
+        other, report = loaded(
+            Plan(precision=MEASURED), {**state, "float8": {"recipes": recipes}}, steps
+        )
+        assert "in the run whose state was loaded" not in report  # decided, or measured anew
+        assert len(other.state_dict()["float8"]["recipes"]) == 4
+    _, report = loaded(Plan(precision="bf16"), state, 0)
+    assert "float8" not in report
+    named = Float8Options(recipe="rowwise", smallest=16, emulate=True, watch_at=())
+    other, report = loaded(Plan(precision=named), state, 0)
+    assert "(4 rowwise, emulated)" in report
+    assert "float8" not in other.state_dict()
+
+
+def test_a_refused_recipe_of_a_state_is_measured_anew(monkeypatch):
+    trainer, _ = trained(monkeypatch, Plan(precision=MEASURED), [0.5] * 3)
+    other, _ = trained(monkeypatch, Plan(precision=MEASURED), [0.5] * 3, steps=0)
+
+    def refused(self, recipe):
+        raise UnsupportedDeviceError("another device")
+
+    monkeypatch.setattr(Float8Linears, "_probe", refused)
+    other.load_state_dict(copy.deepcopy(trainer.state_dict()))
+    other.step(batches(1)[0])
+    assert "float8 recipes measured on cpu" in str(other.report())
 
 
 def test_what_was_taken_back_trains_as_bf16_to_the_bit(monkeypatch):

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from torchfast import PrefetchingLoader, shard_loader
-from torchfast.data.held_generators import held_generators, packed, set_states, state_of
+from torchfast._core.generators import state_of
+from torchfast.data.held_generators import held_generators, packed, set_states
 
 NUM_SAMPLES, BATCH_SIZE, NUM_BATCHES, EPOCHS = 12, 2, 6, 3
 

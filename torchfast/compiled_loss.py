@@ -64,6 +64,9 @@ class CompiledLoss(Closing):
         plan: What to compile, and what else is done to the step.
         device: Where it trains.
 
+    Attributes:
+        loss_fn: As given.
+
     Raises:
         ValueError: A region that the model does not have, or a model that is compiled already.
 
@@ -72,7 +75,7 @@ class CompiledLoss(Closing):
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, plan: Plan, device: torch.device) -> None:
-        self._model, self._loss_fn, self._device = model, loss_fn, device
+        self._model, self.loss_fn, self._device = model, loss_fn, device
         self._function = loss_fn
         self._plan_text = _beside_compiling(plan)
         self._in_graph = plan.graph_options is not None and device.type == "cuda"
@@ -108,7 +111,7 @@ class CompiledLoss(Closing):
     def as_given(self, model: nn.Module, batch: Any) -> Any:
         """Return what the loss function returns, called as it was given, by an evaluation."""
         self.begin(is_step=False)
-        return self._copied_out(self._loss_fn(model, batch))
+        return self._copied_out(self.loss_fn(model, batch))
 
     @property
     def is_undecided(self) -> bool:
@@ -212,21 +215,21 @@ class CompiledLoss(Closing):
         # Named regions are compiled as named, though it be the model itself.
         if choice.is_whole and not isinstance(options.regions, tuple):
             return compile_callable(
-                self._loss_fn, options, model=self._model, context=self._plan_text
+                self.loss_fn, options, model=self._model, context=self._plan_text
             )
         fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
         del fields["update"]  # of the optimizer
         compiled = CompiledModule(self._model, **fields)
         # Who names regions wants these and no others.
         if not isinstance(options.regions, tuple):
-            compiled.around(self._loss_fn)
+            compiled.around(self.loss_fn)
         return compiled
 
     def _use(self, compiled: Compiled | None) -> None:
         self._compiled = compiled
         mode = None if compiled is None else compiled.options.mode
         self._has_own_graphs = mode in WITHIN_A_GRAPH and self._device.type == "cuda"
-        self._function = self._loss_fn
+        self._function = self.loss_fn
         if isinstance(compiled, CompiledCallable):
             self._function = compiled
         elif compiled is not None and compiled.code_around is not None:

@@ -80,7 +80,8 @@ def prepare(
 
     Raises:
         PlanError: An optimizer that is built, where the plan replaces what it holds; one that holds
-            parameters whose gradients the ranks would not bring together.
+            parameters whose gradients the ranks would not bring together, or others than those of
+            the layers that are converted.
     """
     is_new = not isinstance(source, Optimizer)
     is_fp16 = plan.precision_options.format == "fp16"
@@ -120,6 +121,7 @@ def prepare(
     release(optimizer)
     if not is_new:
         transforms.apply()
+    transforms.check_optimizer(optimizer)
     steps_scheduler = scheduler is not None and not isinstance(built, ReduceLROnPlateau)
     return Prepared(optimizer, built, steps_scheduler, average)
 

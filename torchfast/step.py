@@ -367,9 +367,8 @@ class TrainStep:
             sharding=self.sharding,
             gradients=self._gradients,
         )
-        self._state = TrainingState(
-            model, self.optimizer, self.lr_scheduler, self._guard, self._average, self.device
-        )
+        parts = self._guard, self._average, self._transforms
+        self._state = TrainingState(model, self.optimizer, self.lr_scheduler, *parts, self.device)
         self.memory.watch(
             model, self.optimizer, self._guard, self._average, self._offload, self._gradients
         )

@@ -15,6 +15,7 @@ from torchfast._core.state import FORMAT, check_training_state
 from torchfast.checkpoint.sharded import is_sharded, part_of
 from torchfast.ema import WeightAverage
 from torchfast.precision import UpdateGuard
+from torchfast.transforms import ModelTransforms
 
 
 @final
@@ -27,6 +28,7 @@ class TrainingState:
         scheduler: An lr_scheduler, or None.
         guard: With the loss scale and the counts of skipped updates.
         average: Of the weights.
+        transforms: With what was measured of the model.
         device: Whose generator is saved.
     """
 
@@ -37,10 +39,12 @@ class TrainingState:
         scheduler: Any,
         guard: UpdateGuard,
         average: WeightAverage,
+        transforms: ModelTransforms,
         device: torch.device,
     ) -> None:
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._guard, self._average, self._device = guard, average, device
+        self._transforms = transforms
 
     def save(self, **counts: Any) -> dict[str, Any]:
         """Return the state, with ``counts`` in it. Synchronizes: Yes."""
@@ -53,6 +57,7 @@ class TrainingState:
             "lr_scheduler": None if self._scheduler is None else scheduler_state(),
             **self._guard.state_dict(),
             **self._average.state_dict(),
+            **self._transforms.state_dict(),
             "rng": get_rng_state(self._device),
         }
 
@@ -74,6 +79,7 @@ class TrainingState:
             self._scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
         self._guard.load_state_dict(state)
         self._average.load_state_dict(state)
+        self._transforms.load_state_dict(state)
         set_rng_state(state["rng"], self._device)
 
     def _parted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,16 @@ class Float8Transform:
         if not self._check.is_kept:
             logger.info("float8 is taken back: %s", self._check)
             self.linears.give_up(f"{self._check}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the recipes that were measured, if they were: a resumed run takes the same."""
+        is_measured = self.linears.options.recipe == "auto" and not self.linears.is_undecided
+        return {"float8": {"recipes": dict(self.linears.recipes)}} if is_measured else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the recipes that `state_dict` returned, where none were measured yet."""
+        if "float8" in state and self.linears.take_over(state["float8"]["recipes"]):
+            self._is_checked = True
 
     def decisions(self) -> list[Decision]:
         """Say which layers are in float8, what was measured, and how far the numbers drift."""

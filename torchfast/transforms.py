@@ -11,12 +11,13 @@ this; `ModelTransforms` has the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
 from torchfast.parallel import Ranks, Sharding
@@ -101,6 +102,15 @@ class ModelTransforms:
             self.close()
             raise
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer holds other weights than the layers that are converted.
+
+        Raises:
+            PlanError: It does, and would train tensors that nothing reads.
+        """
+        if self._float8 is not None:
+            self._float8.linears.check_optimizer(optimizer)
+
     def before_step(self, step: int, forward: Callable[[], Tensor]) -> None:
         """Do what needs a batch: measure, convert, compare.
 
@@ -119,6 +129,15 @@ class ModelTransforms:
         """
         if self._float8 is not None:
             self._float8.check_step(work)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured, and has to be the same when a run is resumed."""
+        return {} if self._float8 is None else self._float8.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned in place of measuring it; a state may have none of it."""
+        if self._float8 is not None:
+            self._float8.load_state_dict(state)
 
     def decisions(self) -> list[Decision]:
         """Say what was done, and what was not and why."""

@@ -31,7 +31,12 @@ def held_by(function: Any) -> list[Any]:
     Looked through are closures, default values, ``functools.partial``, the object of a bound
     method, and containers; not global names.
     """
-    found = {id(value): value for value in _held(function, _DEPTH, _KINDS)}
+    return held_of_kinds(function, _KINDS)
+
+
+def held_of_kinds(function: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """Return what is of these kinds where `held_by` looks, each once."""
+    found = {id(value): value for value in _held(function, _DEPTH, kinds)}
     return list(found.values())
 
 

@@ -21,8 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # numpy.random is imported where it is first asked for
-    Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+from torchfast._core.generators import has_state, set_state
+
+if TYPE_CHECKING:
+    from torchfast._core.generators import Generator
 
 # Where a loader has what it draws with. Those with an underscore wrap it for many ranks, and leave
 # no trace in the name: a position goes over from one process to many. A batch sampler comes first,
@@ -49,17 +51,6 @@ def held_generators(loader: Any, known: Collection[object]) -> dict[str, Generat
     return found
 
 
-def state_of(generator: Generator) -> Any:
-    """Return the state to which `set_state` brings it back; fast, since it is asked each batch."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.bit_generator.state
-
-
 def packed(states: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return states as a file can have them that is read without pickle."""
     return {name: _packed(state) for name, state in states.items()}
@@ -69,7 +60,10 @@ def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -
     """Bring back each generator of which there is a state, as it is or packed."""
     for name, generator in generators.items():
         if name in states:
-            _set_state(generator, states[name])
+            state = states[name]
+            if isinstance(state, Tensor) and not isinstance(generator, torch.Generator):
+                state = json.loads(bytes(state.tolist()))
+            set_state(generator, state)
 
 
 def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
@@ -93,14 +87,9 @@ def _own(part: Any) -> dict[str, Any]:
 
 
 def _has_state(value: object) -> bool:
-    kind = type(value)
-    if issubclass(kind, random.Random):  # others' may have none, as the system's, or another form
-        return kind.getstate is random.Random.getstate
-    if issubclass(kind, torch.Generator):  # a device's is not to be asked while a step is captured
-        return value.device.type == "cpu"  # type: ignore[attr-defined, no-any-return]
-    if issubclass(kind, np.random.Generator):  # others' may have a state that is no JSON
-        return type(value.bit_generator).__module__.startswith("numpy.")  # type: ignore[attr-defined]
-    return issubclass(kind, np.random.RandomState)
+    # A device's is not to be asked while a step is captured.
+    is_far = isinstance(value, torch.Generator) and value.device.type != "cpu"
+    return not is_far and has_state(value)
 
 
 def _packed(state: Any) -> Tensor:
@@ -111,18 +100,3 @@ def _packed(state: Any) -> Tensor:
 
 def _plain(value: Any) -> Any:
     return value.tolist()  # NumPy's arrays and numbers
-
-
-def _set_state(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-        return
-    if isinstance(state, Tensor):
-        state = json.loads(bytes(state.tolist()))
-    if isinstance(generator, random.Random):
-        version, words, gauss = state
-        generator.setstate((version, tuple(words), gauss))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state

@@ -28,8 +28,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchfast._core.errors import StateMismatchError
+from torchfast._core.generators import state_of
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
-from torchfast.data.held_generators import held_generators, packed, set_states, state_of
+from torchfast.data.held_generators import held_generators, packed, set_states
 from torchfast.data.resharding import resharded
 from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded import dealt_by_sample
@@ -38,7 +39,7 @@ from torchfast.data.turns import Turn, check_free, turn_of
 from torchfast.data.unannotated import unannotated
 
 if TYPE_CHECKING:
-    from torchfast.data.held_generators import Generator
+    from torchfast._core.generators import Generator
 
 CPU = torch.device("cpu")
 # What must be as it was for a count of batches to mean the same batches.

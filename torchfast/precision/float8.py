@@ -9,10 +9,10 @@ When it helps: large layers (thousands of features) with many rows, compiled, so
 casting are fused with what comes before. When it does not: small layers, whose casts take longer
 than the product saves; a step that is not compiled; a step that waits for something else.
 
-The model object, its parameters and its keys stay: what is trained so loads without torchao, and an
-optimizer that was built before still holds the right parameters. Copies of the model and pickles of
-it have plain layers. Forbidden is a model that is
-itself one linear layer, since that would have to be another object.
+The model object, its layers, their parameters and keys stay: what is trained so loads without
+torchao, and an optimizer that was built before still holds the right parameters. Copies of the
+model and pickles of it have plain layers. Forbidden is a model that is itself one linear layer,
+since a layer changes its class.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from torchfast._core.device import float8_obstacle
 from torchfast._core.errors import PlanError, UnsupportedDeviceError
 from torchfast._core.measure import first_line
 from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, noting_uses, uses_of
-from torchfast.precision.float8_forms import Form, InPlace, Replaced
-from torchfast.precision.float8_forward import forward_class
-from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, survey
-from torchfast.precision.float8_options import Float8Options
+from torchfast.precision.float8_forms import Form
+from torchfast.precision.float8_forward import forward_class, products
+from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, obstacle_of, survey
+from torchfast.precision.float8_options import RECIPES, Float8Options
 from torchfast.precision.torchao_modules import torchao_module
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 4
 _REMEDY = "begin with a batch that reaches it, or name a recipe to have it unmeasured"
 _UNMEASURED = f"so its recipe was not measured: {_REMEDY}"
+_LOADED = "in the run whose state was loaded"
 _FEW = 2  # so many times the rows that were measured are another shape
 
 
@@ -58,17 +59,16 @@ class Float8Linears(Closing):
     """The linear layers of a model, in float8 from `apply` to `close`, or within ``with``.
 
     Args:
-        model: Changed in place: modules that hold an ``nn.Linear`` hold torchao's in its place,
-            with the same parameters. The object, its parameters and its keys stay.
+        model: Changed in place: layers change their class from ``nn.Linear`` to one of torchao's.
+            All objects stay, with their parameters, hooks and keys.
         options: Which layers and how; by default each as measured (see `decide`).
         device: Where the model trains; None means where its parameters are.
-        is_sharded: Whether ``fully_shard`` has sharded the model or will: its layers then stay the
-            objects that they are, and change their class.
+        is_sharded: Whether ``fully_shard`` has sharded the model or will.
 
     Raises:
         PlanError: A model that is a linear layer itself; or ``all_gather`` without shards.
         UnsupportedDeviceError: A device without float8 products, and ``emulate`` is off.
-        ImportError: torchao is missing or too old.
+        ImportError: torchao is missing, too old or too new.
 
     Numerics: Close to bf16. With every layer left out, none.
     Synchronizes: Never, but in `decide`.
@@ -99,9 +99,9 @@ class Float8Linears(Closing):
         self._forms: dict[str, Form] = {}  # by the layer's name
         self._is_in, self._is_sharded = False, is_sharded
         self._gather: Float8Gather | None = None
-        self._bypassed: list[str] = []  # layers in float8 of which the plain form is called
         self.recipes: dict[str, str] = {}  # of the layers in float8, by name
         self.receipt: Float8Receipt | None = None  # what `decide` measured
+        self._is_taken_over = False  # from another run, so that nothing is measured
         # By layer: those of `decide`; of what is in bf16, when there were far more, and how many.
         self._measured_rows: dict[str, int] = {}
         self._later_rows: dict[str, tuple[int, int]] = {}
@@ -113,7 +113,9 @@ class Float8Linears(Closing):
                 "it out"
             )
         self._check_hardware()
-        self._ao = torchao_module("torchao.float8", "precision='fp8'")
+        names = "Float8LinearConfig", "convert_to_float8_training"
+        self._ao = torchao_module("torchao.float8", "precision='fp8'", *names)
+        products()  # or a recipe that is measured would only be refused
         if self.options.recipe != "auto":
             self._probe(self.options.recipe)
 
@@ -125,6 +127,8 @@ class Float8Linears(Closing):
                 name in the options that fits no layer.
         """
         model = self._model
+        self.receipt, self._is_taken_over = None, False  # of a time before
+        self._measured_rows, self._later_rows = {}, {}
         self._layers = survey(model, self.options)
         possible = [layer for layer in self._layers if layer.reason is None]
         if not possible:
@@ -138,7 +142,8 @@ class Float8Linears(Closing):
     @property
     def is_undecided(self) -> bool:
         """Whether `decide` is still to choose the recipes; until then everything is in bf16."""
-        return self.options.recipe == "auto" and self.receipt is None
+        is_known = self.receipt is not None or self._is_taken_over
+        return self.options.recipe == "auto" and not is_known
 
     def decide(
         self,
@@ -163,7 +168,7 @@ class Float8Linears(Closing):
 
         Synchronizes: Yes.
         """
-        possible = [layer for layer in self._layers if layer.reason is None]
+        possible = self._look_again()
         # Shards stay gathered behind a forward whose backward never comes.
         with torch.no_grad() if self._is_sharded else nullcontext():
             uses = uses_of(possible, forward, self._model, self.device)
@@ -196,6 +201,33 @@ class Float8Linears(Closing):
             for layer in layers
         ]
         self._convert(chosen)
+
+    def take_over(self, recipes: Mapping[str, str]) -> bool:
+        """Convert by the recipes that another run has measured; return whether that was done.
+
+        It is not where recipes are decided already, or where this device does not take them.
+
+        Args:
+            recipes: By the layer's name; all others stay in bf16.
+        """
+        names = set(recipes.values())
+        if not self.is_undecided or not names <= set(RECIPES):
+            return False
+        try:
+            for name in sorted(names):
+                self._probe(name)
+        except UnsupportedDeviceError:
+            return False
+        self._is_taken_over = True
+        self._look_again()
+        self._layers = [
+            dataclasses.replace(layer, reason=f"it was so {_LOADED}")
+            if layer.reason is None and layer.name not in recipes
+            else layer
+            for layer in self._layers
+        ]
+        self._convert({each.name: recipes[each.name] for each in self._layers if not each.reason})
+        return True
 
     def give_up(self, reason: str) -> None:
         """Put all layers back into bf16, for a reason that the report gives."""
@@ -237,30 +269,6 @@ class Float8Linears(Closing):
             if use.rows > _FEW * self._measured_rows[name]:
                 self._later_rows.setdefault(name, (step, use.rows))
 
-    @contextmanager
-    def seeing_plain_calls(self) -> Iterator[None]:
-        """Note, for the report, converted layers that the body calls as they were.
-
-        The other form stands where modules hold the layer. A Python list or a closure of the model
-        still has the plain one.
-        """
-        plain = {
-            layer.name: layer.module
-            for layer in self._layers
-            if layer.name in self._forms and self._forms[layer.name].module is not layer.module
-        }
-        with noting_uses(Layer(name=n, places=(), module=m) for n, m in plain.items()) as uses:
-            yield
-        if new := [name for name in uses if name not in self._bypassed]:
-            self._bypassed += new
-            logger.warning(
-                "layer %r%s is called in bf16 by what holds it beside its parent module, so it "
-                "does not compute in float8; hold it in an nn.ModuleList, or find it by its "
-                "parent's attribute",
-                new[0],
-                f" and {len(new) - 1} more" if new[1:] else "",
-            )
-
     def gather(self) -> Float8Gather | None:
         """Gather weights in float8 from now on, if the options say so. The model is sharded."""
         if self.options.all_gather and self._gather is None:
@@ -276,12 +284,12 @@ class Float8Linears(Closing):
 
     @override
     def close(self) -> None:
-        """Put the plain layers back, with the parameters as they are now."""
+        """Let the layers be plain again, with all that they have by now."""
         if self._gather is not None:
             self._gather.close()
             self._gather = None
         self._leave()
-        self._forms, self._bypassed = {}, []
+        self._forms = {}
         self.recipes = {}
 
     def modules(self) -> Mapping[str, nn.Module]:
@@ -289,7 +297,7 @@ class Float8Linears(Closing):
         return {name: form.module for name, form in self._forms.items()}
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise if an optimizer holds other tensors than the weights of the converted layers.
+        """Raise if an optimizer holds a tensor in place of a weight of a converted layer.
 
         Raises:
             PlanError: It was built on another model, or on this one before its weights were
@@ -297,14 +305,15 @@ class Float8Linears(Closing):
         """
         held = {id(p) for p in optimized(optimizer)}
         own = {id(p) for p in self._model.parameters()}
-        if held <= own:
-            return
+        # What the loss trains besides the model is there too, but has no such shape.
+        foreign = {tuple(p.shape) for p in optimized(optimizer) if id(p) not in own}
         lacking = [
             layer.name
             for layer in self._layers
             if layer.reason is None
             and layer.module.weight.requires_grad
             and id(layer.module.weight) not in held
+            and tuple(layer.module.weight.shape) in foreign
         ]
         if lacking:
             raise PlanError(
@@ -327,11 +336,10 @@ class Float8Linears(Closing):
         kinds = ", ".join(f"{count} {recipe}" for recipe, count in counts.items())
         emulated = ", emulated" if self.options.emulate else ""
         detail = f"{len(self.recipes)} of {len(self._layers)} linear layers ({kinds}{emulated})"
+        if self._is_taken_over:
+            detail += f", as {_LOADED}"
         if self._gather is not None:
             detail += f", the weights of {self._gather.num_layers} gathered in float8"
-        if self._bypassed:
-            names = ", ".join(map(repr, self._bypassed[:_SHOWN]))
-            detail += f", of which {len(self._bypassed)} are called in bf16 nevertheless: {names}"
         return Decision(lever="float8", outcome="applied", detail=f"{detail}{rest}")
 
     def __repr__(self) -> str:
@@ -380,14 +388,22 @@ class Float8Linears(Closing):
         return convert
 
     def _convert(self, recipes: Mapping[str, str]) -> None:
-        kind = InPlace if self._is_sharded else Replaced
         for layer in self._layers:
             recipe = recipes.get(layer.name)
             if recipe is not None:
                 new = self._converter(recipe)(layer.module)
-                self._forms[layer.name] = kind(layer, new)
+                self._forms[layer.name] = Form(layer.module, new)
                 self.recipes[layer.name] = recipe
         self._enter()
+
+    def _look_again(self) -> list[Layer]:
+        """Return the layers that can be in float8 with what they have got since `apply`."""
+        if not self._is_sharded:  # shards are of a class of their own
+            self._layers = [
+                dataclasses.replace(layer, reason=layer.reason or obstacle_of(layer.module))
+                for layer in self._layers
+            ]
+        return [layer for layer in self._layers if layer.reason is None]
 
     def _enter(self) -> None:
         for form in self._forms.values():

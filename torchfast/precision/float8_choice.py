@@ -136,7 +136,7 @@ def uses_of(
     layers: Iterable[Layer], forward: Work, model: nn.Module, device: torch.device
 ) -> dict[str, Use]:
     """Return how each layer is called in one forward; those not called are not there."""
-    with noting_uses(layers) as uses, without_trace(model, device):
+    with noting_uses(layers) as uses, without_trace(model, device, forward):
         forward()
     return uses
 

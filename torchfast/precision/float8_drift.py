@@ -15,7 +15,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-# More than this part of an operand's values lost, and most of it is not there.
+# More than this part of what an operand has lost, and most of it is not there.
 MOST_LOST: Final = 0.5
 _FIRST: Final = 3
 _LATEST: Final = 29
@@ -33,7 +33,7 @@ class LayerNumbers:
         amax: The largest magnitude.
         scale: What brings it to the largest number of the format; of the whole operand, where
             there is one for each row.
-        lost: The part of its values that are not zero and become it.
+        lost: Of its values that are not zero, the part that becomes it.
     """
 
     layer: str
@@ -49,8 +49,8 @@ class LayerNumbers:
             return f"its {self.operand} has values that are not finite, so it has no scale"
         if self.lost > MOST_LOST:
             return (
-                f"{self.lost:.0%} of its {self.operand} become zero beside a largest value of "
-                f"{self.amax:.3g}"
+                f"{self.lost:.0%} of the values of its {self.operand} that are not zero become it "
+                f"beside a largest value of {self.amax:.3g}"
             )
         return None
 
@@ -131,8 +131,10 @@ def _told(drift: Drift) -> str:
 
 
 @torch.no_grad()
-def figures(tensor: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor, Tensor]:
-    """Return the largest magnitude of a tensor, and the part that its scale makes zero.
+def figures(tensor: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a tensor's largest magnitude, how many values its scale makes zero, and of how many.
+
+    Zeros do not count: behind a ReLU most values may be.
 
     Args:
         tensor: An operand.
@@ -149,8 +151,9 @@ def figures(tensor: Tensor, dtype: torch.dtype, *, by_row: bool) -> tuple[Tensor
         limits = torch.finfo(dtype)
         # Half of the smallest number is rounded to zero, as what lies below it is.
         smallest = limits.smallest_normal * limits.eps / 2
-        is_lost = (magnitude <= amax * (smallest / limits.max)) & (magnitude > 0)
-        return magnitude.amax(), is_lost.float().mean()
+        is_there = magnitude > 0
+        is_lost = (magnitude <= amax * (smallest / limits.max)) & is_there
+        return magnitude.amax(), is_lost.sum().float(), is_there.sum().float()
 
 
 def _relative(found: float, expected: float) -> float:

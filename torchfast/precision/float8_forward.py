@@ -24,6 +24,18 @@ from torchfast.precision.float8_layers import MULTIPLE
 from torchfast.precision.torchao_modules import torchao_module
 
 
+def products() -> tuple[Any, Any]:
+    """Return torchao's product, and what says in its settings that one is in bf16.
+
+    Raises:
+        ImportError: torchao is missing, too old or too new.
+    """
+    names = "matmul_with_hp_or_float8_args", "ScalingType"
+    linear = torchao_module("torchao.float8.float8_linear", "precision='fp8'", names[0])
+    config = torchao_module("torchao.float8.config", "precision='fp8'", names[1])
+    return linear.matmul_with_hp_or_float8_args, config.ScalingType.DISABLED
+
+
 @functools.cache  # one class for all layers, so that the compiler compiles one forward
 def forward_class(converted: type[nn.Module]) -> type[nn.Module]:
     """Return torchao's class of converted layers with another forward.
@@ -31,12 +43,7 @@ def forward_class(converted: type[nn.Module]) -> type[nn.Module]:
     Args:
         converted: The class of a layer that torchao has converted.
     """
-    product = torchao_module(
-        "torchao.float8.float8_linear", "precision='fp8'"
-    ).matmul_with_hp_or_float8_args
-    disabled = torchao_module(
-        "torchao.float8.config", "precision='fp8'"
-    ).ScalingType.DISABLED  # which says that a product is in bf16
+    product, disabled = products()
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """Multiply in float8, in the type that autocast says or that the input has."""

@@ -62,8 +62,14 @@ class Float8Gather(Closing):
                 "gather() behind fully_shard"
             )
         self._model = model
-        tensors = torchao_module("torchao.float8.float8_training_tensor", "all_gather=True")
-        scales = torchao_module("torchao.float8.float8_utils", "all_gather=True")
+        tensors = torchao_module(
+            "torchao.float8.float8_training_tensor",
+            "all_gather=True",
+            "Float8TrainingTensor",
+            "GemmInputRole",
+            "hp_tensor_and_scale_to_float8",
+        )
+        scales = torchao_module("torchao.float8.float8_utils", "all_gather=True", "amax_to_scale")
         self._weights = [
             _Weight(layers[name], param, tensors, scales.amax_to_scale)
             for name, param in _shards_of(model, layers).items()

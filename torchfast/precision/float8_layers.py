@@ -1,8 +1,8 @@
 """Which linear layers of a model can compute in float8, and why the others cannot.
 
 torchao converts every ``nn.Linear`` that a filter lets through. What must not be let through: sizes
-that the float8 units do not take, modules that are more than their weight (hooks, a forward of
-their own, which the replacement would not have), and layers that lose more than they gain.
+that the float8 units do not take, modules that compute otherwise (a forward of their own, a weight
+that a hook makes), and layers that lose more than they gain.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from torchfast.precision.float8_options import Float8Options
 # The float8 units multiply tiles whose sides are multiples of it.
 MULTIPLE: Final = 16
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-_HOOKS: Final = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+# What torchao's layers have as attributes besides.
+_SETTINGS: Final = (
+    "config",
+    "linear_mm_config",
+    "scaling_type_input",
+    "scaling_type_weight",
+    "scaling_type_grad_output",
 )
 
 
@@ -38,13 +40,11 @@ class Layer:
 
     Attributes:
         name: Its first name in the model.
-        places: Where modules hold it: the parent and the attribute.
         module: The layer.
         reason: Why it stays in bf16; None where float8 is possible.
     """
 
     name: str
-    places: tuple[tuple[nn.Module, str], ...]
     module: nn.Linear
     reason: str | None = None
 
@@ -55,15 +55,15 @@ class Layer:
 
 
 def check_no_layer(model: nn.Module) -> None:
-    """Raise if the model is itself a linear layer: what holds it is not ours to change.
+    """Raise if the model is itself a linear layer: the type of a model stays.
 
     Raises:
         PlanError: It is.
     """
     if isinstance(model, nn.Linear):
         raise PlanError(
-            f"the model is itself a {type(model).__name__}, which float8 would have to replace by "
-            "another object; put it into a container: nn.Sequential(model)"
+            f"the model is itself a {type(model).__name__}, whose class float8 would have to "
+            "change; put it into a container: nn.Sequential(model)"
         )
 
 
@@ -95,8 +95,8 @@ def survey(model: nn.Module, options: Float8Options) -> list[Layer]:
                     f"{argument} names {pattern!r}, but the model has no linear layer of that name"
                     f"{suggestion(pattern, names)}"
                 )
-    vocabularies = _vocabularies(model, found)
-    return [_judged(layer, options, vocabularies) for layer in found]
+    logits = _logits_layers(model, found)
+    return [_judged(layer, options, gives_logits=layer.module in logits) for layer in found]
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -111,48 +111,83 @@ def layer_input(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | Non
 
 
 def _linears(model: nn.Module) -> Iterator[Layer]:
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        for attribute, child in parent._modules.items():
-            if isinstance(child, nn.Linear):
-                places.setdefault(child, []).append((parent, attribute))
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            yield Layer(name=name, places=tuple(places[module]), module=module)
+            yield Layer(name=name, module=module)
 
 
-def _vocabularies(model: nn.Module, layers: list[Layer]) -> set[tuple[int, ...]]:
-    """Return the shapes of the layers that give logits over what an embedding looks up.
+def _logits_layers(model: nn.Module, layers: list[Layer]) -> set[nn.Linear]:
+    """Return the layers that give logits over what an embedding looks up.
+
+    Surely those that share its weight, and those that the model itself names, as models of
+    transformers do. Of others there is the shape only, which layers of a block may have too: of as
+    many tables of a shape as many layers count, the last ones, for heads stand at the end.
 
     A table of positions can have the shape of a block's layers: 1024 positions of 1024 features.
-    So a table of which there is a larger one counts only where no more than one layer is like it.
+    So a table of which there is a larger one counts only where no more layers are like it.
     """
-    shapes = {tuple(m.weight.shape) for m in model.modules() if type(m) is nn.Embedding}
+    linears = [layer.module for layer in layers]
+    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    # A table need not be a module: F.embedding takes a parameter of any.
+    looked_up = {
+        id(p) for m in model.modules() if not isinstance(m, nn.Linear) for p in _own_weights(m)
+    }
+    known = {m for m in linears if id(m.weight) in looked_up} | _named_outputs(model, linears)
+    settled = {tuple(m.weight.shape) for m in known}
     largest: dict[int, int] = {}
-    for rows, features in shapes:
+    for weight in tables.values():
+        rows, features = weight.shape
         largest[features] = max(rows, largest.get(features, 0))
-    alike = Counter(tuple(layer.module.weight.shape) for layer in layers)
-    return {shape for shape in shapes if largest[shape[1]] == shape[0] or alike[shape] == 1}
+    untied = Counter(tuple(weight.shape) for weight in tables.values())
+    for shape, count in untied.items():
+        alike = [m for m in linears if tuple(m.weight.shape) == shape]
+        is_sure = len(alike) <= count or largest[shape[1]] == shape[0]
+        if is_sure and shape not in settled:
+            known.update(alike[-count:])
+    return known
 
 
-def _judged(layer: Layer, options: Float8Options, vocabularies: set[tuple[int, ...]]) -> Layer:
-    obstacle = _obstacle(layer.module)
+def _own_weights(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (p for p in module._parameters.values() if p is not None)
+
+
+def _named_outputs(model: nn.Module, linears: list[nn.Linear]) -> set[nn.Linear]:
+    """Return the layers that models within this one say they give their logits by."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        if not callable(ask):
+            continue
+        try:
+            output = ask()
+        except (AttributeError, NotImplementedError):  # one that has no such layer
+            continue
+        if isinstance(output, nn.Module):
+            found.update(output.modules())
+    return {m for m in linears if m in found}
+
+
+def _judged(layer: Layer, options: Float8Options, *, gives_logits: bool) -> Layer:
+    obstacle = obstacle_of(layer.module)
     if obstacle is not None and layer.name in options.only:
         raise PlanError(
             f"only names layer {layer.name!r}, which cannot be in float8: {obstacle}; take it out "
             "of only"
         )
-    reason = obstacle or _unwanted(layer, options, vocabularies)
-    return Layer(name=layer.name, places=layer.places, module=layer.module, reason=reason)
+    reason = obstacle or _unwanted(layer, options, gives_logits=gives_logits)
+    return Layer(name=layer.name, module=layer.module, reason=reason)
 
 
-def _obstacle(module: nn.Linear) -> str | None:
+def obstacle_of(module: nn.Linear) -> str | None:
     """Return what makes float8 impossible."""
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}, not nn.Linear itself"
-    hooks: list[Any] = [getattr(module, name) for name in _HOOKS]
-    if any(hooks):
-        return "it has hooks, which the converted layer would not have"
+    if module._modules:
+        return f"it has modules of its own ({', '.join(module._modules)})"
+    if module._parameters.get("weight") is None:
+        return "its weight is no parameter of it"
+    if taken := [name for name in _SETTINGS if name in vars(module)]:
+        return f"it has an attribute {taken[0]!r}, which torchao's layers use"
     if "forward" in vars(module):
         return "its forward was replaced"
     own = type(local(module.weight))
@@ -166,9 +201,7 @@ def _obstacle(module: nn.Linear) -> str | None:
     return None
 
 
-def _unwanted(
-    layer: Layer, options: Float8Options, vocabularies: set[tuple[int, ...]]
-) -> str | None:
+def _unwanted(layer: Layer, options: Float8Options, *, gives_logits: bool) -> str | None:
     """Return why the options leave out a layer that could be converted."""
     if any(fnmatchcase(layer.name, pattern) for pattern in options.keep):
         return "keep names it"
@@ -176,7 +209,7 @@ def _unwanted(
         return None
     if options.only and not any(fnmatchcase(layer.name, pattern) for pattern in options.only):
         return "only names others"
-    if not options.vocabulary and tuple(layer.module.weight.shape) in vocabularies:
+    if gives_logits and not options.vocabulary:
         return "it gives the logits of the vocabulary"
     if options.recipe != "auto" and min(layer.shape) < options.smallest:
         return f"too small to gain: {layer.shape[0]} to {layer.shape[1]} features"

@@ -45,7 +45,8 @@ class Float8Options:
         watch_at: Before which updates loss and gradient norm are compared with bf16; none: never.
         watch_every: Behind the last of these, before how many updates they are compared once more,
             as long as the run goes; None: no more. Each takes as long as two eager steps.
-        loss_drift: Largest relative difference of the loss from bf16 without a warning.
+        loss_drift: Largest relative difference of the loss from bf16 without a warning; none comes
+            where that of the gradient norm is no larger than this either, as with a loss near zero.
         norm_drift: The same for the norm of the gradients.
         budget_s: Most seconds that measuring one shape takes, compilation aside.
 

@@ -90,14 +90,14 @@ def check_step(
         in_graph: Whether a graph will hold the step.
         timer: What times them, by default on the device.
 
-    Numerics: State, gradients and generators are as before.
+    Numerics: State, gradients and generators are as before (see `untouched`).
     Synchronizes: Often.
     """
 
     def around(name: str) -> AbstractContextManager[object]:
         return left() if name == PLAIN else nullcontext()
 
-    with untouched(model, device):
+    with untouched(model, device, work):
         pair_s = 0.0
         for name in (PLAIN, FLOAT8):
             with around(name):

@@ -6,7 +6,7 @@ no code is compiled for a form of the model that no step has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,10 +16,12 @@ from torchfast._core.untouched import untouched
 
 
 @contextmanager
-def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+def without_trace(
+    model: nn.Module, device: torch.device, forward: Callable[[], object]
+) -> Iterator[None]:
     """Run the body eagerly, and put the model back behind it.
 
     Synchronizes: To read the state of the device's generator.
     """
-    with untouched(model, device), torch.compiler.set_stance("force_eager"):
+    with untouched(model, device, forward), torch.compiler.set_stance("force_eager"):
         yield

@@ -4,8 +4,8 @@ A converted layer that loses too much raises nothing: the model just learns wors
 the first updates, and every so often from then on, the first micro-batch goes through forward and
 backward twice more, once in float8 and once in bf16, with the same weights and the same random
 draws, and loss and gradient norm are compared. On the way each converted layer's operands are
-looked at: the largest value, which sets the scale, and the part of the values that the scale leaves
-so small that they become zero.
+looked at: the largest value, which sets the scale, and the part of the values beside zeros that the
+scale leaves so small that they become zero.
 
 Nothing of it is read by the host when it is computed. The figures go to pinned memory behind an
 event, and are judged at a later step, when they have arrived. The two passes run eagerly and leave
@@ -43,7 +43,8 @@ _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The format of gradients: a scale for a whole tensor needs range more than it needs digits.
 _GRADIENTS: Final = {"tensorwise": _E5M2, "rowwise": _E4M3, "rowwise_with_gw_hp": _E4M3}
 _BY_ROW: Final = ("rowwise", "rowwise_with_gw_hp")
-_FIGURES: Final = ("amax", "lost")
+_FIGURES: Final = ("amax", "lost", "present")  # a magnitude, and two counts
+_SHOWN: Final = 4
 _OPERANDS: Final = ("input", "weight", "gradient")
 
 
@@ -56,7 +57,7 @@ class Float8Watch:
         float8: Its converted layers.
         ranks: Who trains it together; None means this process alone.
 
-    Numerics: None: the step finds everything as it was.
+    Numerics: None, where the step changes nothing else than what `untouched` puts back.
     Synchronizes: To read the generator's state before the updates named; never in between.
     """
 
@@ -71,6 +72,7 @@ class Float8Watch:
         self._warned: set[str] = set()
         self._looked_at = 0
         self._history = DriftHistory()
+        self._called: set[str] = set()  # layers in float8
 
     @property
     def drifts(self) -> list[Drift]:
@@ -127,10 +129,20 @@ class Float8Watch:
         )
         return [
             Decision(
-                lever="float8 watch", outcome="applied", detail=f"beside bf16, {self._history}"
+                lever="float8 watch",
+                outcome="applied",
+                detail=f"beside bf16, {self._history}{self._uncalled()}",
             ),
             Decision(lever="float8 scales", outcome="applied", detail=scales),
         ]
+
+    def _uncalled(self) -> str:
+        names = [repr(name) for name in self._float8.recipes if name not in self._called]
+        if not names:
+            return ""
+        more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
+        names = names[:_SHOWN]
+        return f"; no forward of these called {', '.join(names)}{more}, which so computed nothing"
 
     # --- the two passes ---------------------------------------------------------------------
 
@@ -142,8 +154,7 @@ class Float8Watch:
             for hook in self._hooks(name, module, operands)
         ]
         try:
-            with self._float8.seeing_plain_calls():
-                loss, norm = self._pass(forward)
+            loss, norm = self._pass(forward)
             with self._float8.left():
                 plain_loss, plain_norm = self._pass(forward)
         finally:
@@ -159,7 +170,7 @@ class Float8Watch:
 
     def _pass(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         failure, gradients = None, []
-        with without_trace(self._model, self._float8.device):
+        with without_trace(self._model, self._float8.device, forward):
             try:
                 loss = forward()
                 gradients = self._ranks.gradients(loss)
@@ -175,19 +186,17 @@ class Float8Watch:
         keys = [f"{operand}/{name}" for name in self._float8.modules() for operand in _OPERANDS]
         losses = [torch.as_tensor(values[name]).float() for name in ("loss", "plain_loss")]
         none = losses[0].new_zeros(())
-        lost = [torch.as_tensor(values.get(f"lost/{key}", none)) for key in keys]
-        seen = [none + (f"amax/{key}" in values) for key in keys]
-        means = self._ranks.mean(torch.stack([*losses, *lost, *seen]))
+        names = [f"{figure}/{key}" for figure in ("lost", "present") for key in keys]
+        counts = [torch.as_tensor(values.get(name, none)) for name in names]
+        means = self._ranks.mean(torch.stack([*losses, *counts]))
         amax = [torch.as_tensor(values.get(f"amax/{key}", none - 1)) for key in keys]
         # A largest value that is no number would not win.
         stacked = torch.stack(amax).nan_to_num(nan=math.inf, posinf=math.inf)
         largest = self._ranks.largest(stacked)
-        found_lost, found_seen = means[2:].chunk(2)
         joined: dict[str, Tensor | float] = {"loss": means[0], "plain_loss": means[1]}
         joined |= {name: values[name] for name in ("norm", "plain_norm")}
         joined |= {f"amax/{key}": value for key, value in zip(keys, largest, strict=True)}
-        parts = zip(keys, found_lost / found_seen, strict=True)
-        return joined | {f"lost/{key}": value for key, value in parts}
+        return joined | dict(zip(names, means[2:], strict=True))
 
     def _hooks(self, name: str, module: nn.Module, into: dict[str, Tensor]) -> list[Any]:
         recipe = self._float8.recipes[name]
@@ -195,7 +204,7 @@ class Float8Watch:
 
         def note(operand: str, tensor: Tensor, dtype: torch.dtype) -> None:
             if f"{_FIGURES[0]}/{operand}/{name}" in into:
-                return  # the pass in bf16, where a layer that changes its class is seen too
+                return  # seen before: in another call, or in the pass in float8
             if not tensor.numel():
                 return  # an expert without tokens
             for figure, value in zip(_FIGURES, figures(tensor, dtype, by_row=by_row), strict=True):
@@ -233,10 +242,11 @@ class Float8Watch:
             operand, _, name = rest.partition("/")
             dtype = _GRADIENTS[self._recipe_of(name)] if operand == "gradient" else _E4M3
             scale = torch.finfo(dtype).max / amax if amax > 0 else math.inf
-            numbers = LayerNumbers(
-                layer=name, operand=operand, amax=amax, scale=scale, lost=values[f"lost/{rest}"]
-            )
+            present = values[f"present/{rest}"]
+            lost = values[f"lost/{rest}"] / present if present else 0.0
+            numbers = LayerNumbers(layer=name, operand=operand, amax=amax, scale=scale, lost=lost)
             layers.append(numbers)
+            self._called.add(name)
         drift = Drift(
             step=step,
             loss=values["loss"],
@@ -259,7 +269,9 @@ class Float8Watch:
         ):
             if not math.isfinite(plain):
                 continue  # no format is the cause, and what is told once is left for what is
-            if not abs(found) <= limit and what not in self._warned:
+            # A loss near zero, as one of a game or a difference, differs by much of itself anyway.
+            is_far = not abs(found) <= limit and not abs(drift.norm_drift) <= limit
+            if is_far and what not in self._warned:
                 self._warned.add(what)
                 logger.warning(
                     "before update %d the %s in float8 is %+.2g %% from that in bf16; leave out "

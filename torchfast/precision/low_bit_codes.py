@@ -57,26 +57,29 @@ def codec(kind: str) -> Codec:
     """Return how moments of this kind are coded.
 
     Raises:
-        ImportError: torchao is missing or too old.
+        ImportError: torchao is missing, too old or too new.
     """
-    ao = torchao_module("torchao.optim.quant_utils", _WANTED_BY)
+    if kind == "fp8":
+        return Codec(*_as_float8(), (), ())
+    quantize = f"quantize_{kind}_with_qmap"
+    names = "create_dynamic_map", "scale_tensor", "dequant_with_qmap", quantize
+    ao = torchao_module("torchao.optim.quant_utils", _WANTED_BY, *names)
     if kind == "8bit":
         signed, unsigned = ao.create_dynamic_map(signed=True), ao.create_dynamic_map(signed=False)
         return Codec(*_by_table(ao, "8bit"), tuple(signed), tuple(unsigned))
-    if kind == "4bit":
-        signed = ao.create_dynamic_map(True, 3, 4)
-        unsigned = torch.linspace(0, 1, 17, device="cpu")[1:].tolist()  # none of them is zero
-        return Codec(*_by_table(ao, "4bit"), tuple(signed), tuple(unsigned))
-    return Codec(*_as_float8(), (), ())
+    signed = ao.create_dynamic_map(True, 3, 4)
+    unsigned = torch.linspace(0, 1, 17, device="cpu")[1:].tolist()  # none of them is zero
+    return Codec(*_by_table(ao, "4bit"), tuple(signed), tuple(unsigned))
 
 
 def rounder() -> Callable[[Tensor], Tensor]:
     """Return what rounds fp32 to bf16 up or down by chance, so that small steps add up.
 
     Raises:
-        ImportError: torchao is missing or too old.
+        ImportError: torchao is missing, too old or too new.
     """
-    ao = torchao_module("torchao.optim.quant_utils", "stochastic rounding")
+    name = "_fp32_to_bf16_sr"
+    ao = torchao_module("torchao.optim.quant_utils", "stochastic rounding", name)
     rounded: Callable[[Tensor], Tensor] = ao._fp32_to_bf16_sr
     return rounded
 
@@ -103,7 +106,8 @@ def _by_table(ao: Any, kind: str) -> tuple[Any, Any]:
 
 def _as_float8() -> tuple[Any, Any]:
     block = BLOCKS["fp8"]
-    quantize = torchao_module("torchao.optim.subclass_fp8", _WANTED_BY).quantize_fp8
+    name = "quantize_fp8"
+    quantize = torchao_module("torchao.optim.subclass_fp8", _WANTED_BY, name).quantize_fp8
 
     def encode(values: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         codes, scales = quantize(values, block)

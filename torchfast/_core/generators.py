@@ -1,0 +1,77 @@
+"""Random generators that a person's own objects hold: torch's, NumPy's and Python's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchfast._core.reachable import held_of_kinds
+
+if TYPE_CHECKING:  # numpy.random is imported where it is first asked for
+    Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+def has_state(value: object) -> bool:
+    """Whether it is a generator whose state can be asked for and brought back."""
+    kind = type(value)
+    if issubclass(kind, random.Random):  # others' may have none, as the system's, or another form
+        return kind.getstate is random.Random.getstate
+    if issubclass(kind, np.random.Generator):  # others' may have a state that is no JSON
+        return type(value.bit_generator).__module__.startswith("numpy.")  # type: ignore[attr-defined]
+    return issubclass(kind, torch.Generator | np.random.RandomState)
+
+
+def state_of(generator: Generator) -> Any:
+    """Return the state to which `set_state` brings it back; fast, since it is asked each batch."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def set_state(generator: Generator, state: Any) -> None:
+    """Bring a generator to where `state_of` found it."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+@contextmanager
+def preserved_generators(
+    model: nn.Module, function: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Leave the generators that a model and a function hold as they were found.
+
+    Args:
+        model: Those in attributes of its modules.
+        function: Those that it refers to (see `held_by`), and of modules that it refers to.
+    """
+    states = [(each, state_of(each)) for each in _held(model, function)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            set_state(generator, state)
+
+
+def _held(model: nn.Module, function: Callable[..., Any] | None) -> Iterable[Any]:
+    kinds = (nn.Module, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    held = [model] if function is None else [model, *held_of_kinds(function, kinds)]
+    modules = dict.fromkeys(m for h in held if isinstance(h, nn.Module) for m in h.modules())
+    values = [*held, *(value for module in modules for value in vars(module).values())]
+    return {id(value): value for value in values if has_state(value)}.values()
