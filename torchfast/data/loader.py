@@ -76,8 +76,9 @@ class PrefetchingLoader(Closing):
         unroll: Yields `StepBatches`, what so many steps take, for ``trainer.steps``; the last ones
             of an epoch may be fewer.
         transform: ``batch -> batch``, run on the device behind the copy, on the copy stream:
-            normalise there, cast uint8 to float there, and fewer bytes cross the bus. One that
-            draws random numbers runs on the training's stream, where a plain loop would run it.
+            normalise there, cast uint8 to float there, and fewer bytes cross the bus. It may write
+            into a batch that came from the host. One that draws random numbers runs on the
+            training's stream, where a plain loop would run it.
         transfer_dtype: What floating-point tensors are rounded to before they cross, and stay.
         channels_last: Lay 4-d tensors out as NHWC, on the device, behind ``transform``.
         across_epochs: Begin the next epoch while the last batches of this one are consumed.
@@ -142,7 +143,9 @@ class PrefetchingLoader(Closing):
         self._check = StructureCheck() if check_flag("strict", strict) else None
         inner = loader._move if isinstance(loader, PrefetchingLoader) else None
         check_flag("channels_last", channels_last)
-        self._move = move_to(self.device, transform, transfer_dtype, channels_last, inner)
+        self._move = move_to(
+            self.loader, self.device, transform, transfer_dtype, channels_last, inner
+        )
         self.channels_last = self._move.finish.channels_last
         self._epoch: int | None = None
         self.epoch_ended = False  # whether the last iteration came to the end of its epoch

@@ -175,7 +175,12 @@ class Ring:
             moved = put_back(cargo.batch, iter(on_device))
         else:
             placed = {id(t): there for t, there in zip(cargo.plain, on_device, strict=True)}
-            moved = map_batch(cargo.batch, lambda t: self._arrived(t, placed), self._object_arrived)
+            moved = map_batch(
+                cargo.batch,
+                lambda t: self._arrived(t, placed),
+                self._object_arrived,
+                anew=self._finish is not None,  # which may write to what upstream keeps
+            )
         return moved if late or self._finish is None else self._finish(moved)
 
     def hand_out(self, staged: Staged) -> Any:
