@@ -236,6 +236,7 @@ class PrefetchingLoader(Closing):
                 if taken is None:
                     self.epoch_ended = True
                     self.end_epoch()
+                    self._counters.end(time.perf_counter())
                     return
                 self._upstream.hand_out(taken[1])
                 num_steps += len(taken[1])
@@ -249,6 +250,7 @@ class PrefetchingLoader(Closing):
                 # is not counted, and comes again where the position is loaded.
                 feed.extend(1)
                 self.epoch_ended = feed.take() is None
+            self._counters.end(time.perf_counter())
         finally:
             if self._iteration == mine:
                 self._leave(feed)

@@ -91,7 +91,9 @@ def advice(statistics: LoaderStatistics, *, ahead: bool, has_workers: bool) -> s
     """
     s = statistics
     if s.verdict == "unknown":
-        return f"{s.num_batches} batches are too few to tell"
+        unseen = s.num_unseen
+        why = f": the loop broke off behind {unseen} of them" if unseen else ""
+        return f"{s.num_batches} batches are too few to tell{why}"
     if s.verdict == "fed":
         return f"fed: the device waits for data {max(s.starved, s.stalled):.1%} of the time"
     if s.verdict == "supply-bound":
