@@ -419,6 +419,7 @@ class PrefetchingLoader(Closing):
             ahead=ahead and self._fetching.is_ahead,
             has_workers=getattr(self.loader, "num_workers", 0) > 0,
             transform_draws=self._ring is not None and self._ring.finishes_late,
+            drew_ahead=self._ring is not None and self._ring.drew_ahead,
             memory=memory_of(self.loader) if self._ring is not None else None,
         )
 
