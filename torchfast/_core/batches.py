@@ -356,9 +356,11 @@ def _rebuild_sequence(value: Any, items: list[Any]) -> Any:
         new = copy.copy(value)
         new[:] = items
         return new
-    if hasattr(value, "_make"):  # a named tuple
-        return kind._make(items)
-    return kind(items)
+    # A named tuple takes its items one by one. Of both a subclass may have attributes.
+    made = kind._make(items) if hasattr(value, "_make") else kind(items)
+    if attributes := getattr(value, "__dict__", None):
+        made.__dict__.update(attributes)
+    return made
 
 
 def _rebuild_mapping(value: Any, mapped: dict[Any, Any]) -> Any:
