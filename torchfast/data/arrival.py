@@ -40,7 +40,12 @@ class Finish:
     def __call__(self, batch: Any) -> Any:
         """Return the batch as the step gets it."""
         if self.transform is not None:
-            batch = WATCH.heard("transform", self.transform, batch)
+            given, batch = batch, WATCH.heard("transform", self.transform, batch)
+            if batch is None and given is not None:
+                raise TypeError(
+                    f"transform ({getattr(self.transform, '__qualname__', self.transform)!s}) "
+                    "returned None; it must return the batch: did you forget `return`?"
+                )
         return to_device(batch, self.device, channels_last=self.channels_last)
 
 
