@@ -425,7 +425,7 @@ class PrefetchingLoader(Closing):
 
     @override
     def close(self) -> None:
-        """End the thread and let the memory go; a second call does nothing."""
+        """End the thread and let the memory go, not the loader's workers; again does nothing."""
         self._closed = True
         self._stop()
         if self._ring is not None:
