@@ -90,6 +90,25 @@ def test_values_beside_the_tensors_are_kept():
     assert (moved.name, moved.runs) == ("b", ["post_init"])
 
 
+class Tagged(tuple):
+    """A tuple that may have attributes."""
+
+
+class Named(collections.namedtuple("Named", "x y")):
+    """A named tuple that may have attributes."""
+
+
+@pytest.mark.parametrize("value", [Tagged([ones(), "b"]), Named(ones(), "b")])
+def test_a_tuple_keeps_its_attributes(value):
+    value.tag = ["kept"]
+    moved = to_device(value, META)
+    assert type(moved) is type(value)
+    assert moved[0].device == META
+    assert moved.tag is value.tag
+    moved.other = 1
+    assert not hasattr(value, "other")
+
+
 def test_a_dataclass_field_that_was_never_set_stays_unset():
     batch = Slotted(ones())
     del batch.name

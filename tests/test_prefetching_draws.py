@@ -177,3 +177,85 @@ def test_a_data_set_that_draws_is_found_in_a_training_that_draws():
     report = str(loader.report())
     assert loader._fetching.where == "caller"
     assert "1 batches had been fetched ahead before that was seen" in report
+
+
+# -- Transforms --------------------------------------------------------------------------------
+
+
+class Mixed:
+    """A transform that draws from some batch on, as one does behind a warm-up."""
+
+    def __init__(self, first):
+        self.first, self.by_number = first, {}
+
+    def __call__(self, batch):
+        number = int(batch)
+        self.by_number.setdefault(number, threading.current_thread().name)
+        return batch + (torch.rand(()) if number >= self.first else 0)
+
+    @property
+    def threads(self):
+        """The threads in which batches were transformed, in their order."""
+        return [self.by_number[number] for number in sorted(self.by_number)]
+
+
+def test_a_transform_that_draws_late_takes_its_turn_from_then_on():
+    samples, mixed = Samples(), Mixed(5)
+    loader = PrefetchingLoader(DataLoader(samples, 1), "cpu", transform=mixed)
+    for number, _ in enumerate(loader):
+        if number == 3:
+            wait_until(lambda: loader._feed._stager.suspects)
+    # The first two, and all but the one by which it was noticed.
+    main = threading.main_thread().name
+    assert mixed.threads == [main] * 2 + [THREAD] * 4 + [main] * (SIZE - 6)
+    # Fetching itself goes on ahead.
+    assert loader._fetching.where == "thread"
+    assert not loader._fetching.is_suspect
+    assert samples.num_here(0) == 2 + 1
+    (decision,) = loader.report().stepped_aside
+    assert decision.lever == "transform"
+    assert "draws random numbers" in decision.detail
+    assert "before that was seen" in decision.detail
+
+
+def test_where_nothing_runs_ahead_a_transform_draws_as_in_a_plain_loop():
+    def run(batches, mixed=lambda batch: batch):
+        torch.manual_seed(0)
+        return [float(mixed(batch)) + float(torch.rand(())) for batch in batches]
+
+    data = DataLoader(Samples(), 1)
+    expected = run(data, Mixed(5))
+    loader = PrefetchingLoader(data, "cpu", background=False, transform=Mixed(5))
+    assert run(loader) == expected
+
+
+def test_training_that_draws_amid_a_fetch_leaves_the_transform_ahead():
+    samples, plain = Samples(held=5), Mixed(SIZE)
+    loader = PrefetchingLoader(DataLoader(samples, 1), "cpu", transform=plain)
+    report = run(loader, samples, 1, amid=lambda epoch: epoch == 0)
+    assert not loader._ring.finishes_late
+    assert "transform" not in report
+    assert THREAD in plain.threads
+
+
+def test_training_that_draws_amid_staging_is_not_taken_for_the_transform():
+    asked, drawn = threading.Event(), threading.Event()
+
+    def held(batch):
+        if float(batch) == 5 and threading.current_thread().name == THREAD:
+            asked.set()
+            assert drawn.wait(20)
+        return batch + 1
+
+    samples = Samples()
+    loader = PrefetchingLoader(DataLoader(samples, 1), "cpu", transform=held)
+    for number, _ in enumerate(loader):
+        if number == 3:
+            assert asked.wait(20)
+            torch.rand(())
+            drawn.set()
+            wait_until(lambda: loader._feed._stager.suspects)
+    assert not loader._ring.finishes_late
+    assert loader._fetching.where == "thread"
+    assert loader._fetching.num_cleared == 1
+    assert samples.num_here(0) == 2 + 32

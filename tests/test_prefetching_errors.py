@@ -11,8 +11,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from simulated_device import numbered, numbers, stagers, wait_until
-from torchfast import BatchStructureError, PrefetchingLoader, build_dataloader
+from simulated_device import Prompt, numbered, numbers, stagers, wait_until
+from torchfast import (
+    BatchStructureError,
+    PrefetchingLoader,
+    UnsupportedDeviceError,
+    build_dataloader,
+)
 
 # --- errors -------------------------------------------------------------------------------------
 
@@ -134,6 +139,43 @@ def test_strict_names_the_first_difference(second, said):
     with pytest.raises(BatchStructureError, match=f"batch 3 of the epoch .* {said}; build"):
         list(loader)
     assert len(list(PrefetchingLoader([first, {"x": torch.ones(5), "y": 2}], "cpu"))) == 2
+
+
+def test_a_transform_that_forgets_to_return_is_named(device):
+    def normalise(batch):
+        batch[0].div_(255)
+
+    loader = PrefetchingLoader(numbered(9), "cpu", transform=normalise)
+    with pytest.raises(TypeError, match=r"normalise.* returned None; .* forget `return`"):
+        next(iter(loader))
+    loader.close()
+
+
+def test_a_transform_that_forgets_to_return_on_the_cpu_is_named():
+    loader = PrefetchingLoader([None, torch.ones(2)], "cpu", transform=lambda batch: None)
+    batches = iter(loader)
+    assert next(batches) is None  # as it came
+    with pytest.raises(TypeError, match=r"transform \(.*lambda.*\) returned None"):
+        next(batches)
+
+
+def test_a_transform_that_forgets_to_return_in_the_thread_is_named(device):
+    def sometimes(batch):
+        return batch if float(batch[0][0]) < 5 else None
+
+    device.kind = Prompt
+    loader = PrefetchingLoader(numbered(9), "cpu", transform=sometimes)
+    seen = []
+    with pytest.raises(TypeError, match=r"sometimes.* returned None"):
+        seen.extend(loader)
+    assert len(seen) == 5
+    loader.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_told_what_a_loader_can_do():
+    with pytest.raises(UnsupportedDeviceError, match=r"has no cuda; use device='cpu'$"):
+        PrefetchingLoader([], "cuda")
 
 
 def test_a_loader_of_a_loader_has_one_transform():

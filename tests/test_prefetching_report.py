@@ -152,3 +152,76 @@ def test_moved_one_by_one_bytes_are_counted_too():
     assert loader.statistics().num_bytes == 3 * (64 * 4 + 3 * 8)
     assert "it needs CUDA" in str(loader.report())
     assert [d.lever for d in loader.report().stepped_aside] == ["prefetch"]
+
+
+# -- The end of an epoch -----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["cpu", "ring"])
+def both(request):
+    """The CPU, and a device that a CPU plays."""
+    if request.param == "ring":
+        request.getfixturevalue("device")
+
+
+def ends_slowly(count, seconds):
+    yield from numbered(count)
+    time.sleep(seconds)  # as workers take to end
+
+
+@pytest.mark.usefixtures("both")
+@pytest.mark.parametrize("max_steps", [None, 10])
+def test_a_slow_end_is_part_of_the_time(max_steps):
+    loader = PrefetchingLoader(ends_slowly(10, 0.3), "cpu")
+    for _ in loader.iterate(max_steps=max_steps):
+        time.sleep(0.01)
+    statistics = loader.statistics()
+    assert statistics.elapsed_s > (0.29 if max_steps is None else 0.09)
+    assert statistics.starved_s <= statistics.elapsed_s
+    assert 0 <= statistics.starved <= 1
+    assert statistics.supply_over_demand > 0
+
+
+@pytest.mark.usefixtures("both")
+@pytest.mark.parametrize("options", [{}, {"accumulate": 4}, {"unroll": 4}])
+def test_the_step_behind_the_last_batch_is_part_of_the_time(options):
+    loader = PrefetchingLoader(numbered(4 if options else 1), "cpu", **options)
+    for _ in range(5):
+        for _ in loader:
+            time.sleep(0.02)
+    statistics = loader.statistics()
+    assert statistics.elapsed_s >= 0.1
+    assert statistics.starved < 0.2
+    loader.close()
+
+
+@pytest.mark.usefixtures("both")
+def test_a_step_that_nobody_saw_is_no_verdict():
+    loader = PrefetchingLoader(numbered(5), "cpu")
+    for _ in range(6):
+        next(iter(loader))
+        time.sleep(0.005)
+    statistics = loader.statistics()
+    assert statistics.verdict == "unknown"
+    assert statistics.num_unseen == 5  # behind the sixth there may come more
+    assert "6 batches are too few to tell: the loop broke off behind 5" in str(loader.report())
+    for _ in loader:
+        time.sleep(0.005)
+    assert loader.statistics().num_unseen == 6
+    assert loader.statistics().verdict != "unknown"
+    loader.close()
+
+
+def test_a_group_whose_step_nobody_saw_is_no_verdict():
+    loader = PrefetchingLoader(numbered(8), "cpu", accumulate=4)
+    for _ in range(3):
+        next(iter(loader))
+    for _ in loader:
+        pass
+    statistics = loader.statistics()
+    assert (statistics.num_batches, statistics.num_unseen) == (20, 12)
+
+
+def test_shares_are_none_beyond_all():
+    beyond = figures(starved_s=12.0, stall_ms=200.0)
+    assert (beyond.starved, beyond.stalled, beyond.supply_over_demand) == (1.0, 1.0, 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import warnings
 
@@ -9,7 +11,13 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset
 
-from torchfast import MonitoredDataLoader, UnsupportedDeviceError, build_dataloader, sweep_workers
+from torchfast import (
+    MonitoredDataLoader,
+    PrefetchingLoader,
+    UnsupportedDeviceError,
+    build_dataloader,
+    sweep_workers,
+)
 from torchfast.data import workers
 from worker_data import IN_MEMORY, At, Quick, Slow, Stream, let_torch_count, no_process_left
 
@@ -116,6 +124,35 @@ def test_workers_stay_unless_that_would_be_wrong_or_waste(cores):
     assert not loader.persistent_workers
     assert "set_epoch" in reason(loader, "persistent_workers")
     assert not build_dataloader(Quick(), 16, num_workers=2).persistent_workers
+
+
+class Told(Quick):
+    said = 0
+
+    def __getitem__(self, index):
+        return torch.tensor(self.said)
+
+
+@pytest.mark.parametrize("persistent", ["auto", False])
+def test_workers_that_stay_see_no_change_of_the_data_set(persistent):
+    dataset = Told()
+    loader = build_dataloader(dataset, 2, num_workers=2, persistent_workers=persistent)
+    for said in range(2):
+        dataset.said = said
+        seen = {int(batch[0]) for batch in loader}
+        assert seen == {0 if loader.persistent_workers else said}
+    assert loader.persistent_workers == (persistent == "auto")
+
+
+def test_workers_that_stay_are_the_dataloaders_to_end():
+    loader = build_dataloader(Quick(), 2, num_workers=2)
+    with PrefetchingLoader(loader, "cpu") as batches:
+        assert len(list(batches)) == 8
+    assert len(multiprocessing.active_children()) == 2
+    assert len(list(loader)) == 8
+    del batches, loader
+    gc.collect()
+    assert multiprocessing.active_children() == []
 
 
 def test_memory_is_pinned_for_cuda_and_workers_only(monkeypatch):

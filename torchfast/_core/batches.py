@@ -155,7 +155,9 @@ def as_group(batch: Any, accumulate: int) -> tuple[Any, ...]:
     return (batch,)
 
 
-def to_device(batch: T, device: torch.device, *, channels_last: bool = False) -> T:
+def to_device(
+    batch: T, device: torch.device, *, channels_last: bool = False, copies: bool = False
+) -> T:
     """Return ``batch`` with every tensor on ``device``, its structure and types unchanged.
 
     A tensor object that stands in the batch twice is moved once and stays one object.
@@ -165,23 +167,34 @@ def to_device(batch: T, device: torch.device, *, channels_last: bool = False) ->
         device: Where tensors go. Copies from pinned memory are asynchronous: do not overwrite
             a pinned batch before the step that took it is done.
         channels_last: Also lay 4-d tensors out as NHWC, on the device.
+        copies: Copy tensors of the host that stay there, and rebuild lists, mappings and
+            dataclasses, so that nobody who holds ``batch`` sees what is done to the result.
 
     Returns:
-        The same object if nothing had to move.
+        The same object if nothing had to move or be copied.
     """
     is_there = _is_there(batch, device)
-    if is_there and not channels_last:
+    if is_there and not channels_last and not copies:
         return batch
     with nullcontext() if is_there else phase(H2D):
         return map_batch(
             batch,
-            lambda tensor: move_tensor(tensor, device, channels_last=channels_last),
+            lambda tensor: move_tensor(
+                _copied(tensor) if copies and tensor.device == device else tensor,
+                device,
+                channels_last=channels_last,
+            ),
             lambda value: move_object(value, device),
+            anew=copies,
         )
 
 
 def map_batch(
-    batch: T, fn: Callable[[Tensor], Tensor], object_fn: Callable[[Any], Any] | None = None
+    batch: T,
+    fn: Callable[[Tensor], Tensor],
+    object_fn: Callable[[Any], Any] | None = None,
+    *,
+    anew: bool = False,
 ) -> T:
     """Rebuild ``batch`` with ``fn`` over its tensors, each called once.
 
@@ -189,6 +202,8 @@ def map_batch(
         batch: A nested batch.
         fn: What becomes of a tensor; one that stands in the batch twice stays one object.
         object_fn: What becomes of an object with a ``.to`` method; None leaves it as it is.
+        anew: Rebuild lists, mappings and dataclasses, which somebody may write to, also where
+            nothing in them changed.
 
     Returns:
         The same object if nothing changed.
@@ -202,7 +217,7 @@ def map_batch(
             memo[id(tensor)] = tensor, fn(tensor)
         return memo[id(tensor)][1]
 
-    return _map(batch, once, object_fn)  # type: ignore[no-any-return]
+    return _map(batch, once, object_fn, anew)  # type: ignore[no-any-return]
 
 
 def tensors(batch: object) -> Iterator[Tensor]:
@@ -248,13 +263,26 @@ def move_tensor(tensor: Tensor, device: torch.device, *, channels_last: bool = F
     return tensor
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":  # what is on a device already is left to who put it there
+        return tensor
+    if tensor.requires_grad and tensor.is_leaf:
+        return tensor.detach().clone().requires_grad_()
+    return tensor.clone()
+
+
 def move_object(value: Any, device: torch.device) -> Any:
     """Return an object that has a ``.to`` method on ``device``."""
     moved = value.to(device)
     return value if moved is None else moved  # some .to methods work in place
 
 
-def _map(value: Any, fn: Callable[[Tensor], Tensor], object_fn: Callable[[Any], Any] | None) -> Any:
+def _map(
+    value: Any,
+    fn: Callable[[Tensor], Tensor],
+    object_fn: Callable[[Any], Any] | None,
+    anew: bool = False,
+) -> Any:
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
@@ -266,18 +294,21 @@ def _map(value: Any, fn: Callable[[Tensor], Tensor], object_fn: Callable[[Any], 
         kind: Any = type(value)
         return kind(new[0], value.batch_sizes, new[1], new[2])
     if isinstance(value, tuple | list):
-        items = [_map(item, fn, object_fn) for item in value]
-        return value if _same(items, value) else _rebuild_sequence(value, items)
+        items = [_map(item, fn, object_fn, anew) for item in value]
+        is_kept = not (anew and isinstance(value, list)) and _same(items, value)
+        return value if is_kept else _rebuild_sequence(value, items)
     if object_fn is not None and _moves_itself(value):
         return object_fn(value)
     if isinstance(value, Mapping):
-        mapped = {key: _map(item, fn, object_fn) for key, item in value.items()}
-        return value if _same(mapped.values(), value.values()) else _rebuild_mapping(value, mapped)
+        mapped = {key: _map(item, fn, object_fn, anew) for key, item in value.items()}
+        is_kept = not (anew and isinstance(value, MutableMapping))
+        is_kept = is_kept and _same(mapped.values(), value.values())
+        return value if is_kept else _rebuild_mapping(value, mapped)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         old = [getattr(value, name) for name in names]
-        new = [_map(item, fn, object_fn) for item in old]
-        return value if _same(new, old) else _rebuild_dataclass(value, names, new)
+        new = [_map(item, fn, object_fn, anew) for item in old]
+        return value if not anew and _same(new, old) else _rebuild_dataclass(value, names, new)
     if object_fn is not None and _has_to(value):
         return object_fn(value)
     return value
@@ -325,9 +356,11 @@ def _rebuild_sequence(value: Any, items: list[Any]) -> Any:
         new = copy.copy(value)
         new[:] = items
         return new
-    if hasattr(value, "_make"):  # a named tuple
-        return kind._make(items)
-    return kind(items)
+    # A named tuple takes its items one by one. Of both a subclass may have attributes.
+    made = kind._make(items) if hasattr(value, "_make") else kind(items)
+    if attributes := getattr(value, "__dict__", None):
+        made.__dict__.update(attributes)
+    return made
 
 
 def _rebuild_mapping(value: Any, mapped: dict[Any, Any]) -> Any:

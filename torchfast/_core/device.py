@@ -70,7 +70,9 @@ def check_device(device: object, *, data: bool = True) -> torch.device:
             f"got {device!r} ({type(device).__name__})"
         )
     parsed = _parse(device)
-    return parsed if data and parsed.type == "meta" else _existing(parsed)
+    if data:
+        return parsed if parsed.type == "meta" else _existing(parsed, "")
+    return _existing(parsed, ", or leave device out to train where the model's parameters are")
 
 
 def _parse(device: str | int | torch.device) -> torch.device:
@@ -91,15 +93,14 @@ def _parse(device: str | int | torch.device) -> torch.device:
         ) from error
 
 
-def _existing(device: torch.device) -> torch.device:
+def _existing(device: torch.device, otherwise: str) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     backend = getattr(torch, device.type, None)
     if backend is None or not backend.is_available():
         raise UnsupportedDeviceError(
             f"device={str(device)!r} was asked for, but this machine or torch build "
-            f"({torch.__version__}) has no {device.type}; use device='cpu', or leave device out "
-            "to train where the model's parameters are"
+            f"({torch.__version__}) has no {device.type}; use device='cpu'{otherwise}"
         )
     count = backend.device_count()
     if device.index is not None and device.index >= count:

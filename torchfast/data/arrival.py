@@ -1,16 +1,26 @@
-"""What is done to a batch on its way: narrowed before it crosses, transformed behind it."""
+"""What is done to a batch on its way: narrowed before it crosses, transformed behind it.
+
+Where nothing crosses, on the CPU, the batch that comes out would be upstream's own object. What a
+transform or the loop writes into it would be found there in the next epoch, and what upstream
+writes, such as a generator that fills one buffer again and again, would be found in batches that
+were handed out. So it is copied, as it is on a device, unless a DataLoader has just made it of its
+samples: then nobody else holds it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch.utils.data import DataLoader, default_collate
 
 from torchfast._core.arguments import check_callable, check_float_dtype
 from torchfast._core.batches import map_batch, tensors, to_device
 from torchfast._core.syncs import WATCH
+from torchfast.data.padding import PadToLengths
+from torchfast.data.sharded_batches import has_own_loop
 
 
 @final
@@ -30,7 +40,12 @@ class Finish:
     def __call__(self, batch: Any) -> Any:
         """Return the batch as the step gets it."""
         if self.transform is not None:
-            batch = WATCH.heard("transform", self.transform, batch)
+            given, batch = batch, WATCH.heard("transform", self.transform, batch)
+            if batch is None and given is not None:
+                raise TypeError(
+                    f"transform ({getattr(self.transform, '__qualname__', self.transform)!s}) "
+                    "returned None; it must return the batch: did you forget `return`?"
+                )
         return to_device(batch, self.device, channels_last=self.channels_last)
 
 
@@ -41,19 +56,21 @@ class DirectMove:
 
     transfer_dtype: torch.dtype | None
     finish: Finish
+    copies: bool  # what is there already, since somebody else may hold it
 
     def __call__(self, batch: Any) -> tuple[Any, int]:
         """Return the batch on the device, and the bytes that crossed."""
         dtype, device = self.transfer_dtype, self.finish.device
         if dtype is not None:
             batch = map_batch(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        moved = self.finish(to_device(batch, device))
+        moved = self.finish(to_device(batch, device, copies=self.copies))
         if device.type == "cpu":
             return moved, 0
         return moved, sum(t.numel() * t.element_size() for t in tensors(batch))
 
 
 def move_to(
+    loader: Iterable[Any],
     device: torch.device,
     transform: Callable[[Any], Any] | None,
     transfer_dtype: torch.dtype | None,
@@ -63,6 +80,7 @@ def move_to(
     """Return what is done to a batch, from a loader's options.
 
     Args:
+        loader: Where it comes from.
         device: Where it goes.
         transform: As `PrefetchingLoader` documents it.
         transfer_dtype: Likewise.
@@ -81,7 +99,17 @@ def move_to(
         transform = _only("transform", transform, inner.finish.transform)
         transfer_dtype = _only("transfer_dtype", transfer_dtype, inner.transfer_dtype)
         channels_last |= inner.finish.channels_last
-    return DirectMove(transfer_dtype, Finish(device, transform, channels_last))
+    finish = Finish(device, transform, channels_last)
+    return DirectMove(transfer_dtype, finish, copies=not _hands_over(loader))
+
+
+def _hands_over(loader: Iterable[Any]) -> bool:
+    """Whether a loader makes each batch anew, and keeps nothing of it."""
+    if not isinstance(loader, DataLoader) or has_own_loop(loader) or loader.batch_sampler is None:
+        return False
+    # Another one may hand a sample on as it is, or fill one buffer again.
+    collate = loader.collate_fn
+    return collate is default_collate or isinstance(collate, PadToLengths)
 
 
 def _only(name: str, own: Any, inner: Any) -> Any:

@@ -9,9 +9,9 @@ overlap, where the loop runs ahead of the device. So it does while batches lie r
 less time than two threads lose by taking turns at the interpreter. Once fetching is seen to take
 longer, or large batches are asked for by a loop that waits for the device, so that no kernel runs
 beside their copies, a staging thread takes over. It
-looks on now and then, and if a generator moved while it fetched, hands back to the caller's thread.
-Some fetches are watched there, where nobody else draws: if one moves a generator, fetching stays
-there; if none does, the thread goes on.
+looks on now and then, and if a generator moved while it fetched or transformed, hands back to the
+caller's thread. Some fetches are watched there, where nobody else draws: if one moves a generator,
+fetching stays there, and if a transform does, only that; if none does, the thread goes on.
 """
 
 from __future__ import annotations
@@ -334,12 +334,14 @@ class RingFeed(Feed):
         if pair is None:
             self.finished = True
             return None
-        if before is not None:
-            moved = not same_rng_state(before, get_rng_state(CPU))
-            fetching.note_fetch(draws=moved or pair[1].draws_apart)
+        between = None if before is None else self._state_to_stage()
         slot = stager.free_slot()  # a loop ahead of the device waits here: no time of the loader's
         assert slot is not None
         staged = stage(self._ring, slot, *pair)
+        if before is not None and between is not None:
+            self._note_watched(between)
+            moved = not same_rng_state(before, between)
+            fetching.note_fetch(draws=moved or pair[1].draws_apart)
         fetching.num_here += 1
         has_become_slow = False
         if fetching.num_here > NUM_FIRST and stager.num_fetched > 1:
@@ -355,6 +357,19 @@ class RingFeed(Feed):
             else:
                 self.start()
         return staged
+
+    def _state_to_stage(self) -> RNGState:
+        transforms = self._ring.finishes_ahead  # it may draw on the device as well
+        return get_rng_state(self._ring.transport.device if transforms else CPU)
+
+    def _note_watched(self, between: RNGState) -> None:
+        """Note whether a transform drew as a batch was staged here, where nobody else draws."""
+        ring, fetching = self._ring, self._fetching
+        if not ring.finishes_ahead:
+            return
+        if not same_rng_state(between, get_rng_state(ring.transport.device)):
+            ring.finish_late(drew_ahead=fetching.num_ahead > 0)
+            fetching.absolve()
 
     def _take_up_suspicion(self) -> None:
         """Watch the fetches that come next, if the thread has ended with a suspicion."""

@@ -85,6 +85,7 @@ class Grouping:
             positions.append(position)
         if not batches:
             return None
+        counters.num_together = len(batches)
         steps = batches
         if self.accumulate > 1:
             starts = range(0, len(batches), self.accumulate)

@@ -76,8 +76,9 @@ class PrefetchingLoader(Closing):
         unroll: Yields `StepBatches`, what so many steps take, for ``trainer.steps``; the last ones
             of an epoch may be fewer.
         transform: ``batch -> batch``, run on the device behind the copy, on the copy stream:
-            normalise there, cast uint8 to float there, and fewer bytes cross the bus. One that
-            draws random numbers runs on the training's stream, where a plain loop would run it.
+            normalise there, cast uint8 to float there, and fewer bytes cross the bus. It may write
+            into a batch that came from the host. One that draws random numbers runs on the
+            training's stream, where a plain loop would run it.
         transfer_dtype: What floating-point tensors are rounded to before they cross, and stay.
         channels_last: Lay 4-d tensors out as NHWC, on the device, behind ``transform``.
         across_epochs: Begin the next epoch while the last batches of this one are consumed.
@@ -142,7 +143,9 @@ class PrefetchingLoader(Closing):
         self._check = StructureCheck() if check_flag("strict", strict) else None
         inner = loader._move if isinstance(loader, PrefetchingLoader) else None
         check_flag("channels_last", channels_last)
-        self._move = move_to(self.device, transform, transfer_dtype, channels_last, inner)
+        self._move = move_to(
+            self.loader, self.device, transform, transfer_dtype, channels_last, inner
+        )
         self.channels_last = self._move.finish.channels_last
         self._epoch: int | None = None
         self.epoch_ended = False  # whether the last iteration came to the end of its epoch
@@ -233,6 +236,7 @@ class PrefetchingLoader(Closing):
                 if taken is None:
                     self.epoch_ended = True
                     self.end_epoch()
+                    self._counters.end(time.perf_counter())
                     return
                 self._upstream.hand_out(taken[1])
                 num_steps += len(taken[1])
@@ -246,6 +250,7 @@ class PrefetchingLoader(Closing):
                 # is not counted, and comes again where the position is loaded.
                 feed.extend(1)
                 self.epoch_ended = feed.take() is None
+            self._counters.end(time.perf_counter())
         finally:
             if self._iteration == mine:
                 self._leave(feed)
@@ -414,12 +419,13 @@ class PrefetchingLoader(Closing):
             ahead=ahead and self._fetching.is_ahead,
             has_workers=getattr(self.loader, "num_workers", 0) > 0,
             transform_draws=self._ring is not None and self._ring.finishes_late,
+            drew_ahead=self._ring is not None and self._ring.drew_ahead,
             memory=memory_of(self.loader) if self._ring is not None else None,
         )
 
     @override
     def close(self) -> None:
-        """End the thread and let the memory go; a second call does nothing."""
+        """End the thread and let the memory go, not the loader's workers; again does nothing."""
         self._closed = True
         self._stop()
         if self._ring is not None:

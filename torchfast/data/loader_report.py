@@ -30,6 +30,7 @@ def loader_report(
     ahead: bool,
     has_workers: bool,
     transform_draws: bool,
+    drew_ahead: bool,
     memory: PoolStatistics | None = None,
 ) -> Report:
     """Return the report of a `PrefetchingLoader`."""
@@ -47,7 +48,13 @@ def loader_report(
                 lever="transform",
                 outcome="stepped aside",
                 detail="it draws random numbers, so it runs on the training's stream, where a "
-                "plain loop would run it, and not beside the step; draw in the data set instead",
+                "plain loop would run it, and not beside the step; draw in the data set instead"
+                + (
+                    "; it began to draw later than in the first batches, and what it drew ahead "
+                    "before that was seen fell in another order than a plain loop's"
+                    if drew_ahead
+                    else ""
+                ),
             )
         )
     if memory is not None:
@@ -91,7 +98,9 @@ def advice(statistics: LoaderStatistics, *, ahead: bool, has_workers: bool) -> s
     """
     s = statistics
     if s.verdict == "unknown":
-        return f"{s.num_batches} batches are too few to tell"
+        unseen = s.num_unseen
+        why = f": the loop broke off behind {unseen} of them" if unseen else ""
+        return f"{s.num_batches} batches are too few to tell{why}"
     if s.verdict == "fed":
         return f"fed: the device waits for data {max(s.starved, s.stalled):.1%} of the time"
     if s.verdict == "supply-bound":

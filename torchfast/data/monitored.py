@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, final
 
 from torch.utils.data import DataLoader, _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchfast._core.arguments import check_flag
 from torchfast._core.decisions import Report
@@ -39,6 +40,8 @@ from torchfast.data.unannotated import taker
 _HANGS = "DataLoader timed out after"
 _LOST = (_HANGS, "DataLoader worker (pid", "Pin memory thread exited unexpectedly")
 _DIES_IN_S = 1.0  # from the end of its connections to that of the process
+_ENDS_IN_S = 5.0  # a process that was killed
+_LEFT_TAKEN_S = 0.5  # a lock that its thread needs for an instant only
 _STATES = {"T": "is stopped", "t": "is stopped", "D": "waits for a disk", "R": "is running"}
 
 
@@ -98,21 +101,26 @@ class MonitoredDataLoader(DataLoader[Any]):
             self._pin = before
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        iterator = super().__iter__()
+        if self.num_workers == 0:
+            return super().__iter__()
+        with nullcontext() if self._iterator is None else _ended_by_errors(self._iterator, self):
+            iterator = super().__iter__()
         if isinstance(iterator, PooledIterator):
             iterator.receiver.pin = self._pin
-        return iterator if self.num_workers == 0 else _MonitoredIterator(self, iterator)
+        return _MonitoredIterator(self, iterator)
 
     def _get_iterator(self) -> Any:
-        if not self.recycle_memory or self.num_workers == 0:
+        if self.num_workers == 0:
             return super()._get_iterator()
         self.check_worker_number_rationality()
+        if not self.recycle_memory:
+            return _made(_MultiProcessingDataLoaderIter, self)
         # The workers' functions are theirs: this loader shows those that it was given.
         theirs = copy.copy(self)
         ahead = self.prefetch_factor or 0
         theirs.collate_fn = PooledCollate(self.collate_fn, ahead + SPARE_BLOCKS)
         theirs.worker_init_fn = PooledStart(theirs.collate_fn, self.worker_init_fn)
-        return PooledIterator(theirs, self._memory)
+        return _made(PooledIterator, theirs, self._memory)
 
 
 def pinned_by(loader: Any, pin: Pin | None) -> AbstractContextManager[None]:
@@ -181,11 +189,7 @@ class _MonitoredIterator:
                     "hangs in the data set, or needs longer: give a longer timeout (0 waits for "
                     "ever), or run with num_workers=0 to see where it hangs"
                 ) from error
-            raise RuntimeError(
-                f"a DataLoader worker died: {dead or said.strip()}; SIGKILL is mostly want of "
-                "memory and SIGBUS want of shared memory: take fewer workers or a smaller "
-                "prefetch_factor; otherwise run with num_workers=0 to see where it crashes"
-            ) from error
+            raise _death(dead or said.strip()) from error
 
     def end(self) -> None:
         """End the workers now; the loader starts new ones when it is iterated again."""
@@ -206,6 +210,42 @@ class _MonitoredIterator:
     def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.over.set()
+
+
+def _made(kind: Any, *args: Any) -> Any:
+    """Return an iterator of torch's; of one that fails half made no worker is left."""
+    iterator = kind.__new__(kind)
+    with _ended_by_errors(iterator):
+        kind.__init__(iterator, *args)
+    return iterator
+
+
+@contextmanager
+def _ended_by_errors(iterator: Any, loader: MonitoredDataLoader | None = None) -> Iterator[None]:
+    """End an iterator's workers if it cannot begin an epoch, and say so if that is for one's loss.
+
+    Nobody else would: to torch, its own end is safe there, too.
+    """
+    try:
+        yield
+    except BaseException as error:
+        said = str(error)
+        is_loss = isinstance(error, Exception) and _is_loss(error, said, iterator)
+        dead = _dead(iterator) if is_loss else ""
+        end_workers(iterator)
+        if loader is not None:
+            loader._iterator = None
+        if is_loss:
+            raise _death(dead or said.strip()) from error
+        raise
+
+
+def _death(who: str) -> RuntimeError:
+    return RuntimeError(
+        f"a DataLoader worker died: {who}; SIGKILL is mostly want of memory and SIGBUS want of "
+        "shared memory: take fewer workers or a smaller prefetch_factor; otherwise run with "
+        "num_workers=0 to see where it crashes"
+    )
 
 
 class _Watch:
@@ -264,16 +304,37 @@ class _Watch:
 
 
 def end_workers(iterator: Any) -> None:
-    """End the workers of torch's iterator, also such as are stopped or hang."""
+    """End the workers of torch's iterator, also such as are stopped or hang, or of one half made.
+
+    torch's own way to do so writes to the workers' queues and sets an event. Either may wait for
+    ever: its SIGCHLD handler raises wherever the main thread is, also where that has just taken the
+    lock of a queue, and a worker that was killed may have had the event's.
+    """
     _forget_workers(iterator)
+    iterator._shutdown = True  # for torch it is done
     thread = getattr(iterator, "_pin_memory_thread", None)
     if thread is not None:  # first, while what it reads from is whole
         iterator._pin_memory_thread_done_event.set()
+        results = iterator._worker_result_queue
+        results.cancel_join_thread()
+        _give_back(results)
         with contextlib.suppress(OSError, ValueError):  # it was closed
-            iterator._worker_result_queue.put((None, None))
+            results.put((None, None))
         thread.join(timeout=_utils.MP_STATUS_CHECK_INTERVAL)
+        results.close()
     _kill_workers(iterator)
-    iterator._shutdown_workers()
+    for worker in getattr(iterator, "_workers", ()):
+        worker.join(timeout=_ENDS_IN_S)
+    for queue in getattr(iterator, "_index_queues", ()):
+        queue.cancel_join_thread()
+        _give_back(queue)
+        queue.close()
+
+
+def _give_back(queue: Any) -> None:
+    """Give back the lock of a queue if an interrupt has left it taken."""
+    queue._notempty.acquire(timeout=_LEFT_TAKEN_S)
+    queue._notempty.release()
 
 
 def _forget_workers(iterator: Any) -> None:

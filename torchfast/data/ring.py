@@ -77,6 +77,7 @@ class Ring:
         lock: Held while anything is enqueued or allocated for a slot.
         pin: Pins memory where it is; see `Transport`.
         is_broken: Whether a thread was left behind in it, so that it serves no other iteration.
+        drew_ahead: Whether ``finish`` was seen to draw only when it had run in a thread.
 
     Synchronizes: `settle` waits for a copy, in the thread that stages.
     """
@@ -102,7 +103,7 @@ class Ring:
         self.lock = threading.Lock()
         # Not a method: a loader that is told of it may live longer than this.
         self.pin = partial(_pin, self.lock, transport)
-        self.is_broken = False
+        self.is_broken = self.drew_ahead = False
         self.transfer_dtype = transfer_dtype
         self.trust_pinned = trust_pinned
         self._reuse = reuse
@@ -116,6 +117,18 @@ class Ring:
     def finishes_late(self) -> bool:
         """Whether the transform draws random numbers, and so runs in the consumer's thread."""
         return bool(self._finish_draws)
+
+    @property
+    def finishes_ahead(self) -> bool:
+        """Whether batches are transformed as they are staged, in whichever thread that is."""
+        return self._finish is not None and self._finish_draws is False
+
+    def finish_late(self, *, drew_ahead: bool) -> None:
+        """Note that the transform draws by now: from here on it runs in the consumer's thread."""
+        with self.lock:
+            self.transport.drain()  # what it keeps was made on the copy stream
+        self._finish_draws = True
+        self.drew_ahead = drew_ahead
 
     def settle(self, slot: Slot) -> None:
         """Wait until the slot's previous copy is done, before anything is staged in it."""
@@ -175,7 +188,12 @@ class Ring:
             moved = put_back(cargo.batch, iter(on_device))
         else:
             placed = {id(t): there for t, there in zip(cargo.plain, on_device, strict=True)}
-            moved = map_batch(cargo.batch, lambda t: self._arrived(t, placed), self._object_arrived)
+            moved = map_batch(
+                cargo.batch,
+                lambda t: self._arrived(t, placed),
+                self._object_arrived,
+                anew=self._finish is not None,  # which may write to what upstream keeps
+            )
         return moved if late or self._finish is None else self._finish(moved)
 
     def hand_out(self, staged: Staged) -> Any:

@@ -125,6 +125,10 @@ class Fetching:
         if self.where == "thread" and not self.training_draws and self.num_watched is None:
             self.num_watched = 0
 
+    def absolve(self) -> None:
+        """Note that it was the transform which moved a generator."""
+        self.num_watched, self.num_training_moves = None, 0
+
     def note_fetch(self, *, draws: bool) -> None:
         """Note whether a fetch in the caller's thread, where nobody else draws, moved a generator.
 
@@ -187,7 +191,7 @@ class Failure:
 
 
 END = object()
-SUSPECT = object()  # a generator of the host moved during a fetch
+SUSPECT = object()  # a generator of the host moved during a fetch, or a transform
 LIMIT = object()
 
 
@@ -252,16 +256,18 @@ class Stager:
                     self.staged.put(END)
                     return
                 self._fetching.num_ahead += 1
-                suspect = (
-                    before is not None
-                    and not same_rng_state(before, get_rng_state(CPU))
-                    and moves % 2 == 0
-                    and moves == self._fetching.num_moves
-                )
+                suspect = before is not None and self._moved(before, moves)
                 slot = self.free_slot()
                 if slot is None:
                     return
-                self.staged.put(stage(self.ring, slot, *pair))
+                # Looked at apart: in between, the training of a whole step may have drawn.
+                moves = self._fetching.num_moves
+                looks = before is not None and self.ring.finishes_ahead
+                before = get_rng_state(CPU) if looks else None
+                staged = stage(self.ring, slot, *pair)
+                suspect = suspect or (before is not None and self._moved(before, moves))
+                self.staged.put(staged)
+                del staged  # it would hold the batch while the next one is fetched
                 if suspect:
                     self.suspects = True
                     self.staged.put(SUSPECT)
@@ -274,6 +280,11 @@ class Stager:
         every = LOOKS_EVERY if number < MANY else LOOKS_EVERY_OF_MANY
         due = number <= LOOKS_FIRST or number % every == 0
         return get_rng_state(CPU) if due and not self._fetching.training_draws else None
+
+    def _moved(self, before: RNGState, moves: int) -> bool:
+        """Whether a generator moved since then, and not because the loader itself set it."""
+        moved = not same_rng_state(before, get_rng_state(CPU))
+        return moved and moves % 2 == 0 and moves == self._fetching.num_moves
 
     def free_slot(self) -> Slot | None:
         """Wait for a slot whose last copy is done; None once this was told to stop."""

@@ -34,7 +34,8 @@ class LoaderStatistics:
     Attributes:
         num_batches: Batches that were handed out; micro-batches under accumulation.
         num_bytes: Bytes that crossed to the device.
-        elapsed_s: Time between the first batch and the last.
+        elapsed_s: Time from the first batch to the end of the last iteration, or to the last
+            batch where the loop broke off; without the time between two iterations.
         consumer_wait_s: Time in which the loop waited for a batch, the device idle or not.
         starved_s: The part of it after which the device had nothing left to do. On a device
             without a copy stream, the CPU, all time spent loading.
@@ -44,6 +45,7 @@ class LoaderStatistics:
         copy_ms: Mean time of a batch on the bus, by the device's clock; NaN if not timed.
         stall_ms: Mean time that the device waited for a copy, a batch; NaN if not timed.
         copies_ms: What the latest of the batches that were timed took on the bus.
+        num_unseen: Batches whose step was not timed, since the loop broke off behind them.
     """
 
     num_batches: int
@@ -56,18 +58,19 @@ class LoaderStatistics:
     copy_ms: float
     stall_ms: float
     copies_ms: tuple[float, ...] = field(default=(), repr=False)
+    num_unseen: int = 0
 
     @property
     def starved(self) -> float:
         """The share of the time in which the device waited for the loader."""
-        return self.starved_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        return min(1.0, self.starved_s / self.elapsed_s) if self.elapsed_s > 0 else 0.0
 
     @property
     def stalled(self) -> float:
         """The share of the time in which the device waited for the bus."""
         if math.isnan(self.stall_ms) or self.elapsed_s <= 0:
             return 0.0
-        return self.stall_ms / 1e3 * self.num_batches / self.elapsed_s
+        return min(1.0, self.stall_ms / 1e3 * self.num_batches / self.elapsed_s)
 
     @property
     def supply_over_demand(self) -> float:
@@ -76,13 +79,13 @@ class LoaderStatistics:
         NaN before there is anything to say. Of a loader with worker processes it is an upper bound
         as long as they are ahead: what lies ready takes no time to load.
         """
-        demand_s = self.elapsed_s - self.starved_s
+        demand_s = max(0.0, self.elapsed_s - self.starved_s)
         return demand_s / self.fetch_s if self.fetch_s > 0 and self.num_batches > 1 else math.nan
 
     @property
     def verdict(self) -> Verdict:
         """What limits the loop, as far as data go."""
-        if self.num_batches < 3:
+        if self.num_batches - self.num_unseen < 3:
             return "unknown"
         if max(self.starved, self.stalled) < NOTEWORTHY:
             return "fed"
@@ -115,11 +118,18 @@ class Counters:
         self._elapsed_s = 0.0  # of the iterations before this one
         self._since: float | None = None
         self._last = 0.0
+        self.num_together = 1  # batches that are handed out together
+        self._num_before = 0  # batches when the last iteration began or came to its end
+        self._num_unseen = 0
         self._copies, self._waits = _Times(), _Times()
 
     def begin(self, now: float) -> None:
         """Note that an iteration asks for its first batch."""
         self._elapsed_s = self._elapsed()
+        # When the loop broke off behind a batch, nobody can tell when its step came to an end.
+        if self.num_batches > self._num_before:
+            self._num_unseen += self.num_together
+        self._num_before = self.num_batches
         self._since = now if self.num_batches else None
         self._last = now
 
@@ -142,6 +152,11 @@ class Counters:
             self._since = now
         self._last = now
 
+    def end(self, now: float) -> None:
+        """Note that the loop has come back from its last step, and found the iteration's end."""
+        self._last = now
+        self._num_before = self.num_batches
+
     def _elapsed(self) -> float:
         return self._elapsed_s + (0.0 if self._since is None else self._last - self._since)
 
@@ -163,6 +178,7 @@ class Counters:
             copy_ms=self._copies.mean,
             stall_ms=self._waits.mean,
             copies_ms=tuple(self._copies.latest),
+            num_unseen=self._num_unseen,
         )
 
 

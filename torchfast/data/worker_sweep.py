@@ -7,7 +7,8 @@ round also reads what was not in the page cache yet, and the median leaves it ou
 Nothing of it is left behind. Samples are made in other processes (for 0 workers too, in one with
 one thread) wherever that is possible, so that the data set opens no file here that a later fork
 would share.
-Random generators, the loader's own too, are put back, and every process is ended.
+Samplers are copied, random generators, the loader's own too, are put back, and every process is
+ended.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torchfast.data.monitored import MonitoredDataLoader
 from torchfast.data.worker_trial import (
     FailedError,
     Trial,
+    apart,
     drain_in_child,
     in_a_line,
     owned_processes,
@@ -170,8 +172,9 @@ def sweep_workers(
         prefetch_factor: Batches that each worker is ahead; None means 2.
         drop_last: Leave out a last batch that is smaller.
         collate_fn: Samples to a batch; None means torch's.
-        sampler: The order of the samples; to be iterable several times.
-        batch_sampler: The samples of each batch.
+        sampler: The order of the samples; to be iterable several times. A copy is iterated; of one
+            that cannot be copied the generators in its attributes are put back.
+        batch_sampler: The samples of each batch; likewise.
         generator: Draws the order; it is put back.
         worker_init_fn: Called in each worker.
         multiprocessing_context: The start method, or a context.
@@ -204,6 +207,7 @@ def sweep_workers(
                 f"{name} ({type(order).__name__}) is an iterator, which the sweep would use up; "
                 "pass something that iter() can start again"
             )
+    sampler, batch_sampler = apart((sampler, batch_sampler), dataset, generator)
     shared = {
         "shuffle": shuffle,
         "device": device,
@@ -223,14 +227,11 @@ def sweep_workers(
         "multiprocessing_context": multiprocessing_context,
     }
     # What is wrong with the arguments is an error here, and not a row of the table.
-    build_dataloader(dataset, batch_size, num_workers=0, pin_memory=pin_memory, **shared)  # type: ignore[arg-type]
+    loader = build_dataloader(dataset, batch_size, num_workers=0, pin_memory=pin_memory, **shared)  # type: ignore[arg-type]
     with unadvised_numbers():
         build_dataloader(dataset, batch_size, num_workers=1, **shared, **of_workers)  # type: ignore[arg-type]
     sweep = _Sweep(dataset, batch_size, shared, of_workers, _numbers(most), budget_s, demand)
-    with (
-        preserved_rng(torch.device("cpu")),
-        preserved_generators(generator, sampler, batch_sampler),
-    ):
+    with preserved_rng(torch.device("cpu")), preserved_generators(loader):
         sweep.run()
     return sweep.result(cores)
 

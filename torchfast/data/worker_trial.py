@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
+from torchfast.data.held_generators import held_generators, set_states, state_of
 from torchfast.data.monitored import MonitoredDataLoader, end_workers
 from torchfast.data.workers import PREFETCH_FACTOR, build_dataloader
 
@@ -148,20 +150,31 @@ def owned_processes(given: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def preserved_generators(*holders: Any) -> Iterator[None]:
-    """Put back the generators that a loader and its samplers draw from."""
-    found: dict[int, torch.Generator] = {}
-    for holder in holders:
-        inner = getattr(holder, "sampler", None)
-        for place in (holder, *_values(holder), *_values(inner)):
-            if isinstance(place, torch.Generator):
-                found[id(place)] = place
-    states = [(generator, generator.get_state()) for generator in found.values()]
+def preserved_generators(loader: DataLoader[Any]) -> Iterator[None]:
+    """Put back the generators that a loader and its parts draw from."""
+    found = held_generators(loader, ())
+    if loader.generator is not None:  # of whichever device
+        found["generator"] = loader.generator
+    states = {name: state_of(generator) for name, generator in found.items()}
     try:
         yield
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        set_states(found, states)
+
+
+def apart(samplers: tuple[Any, ...], dataset: Any, generator: Any) -> tuple[Any, ...]:
+    """Return samplers to iterate, so that what the given ones count and draw stays theirs.
+
+    They are copies, which share the data set, for its size, and ``generator``. Those that cannot be
+    copied are returned themselves.
+    """
+    shared = [dataset, generator, *_values(dataset)]
+    for sampler in samplers:
+        shared += [value for value in _values(sampler) if isinstance(value, Dataset)]
+    try:
+        return copy.deepcopy(samplers, {id(each): each for each in shared})
+    except Exception:  # a lock, a file, a connection
+        return samplers
 
 
 def _values(holder: Any) -> Iterable[Any]:

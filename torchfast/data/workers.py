@@ -66,7 +66,8 @@ def build_dataloader(
 
     What is given is taken as it is; the rest is chosen. ``loader.report()`` has each choice and
     its reason. No sample is drawn to choose. The choices change how fast batches come and not
-    which: an iterable data set gets workers by itself only if it says that it divides itself.
+    which: an iterable data set gets workers by itself only if it says that it divides itself. But a
+    data set that you change between epochs needs ``persistent_workers=False``.
 
     Args:
         dataset: A map-style data set (``__getitem__`` and ``__len__``) or an ``IterableDataset``.
@@ -85,7 +86,7 @@ def build_dataloader(
             ``pin_memory=True`` asks for a copy anyway.
         persistent_workers: ``"auto"`` keeps workers between epochs unless an epoch has fewer
             batches than there are workers, or the data set has ``set_epoch``, which they would not
-            see.
+            see, as nothing else that is changed in it between epochs.
         prefetch_factor: Batches that each worker is ahead; None means 2.
         timeout: Seconds to wait for a batch before the worker is given up; 0 waits for ever.
             ``"auto"`` is 300 when there are workers.
