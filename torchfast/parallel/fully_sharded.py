@@ -35,6 +35,7 @@ from torchfast._core.fsdp_pieces import own_pieces
 from torchfast._core.local import local
 from torchfast._core.selection import select_modules
 from torchfast.parallel.broken_pass import close_pass
+from torchfast.parallel.buffers import Buffers
 from torchfast.parallel.meshes import check_mesh, mesh_for, num_replicas, reshard_for
 from torchfast.parallel.meta_device import give_memory, is_on_meta, materialize
 from torchfast.parallel.observed_shards import ObservedShards
@@ -116,6 +117,7 @@ class ShardedModel:
         if self._is_on_meta:
             self._materialize()
         self._whole.move(model, self._device)
+        self._buffers = Buffers(model, device=self._device)
 
     def shard_twin(self, twin: nn.Module) -> None:
         """Shard a copy that was made of the model before `apply` in the same way."""
@@ -126,8 +128,12 @@ class ShardedModel:
         self._whole.move(twin, self._device)
 
     def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
-        """Call with the model whole; only the ``is_last`` one reduces gradients."""
+        """Call with the model whole; only the ``is_last`` one reduces gradients.
+
+        The model begins with the buffers of the first rank, as under replicas.
+        """
         self.reduce_gradients(is_last)
+        self._buffers.send_from_first()
         before = len(self._gathered())
         result = self.whole(call, self._model)
         if self.is_noted:

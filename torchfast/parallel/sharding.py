@@ -19,6 +19,7 @@ from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
 from torchfast._core.no_context import NO_CONTEXT
+from torchfast.parallel.buffers import Buffers
 from torchfast.parallel.likeness import check_alike, difference, number_of
 from torchfast.parallel.meshes import check_mesh
 from torchfast.parallel.meta_device import (
@@ -302,6 +303,11 @@ class Sharding:
     def whole(self, call: Callable[[], Any], model: nn.Module) -> Any:
         """Run a forward of the model, or of its twin, that no backward follows."""
         return call() if self._sharded is None else self._sharded.whole(call, model)
+
+    def send_buffers(self, *models: nn.Module) -> None:
+        """Make the buffers of these what they are on the first rank, whose are saved."""
+        if self.is_on:
+            Buffers(*models, device=self.device).send_from_first()
 
     def clip(self, limit: float) -> Tensor:
         """Clip the model's gradients by their norm over all ranks, and return it."""
