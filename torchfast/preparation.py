@@ -80,7 +80,8 @@ def prepare(
 
     Raises:
         PlanError: An optimizer that is built, where the plan replaces what it holds; one that holds
-            parameters whose gradients the ranks would not bring together.
+            parameters whose gradients the ranks would not bring together, or another one than on
+            other ranks.
     """
     is_new = not isinstance(source, Optimizer)
     is_fp16 = plan.precision_options.format == "fp16"
@@ -111,6 +112,7 @@ def prepare(
         move_to(device, model, optimizer)
     if (sharded := plan.shard_options) is not None:
         check_no_others(model, optimizer)
+        transforms.sharding.check_optimizer(optimizer)
         check_replicas(optimizer, sharded.strategy, transforms.sharding.whole_parameters())
     built = build_scheduler(scheduler, optimizer)
     if is_fp16 and clips:

@@ -14,13 +14,19 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
 
 from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
 from torchfast._core.no_context import NO_CONTEXT
 from torchfast.parallel.buffers import Buffers
-from torchfast.parallel.likeness import check_alike, difference, number_of
+from torchfast.parallel.likeness import (
+    check_alike,
+    check_alike_optimizers,
+    difference,
+    number_of,
+)
 from torchfast.parallel.meshes import check_mesh
 from torchfast.parallel.meta_device import (
     check_initialization,
@@ -130,6 +136,15 @@ class Sharding:
         """
         if self.is_on:
             check_alike(self.ranks.group, self._model, settings)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise on all ranks unless it is the same on each, over the same parameters.
+
+        Raises:
+            PlanError: It is not.
+        """
+        if self.is_on:
+            check_alike_optimizers(self.ranks.group, self._model, optimizer)
 
     def apply(self) -> None:
         """Shard the model, and give each rank random numbers of its own."""
