@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
+from torchfast._core.local import whole
 from torchfast._core.no_context import NO_CONTEXT
 from torchfast.parallel.buffers import Buffers
 from torchfast.parallel.likeness import (
@@ -376,7 +377,7 @@ class Sharding:
         names = sorted(values)  # a rank may have made its dict in another order
         self._check_names(names)
         scalars = [
-            value.detach().to(self.device, torch.float32).reshape(())
+            whole(value.detach()).to(self.device, torch.float32).reshape(())
             if isinstance(value, Tensor)
             else torch.full((), float(value), device=self.device)
             for value in map(values.__getitem__, names)
