@@ -36,6 +36,7 @@ from torchfast._core.local import local
 from torchfast._core.selection import select_modules
 from torchfast.parallel.broken_pass import close_pass
 from torchfast.parallel.buffers import Buffers
+from torchfast.parallel.inner_backwards import InnerBackwards
 from torchfast.parallel.meshes import check_mesh, mesh_for, num_replicas, reshard_for
 from torchfast.parallel.meta_device import give_memory, is_on_meta, materialize
 from torchfast.parallel.observed_shards import ObservedShards
@@ -118,6 +119,8 @@ class ShardedModel:
             self._materialize()
         self._whole.move(model, self._device)
         self._buffers = Buffers(model, device=self._device)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._backwards = InnerBackwards(dict.fromkeys(modules[path] for path in self._paths))
 
     def shard_twin(self, twin: nn.Module) -> None:
         """Shard a copy that was made of the model before `apply` in the same way."""
@@ -135,7 +138,8 @@ class ShardedModel:
         self.reduce_gradients(is_last)
         self._buffers.send_from_first()
         before = len(self._gathered())
-        result = self.whole(call, self._model)
+        with self._backwards.seen():
+            result = self.whole(call, self._model)
         if self.is_noted:
             self.noted = [piece._module_fqn or "the rest" for piece in self._gathered()[before:]]
         return result
