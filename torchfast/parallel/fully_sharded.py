@@ -6,7 +6,8 @@ and a block or two.
 
 Two things that go wrong by hand cannot here. The optimizer is built behind it, for sharding
 replaces the parameters. And the whole loss function runs as a forward of the model, so that a loss
-which uses a weight of the model by itself, or calls a method of it, finds it whole.
+which calls a method of the model, or uses a weight by itself that belongs to no block, finds it
+whole. A block's weights are whole in its forward only.
 """
 
 from __future__ import annotations
