@@ -240,6 +240,7 @@ class Sharding:
                 "draws or is given, or take shard='ddp' with unused_parameters=True"
             )
         self._num_counted += 1
+        sharded.begin_step(self._num_counted)
         sharded.noted = []
         sharded.is_noted = (
             self._num_counted <= _NOTED_FIRST or self._num_counted % _NOTED_EVERY == 0
@@ -292,7 +293,7 @@ class Sharding:
 
     @contextmanager
     def _heard_by(self, words: LastWords) -> Iterator[None]:
-        with words.heard():
+        with words.heard(), words.used.told_by(self._sharded):
             try:
                 yield
             except BaseException:
