@@ -207,3 +207,24 @@ def test_an_epoch_that_a_signal_cuts_is_not_counted(tmp_path):
         return result.stopped_by, result.num_steps, result.num_epochs, at
 
     assert ranks.run(work) == [("SIGINT", 3, 0, 3)] * 2
+
+
+def norms(rank, shard):
+    """A metric of a weight is a sharded number; fit tells it, as it tells any other."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)])
+
+    def told(model, batch):
+        norm = model[0][0].weight.norm().detach()
+        return model(batch).square().mean(), {"norm": norm, "rank": float(rank)}
+
+    trainer = Trainer(model, partial(torch.optim.SGD, lr=0.0), told, Plan(shard=shard))
+    result = trainer.fit([torch.ones(2, 4)] * 4, steps=2, log_every=1, progress="off")
+    weight = full(dict(model.named_parameters()))["0.0.weight"]
+    return [each["metrics"] for each in result.history], float(weight.detach().norm())
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_a_metric_of_a_sharded_weight_is_told(shard):
+    for told, norm in ranks.run(norms, 2, shard):
+        assert [each["norm"] for each in told] == [pytest.approx(norm)] * 2
+        assert [each["rank"] for each in told] == [0.5] * 2

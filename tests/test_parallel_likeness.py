@@ -51,6 +51,26 @@ def late_name(rank):
     return loss_fn
 
 
+def optimized(shard, build):
+    """The optimizer is built from the model's parameters, as a list."""
+    return Trainer(fresh(), lambda ps: build(list(ps)), mean_loss, Plan(shard=shard))
+
+
+def grouped(parameters, rank):
+    rest = parameters[1:]
+    groups = [{"params": parameters[:1], "weight_decay": 0.1 * rank}, {"params": rest}]
+    return torch.optim.AdamW(groups, lr=torch.tensor(0.01))
+
+
+def other_rates(rank):
+    """The ranks' schedulers part only later."""
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=[1.0, 0.5][rank])
+
+    return Trainer(fresh(), OPTIMIZERS["sgd"], mean_loss, Plan(shard="ddp"), lr_scheduler=schedule)
+
+
 def fit(trainer, **options):
     given = {"steps": 4, "log_every": 1, "progress": False, **options}
     return trainer.fit(DataLoader(TensorDataset(TOKENS, TOKENS), 2), **given)
@@ -67,6 +87,13 @@ JOBS = {
     "precision": lambda r: trainer_of(plan=Plan(shard="ddp", precision=["fp32", "bf16"][r])),
     "graphs": lambda r: trainer_of(plan=Plan(shard="ddp", cuda_graph=[True, False][r])),
     "bucket": lambda r: trainer_of(ShardOptions(bucket_mb=[1.0, 2.0][r])),
+    "optimizer": lambda r: optimized("ddp", [torch.optim.AdamW, torch.optim.Adam][r]),
+    "optimizer, sharded": lambda r: optimized("fsdp", [torch.optim.SGD, torch.optim.Adagrad][r]),
+    "rate": lambda r: optimized("ddp", lambda ps: torch.optim.SGD(ps, lr=0.01 * (r + 1))),
+    "option of a group": lambda r: optimized("fsdp", lambda ps: grouped(ps, r)),
+    "order": lambda r: optimized("fsdp", lambda ps: torch.optim.AdamW(ps[:: 1 - 2 * r])),
+    "fewer": lambda r: optimized("ddp", lambda ps: torch.optim.AdamW(ps[r:])),
+    "scheduler": lambda r: fit(other_rates(r)),
     "steps": lambda r: fit(trainer_of(), steps=2 + r),
     "evaluation": lambda r: fit(trainer_of(), evaluate=[None, dict][r]),
     "names": lambda r: fit(trainer_of("ddp", named(r))),
@@ -83,6 +110,13 @@ EXPECTED = {
     "precision": "(rank 0 has precision='fp32', rank 1 has precision='bf16')",
     "graphs": "(rank 0 has cuda_graph=True, rank 1 has cuda_graph=None)",
     "bucket": "'bucket_mb': 1.0}, rank 1 has shard={'strategy': 'ddp', 'bucket_mb': 2.0}",
+    "optimizer": "(rank 0 has the optimizer AdamW, rank 1 has the optimizer Adam)",
+    "optimizer, sharded": "(rank 0 has the optimizer SGD, rank 1 has the optimizer Adagrad)",
+    "rate": "(rank 0 has lr=0.01 in group 0, rank 1 has lr=0.02 in group 0)",
+    "option of a group": "(rank 0 has weight_decay=0.0 in group 0, rank 1 has weight_decay=0.1 in ",
+    "order": "(rank 0 has embedding.weight in group 0, rank 1 has head.weight in group 0)",
+    "fewer": "(rank 0 has embedding.weight in group 0, rank 1 has blocks.0.norm.weight in group 0)",
+    "scheduler": "the ranks have different learning rates (here 0.",
     "steps": "different arguments of fit (rank 0 has steps=2, rank 1 has steps=3)",
     "evaluation": "(rank 0 has nothing in evaluate=, rank 1 has a callable in evaluate=)",
     "names": "the ranks have different metrics (here: items, loss, metric ",

@@ -2,7 +2,8 @@
 
 Of many ranks each evaluates its part of the batches. What ``loss_fn`` returned for each batch is
 brought together on all ranks and added up in the order of the batches, so that all have the same
-mean to the bit, and decide alike by it.
+mean to the bit, and decide alike by it. What they evaluate is what is saved: with the buffers of
+the first rank, for training leaves others on each.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ def _over_ranks(
 
     # A loader draws what it draws on the first rank, so that all deal out the same order.
     drawn = group.together(begin, "evaluate, as fit and Trainer.evaluate do")[0]
+
+    step.sharding.send_buffers(step.model, model)
 
     def work(rounds: Rounds | None = None) -> _Part:
         return _evaluated(step, model, mine, should_stop, drawn, rounds)

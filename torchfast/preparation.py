@@ -25,6 +25,7 @@ from torchfast._core.building import (
     release,
 )
 from torchfast._core.errors import PlanError
+from torchfast._core.update_trials import check_takes_shards
 from torchfast.ema import EMAOptions, WeightAverage, copied
 from torchfast.memory import StepOffload
 from torchfast.plan import Plan
@@ -81,7 +82,8 @@ def prepare(
     Raises:
         PlanError: An optimizer that is built, where the plan replaces what it holds; one that holds
             parameters whose gradients the ranks would not bring together, or others than those of
-            the layers that are converted.
+            the layers that are converted; one that is another than on other ranks, or cannot
+            update shards.
     """
     is_new = not isinstance(source, Optimizer)
     is_fp16 = plan.precision_options.format == "fp16"
@@ -112,6 +114,9 @@ def prepare(
         move_to(device, model, optimizer)
     if (sharded := plan.shard_options) is not None:
         check_no_others(model, optimizer)
+        transforms.sharding.check_optimizer(optimizer)
+        if transforms.sharding.is_sharded:
+            check_takes_shards(optimizer)
         check_replicas(optimizer, sharded.strategy, transforms.sharding.whole_parameters())
     built = build_scheduler(scheduler, optimizer)
     if is_fp16 and clips:

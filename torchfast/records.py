@@ -8,6 +8,7 @@ have been skipped too often.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -36,6 +37,9 @@ class IntervalRecords:
         flops_per_item: For ``flops_per_s`` and ``mfu``, or None.
         peak_flops: What 100 % is, or None.
         timer: What steps are made of; it is told what they took.
+
+    Raises:
+        ValueError: From `arrived`: the ranks have different learning rates.
 
     Synchronizes: Only `arrived` with ``wait``.
     """
@@ -96,7 +100,7 @@ class IntervalRecords:
             values["skipped"] = skipped - last.num_skipped_behind
         if self._step.ranks.are_many:
             # Where ranks work together: what the step tells is the mean, what it did is the sum.
-            told = {n: v for n, v in values.items() if not n.startswith("lr ")}
+            told = {n.replace("lr ", "rate "): v for n, v in values.items()}
             values |= self._step.sharding.means({**told, "items": float(self._items)})
         reading = Reading(values, self._step.device)
         self._staged.append((record, reading, self.clock.collect(), self._items))
@@ -119,6 +123,9 @@ class IntervalRecords:
 
     def _add_values(self, record: Record, values: dict[str, float]) -> None:
         rates = [value for name, value in values.items() if name.startswith("lr ")]
+        means = [value for name, value in values.items() if name.startswith("rate ")]
+        if means:
+            _check_rates(rates, means)
         metrics = {
             name.removeprefix("metric "): value
             for name, value in values.items()
@@ -205,6 +212,21 @@ class SkipWatch:
             f"{found.longest} in a row (stop_after={self._limit}), {found.num_skipped} in all, the "
             f"last at steps {steps}; their losses or gradients were not finite"
         )
+
+
+def _check_rates(own: list[float], means: list[float]) -> None:
+    """Raise where this rank's learning rates are not the means of all ranks', which are rounded.
+
+    Raises:
+        ValueError: They are others.
+    """
+    for rate, mean in zip(own, means, strict=True):
+        if not math.isclose(rate, mean, rel_tol=1e-5):
+            raise ValueError(
+                f"the ranks have different learning rates (here {rate:g}, and {mean:g} in the "
+                "mean), and train one model together; set the rate, or step the scheduler, alike "
+                "on all ranks"
+            )
 
 
 def _samples(batch: Any) -> int:

@@ -1,4 +1,4 @@
-"""This rank's part of a sharded tensor."""
+"""This rank's part of a sharded tensor, and the whole of it."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def local(tensor: Tensor) -> Tensor:
     """
     part = getattr(tensor, "_local_tensor", None)
     return tensor if part is None else cast(Tensor, part)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a sharded tensor, which all ranks ask for at once; any other as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else cast(Tensor, gather())

@@ -50,6 +50,7 @@ from torchfast.data.sharded_batches import (
     has_own_loop,
     seed_of_epoch,
 )
+from torchfast.data.worker_seeds import RankedStart
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,9 @@ def shard_loader(
             from global generators. The same on all ranks.
 
     Returns:
-        A DataLoader of the same class with all its other options the same, or an iterable; the
-        loader itself where it is sharded already.
+        A DataLoader of the same class with all its other options the same, whose worker processes
+        draw random numbers of their rank; or an iterable; the loader itself where it is sharded
+        already.
 
     Raises:
         TypeError: An argument of the wrong kind.
@@ -139,6 +141,8 @@ def dealt_by_sample(
     else:
         parts["batch_sampler"] = sampler = ShardedSampler(own, rank, world_size, seed=seed)
     sampler.is_saved = not carries_state(loader)
+    if rank > 0:  # the first one's workers draw what those of one process draw
+        dealing.worker_init_fn = RankedStart(loader.worker_init_fn, rank)
     return dealing
 
 

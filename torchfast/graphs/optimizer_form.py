@@ -16,8 +16,6 @@ optimizer's ``state_dict`` returns is always the form as given, so a file loads 
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
@@ -27,6 +25,8 @@ from torch.optim import Optimizer
 
 from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
+from torchfast._core.local import local
+from torchfast._core.update_trials import kinds_of, refusal
 
 Form = Literal["as_given", "fused", "capturable", "fused_capturable"]
 
@@ -145,36 +145,10 @@ def _obstacle(optimizer: Optimizer, form: Form, model: nn.Module) -> str | None:
     sparse = next((n for n, m in model.named_modules() if getattr(m, "sparse", None) is True), None)
     if sparse is not None:
         return f"module {sparse!r} has sparse gradients, which the {form} update does not take"
-    kinds = {(p.device, p.dtype) for p in optimized(optimizer)}
-    for device, dtype in sorted(kinds, key=str):
-        refusal = _probe(optimizer, form, device, dtype)
-        if refusal is not None:
-            return f"torch refused {form} {name} for {dtype} on {device.type}: {refusal}"
-    return None
-
-
-def _probe(
-    optimizer: Optimizer, form: Form, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """Run one update of one element in this form; return torch's refusal, or None.
-
-    A probe rather than a list: which classes, devices and dtypes work changes between releases.
-    """
-    accepted = inspect.signature(type(optimizer)).parameters
-    values = {
-        key: value
-        for key, value in optimizer.param_groups[0].items()
-        if key in accepted and key != "params" and not isinstance(value, Tensor)
-    }
-    flags = {flag: on for flag, on in FORMS[form].items() if flag in optimizer.param_groups[0]}
-    parameter = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            type(optimizer)([parameter], **{**values, **flags}).step()
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return str(error).partition("\n")[0]
+    for kind in kinds_of(optimizer):
+        if (why := refusal(optimizer, kind, FORMS[form])) is not None:
+            what = f"{'' if local(kind) is kind else 'shards of '}{kind.dtype}"
+            return f"torch refused {form} {name} for {what} on {kind.device.type}: {why}"
     return None
 
 

@@ -6,7 +6,8 @@ and a block or two.
 
 Two things that go wrong by hand cannot here. The optimizer is built behind it, for sharding
 replaces the parameters. And the whole loss function runs as a forward of the model, so that a loss
-which uses a weight of the model by itself, or calls a method of it, finds it whole.
+which calls a method of the model, or uses a weight by itself that belongs to no block, finds it
+whole. A block's weights are whole in its forward only.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ from torchfast._core.fsdp_pieces import own_pieces
 from torchfast._core.local import local
 from torchfast._core.selection import select_modules
 from torchfast.parallel.broken_pass import close_pass
+from torchfast.parallel.buffers import Buffers
+from torchfast.parallel.inner_backwards import InnerBackwards
 from torchfast.parallel.meshes import check_mesh, mesh_for, num_replicas, reshard_for
 from torchfast.parallel.meta_device import give_memory, is_on_meta, materialize
 from torchfast.parallel.observed_shards import ObservedShards
 from torchfast.parallel.options import DTYPES, ShardOptions
 from torchfast.parallel.ranks import Ranks, send_from_first
+from torchfast.parallel.used_parts import Used
 from torchfast.parallel.whole_parameters import WholeParameters
 
 _METHOD = "_torchfast_call"
@@ -100,6 +104,8 @@ class ShardedModel:
         self._replicas = num_replicas(options, ranks)
         self._reshard = reshard_for(options, ranks.world_size // self._replicas)
         self._twins: list[nn.Module] = []
+        self._number = 0, 0  # of the step, and of the forward in it
+        self._ran: list[Any] | None = None  # what has run, once a forward is through
         self.is_noted = False
         self.noted: list[str] = []
         # Given where to note when collectives run, and None when that is over.
@@ -116,6 +122,9 @@ class ShardedModel:
         if self._is_on_meta:
             self._materialize()
         self._whole.move(model, self._device)
+        self._buffers = Buffers(model, device=self._device)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._backwards = InnerBackwards(dict.fromkeys(modules[path] for path in self._paths))
 
     def shard_twin(self, twin: nn.Module) -> None:
         """Shard a copy that was made of the model before `apply` in the same way."""
@@ -126,13 +135,34 @@ class ShardedModel:
         self._whole.move(twin, self._device)
 
     def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
-        """Call with the model whole; only the ``is_last`` one reduces gradients."""
+        """Call with the model whole; only the ``is_last`` one reduces gradients.
+
+        The model begins with the buffers of the first rank, as under replicas.
+        """
         self.reduce_gradients(is_last)
+        self._buffers.send_from_first()
         before = len(self._gathered())
-        result = self.whole(call, self._model)
+        self._ran = None  # before the number: another thread reads both
+        self._number = self._number[0], self._number[1] + 1
+        with self._backwards.seen():
+            result = self.whole(call, self._model)
+        self._ran = list(self._gathered())
         if self.is_noted:
-            self.noted = [piece._module_fqn or "the rest" for piece in self._gathered()[before:]]
+            self.noted = _names(self._ran[before:])
         return result
+
+    def used(self) -> Used | None:
+        """Return the number of the forward that was begun last, and what has run in the step.
+
+        Asked from another thread, while this one may wait for other ranks.
+        """
+        number, ran = self._number, self._ran
+        used = _names(list(self._gathered()) if ran is None else ran)
+        return (number, used) if number is self._number else None
+
+    def begin_step(self, number: int) -> None:
+        """Count forwards from the beginning: ranks that have counted otherwise agree again."""
+        self._ran, self._number = None, (number, 0)
 
     def _gathered(self) -> list[Any]:
         """Return the pieces that were gathered since the last backward, as torch keeps them."""
@@ -265,6 +295,10 @@ class ShardedModel:
 
 def _call(call: Callable[[], Any]) -> Any:
     return call()
+
+
+def _names(pieces: list[Any]) -> list[str]:
+    return [piece._module_fqn or "the rest" for piece in pieces]
 
 
 def _kept_whole(call: Callable[[], Any], model: nn.Module) -> Any:

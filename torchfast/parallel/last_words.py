@@ -11,6 +11,8 @@ what. From then on the ranks cannot go on together, and each says so when it is 
 A rank that fails alone, catches its error and goes on with the next step would have its collectives
 pair with those of the others' step before. So it first asks whether all have failed in that step.
 
+The same thread finds out why a step stands still in which nobody fails: see `used_parts`.
+
 A step does nothing of this: it counts that it has begun.
 """
 
@@ -35,6 +37,7 @@ from torchfast._core.rank_group import RAISED
 from torchfast._core.user_code import raised_at
 from torchfast.parallel.connections import Ends, abort_groups, break_off, connections
 from torchfast.parallel.rank_store import connection_to_store
+from torchfast.parallel.used_parts import UsedParts
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,11 @@ _LOOKS_FOR_ALIKE: Final = 2  # at word of another rank, in which this one may co
 _PATIENCE_S: Final = 5.0  # for ranks that fail alike; they are ended before
 _JOIN_S: Final = 2.0
 _MOST_CHARACTERS: Final = 500
+OTHER_PARTS: Final = (
+    "the ranks used different parts of the model in a step ({}), and shards are gathered and "
+    "reduced on all ranks at once; use the same parts in the same order on all ranks, without a "
+    "branch on what each draws or is given, or take shard='ddp' with unused_parameters=True"
+)
 _ANY: Final = "any"  # how often a word was left
 
 
@@ -75,6 +83,9 @@ class LastWords:
     Args:
         rank: This one.
         world_size: How many there are.
+
+    Attributes:
+        used: What this rank has used of its model in the step.
     """
 
     _numbers = itertools.count()
@@ -93,6 +104,7 @@ class LastWords:
         self._thread: threading.Thread | None = None
         self._aborts: list[threading.Thread] = []
         self._ends = threading.Event()
+        self.used = UsedParts(rank)
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -190,6 +202,7 @@ class LastWords:
 
     def _listen(self) -> None:
         seen, waits_in = 0, 0
+        still, step = 0, None
         number, words = b"", dict[int, _Word]()
         while not self._ends.wait(self._interval_s):
             if self._is_over():
@@ -199,6 +212,12 @@ class LastWords:
                 is_any = self._store.check([_ANY])
                 if is_any and (now := self._store.get(_ANY)) != number:
                     number, words = now, self._words()
+                still = still + 1 if step == (step := self._running_step()) else 0
+                if step is not None and still > _LOOKS_FOR_ALIKE:
+                    differs = self.used.difference(self._store, self._entry)
+                    if differs and step == self._running_step():
+                        self._end_wait({}, OTHER_PARTS.format(differs))
+                        return
             except Exception as error:  # of any store, which is gone with the rank that held it
                 logger.debug("the other ranks' errors cannot be asked for: %s", error)
                 return
@@ -210,11 +229,15 @@ class LastWords:
                 self._end_wait(found)
                 return
 
-    def _end_wait(self, found: dict[int, _Word]) -> None:
-        """End what this rank waits in for ranks that failed, for good."""
-        self._heard = _told(found)
+    def _running_step(self) -> tuple[int, ...] | None:
+        number = self.used.number() if self._is_inside else None
+        return None if number is None else (self._entry, *number)
+
+    def _end_wait(self, found: dict[int, _Word], own: str = "") -> None:
+        """End what this rank waits in, for ranks that failed or for what it found, for good."""
+        self._heard = own or _told(found)
         logger.error("rank %d ends what it waits in: %s", self._rank, self._heard)
-        self._leave("", is_broken=True)
+        self._leave(own, is_broken=True)
         self._aborts = abort_groups()
         while not (self._ends.is_set() or self._is_over()):  # others hear of it a moment later
             words = self._words()

@@ -4,7 +4,8 @@ What ranks do together is a sequence of collectives that must be the same on eac
 a layer more on one rank, a limit for clipping on one only, or another number of steps: none of that
 is seen by what runs the collectives, which wait for ever, or bring together what has nothing to do
 with each other. So ranks compare beforehand what decides over the sequence: a digest, in one
-collective; and only where it differs what they have.
+collective; and only where it differs what they have. Which optimizer each has is no matter of
+collectives, but of whether they train one model: that is compared once it is built.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from torchfast._core.errors import PlanError
 from torchfast._core.rank_group import RankGroup
@@ -58,6 +60,47 @@ def check_alike(ranks: RankGroup, model: nn.Module, settings: Mapping[str, objec
             f"the ranks were given different models or settings ({found}), and train one model "
             "together; build the same model and the same Trainer on all ranks"
         )
+
+
+def check_alike_optimizers(ranks: RankGroup, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise on all ranks unless each updates the same parameters, in one order, by one rule.
+
+    Replicas would drift apart, shards of one parameter be updated by several rules, and a state
+    that is saved by position be loaded into other parameters.
+
+    Raises:
+        PlanError: They do not.
+
+    Synchronizes: Where an option is a tensor on the device.
+    """
+    found = difference(ranks, list(_rules(model, optimizer)))
+    if found:
+        raise PlanError(
+            f"the ranks were given different optimizers ({found}), and train one model together; "
+            "build the same one on all ranks, over parameters in the same order, which those of a "
+            "set do not have"
+        )
+
+
+def _rules(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    yield f"the optimizer {type(optimizer).__qualname__}"
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for option, value in sorted(group.items()):
+            if option not in ("params", "param_names"):
+                yield f"{option}={_scalars(value)} in group {number}"
+        for parameter in group["params"]:
+            yield f"{names.get(id(parameter), 'another parameter')} in group {number}"
+
+
+def _scalars(value: object) -> object:
+    """Return what can be compared of an option: of objects, their kind."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return tuple(map(_scalars, value))
+    is_plain = value is None or isinstance(value, bool | int | float | complex | str)
+    return repr(value) if is_plain else type(value).__name__
 
 
 def _layout(model: nn.Module) -> Iterator[str]:

@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
 
 from torchfast._core.collectives import Collectives
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
+from torchfast._core.local import whole
 from torchfast._core.no_context import NO_CONTEXT
-from torchfast.parallel.likeness import check_alike, difference, number_of
+from torchfast.parallel.buffers import Buffers
+from torchfast.parallel.likeness import (
+    check_alike,
+    check_alike_optimizers,
+    difference,
+    number_of,
+)
 from torchfast.parallel.meshes import check_mesh
 from torchfast.parallel.meta_device import (
     check_initialization,
@@ -130,6 +138,15 @@ class Sharding:
         if self.is_on:
             check_alike(self.ranks.group, self._model, settings)
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise on all ranks unless it is the same on each, over the same parameters.
+
+        Raises:
+            PlanError: It is not.
+        """
+        if self.is_on:
+            check_alike_optimizers(self.ranks.group, self._model, optimizer)
+
     def apply(self) -> None:
         """Shard the model, and give each rank random numbers of its own."""
         if self._is_on_meta and self._sharded is None and self._options is not None:
@@ -223,6 +240,7 @@ class Sharding:
                 "draws or is given, or take shard='ddp' with unused_parameters=True"
             )
         self._num_counted += 1
+        sharded.begin_step(self._num_counted)
         sharded.noted = []
         sharded.is_noted = (
             self._num_counted <= _NOTED_FIRST or self._num_counted % _NOTED_EVERY == 0
@@ -275,7 +293,7 @@ class Sharding:
 
     @contextmanager
     def _heard_by(self, words: LastWords) -> Iterator[None]:
-        with words.heard():
+        with words.heard(), words.used.told_by(self._sharded):
             try:
                 yield
             except BaseException:
@@ -302,6 +320,11 @@ class Sharding:
     def whole(self, call: Callable[[], Any], model: nn.Module) -> Any:
         """Run a forward of the model, or of its twin, that no backward follows."""
         return call() if self._sharded is None else self._sharded.whole(call, model)
+
+    def send_buffers(self, *models: nn.Module) -> None:
+        """Make the buffers of these what they are on the first rank, whose are saved."""
+        if self.is_on:
+            Buffers(*models, device=self.device).send_from_first()
 
     def clip(self, limit: float) -> Tensor:
         """Clip the model's gradients by their norm over all ranks, and return it."""
@@ -355,7 +378,7 @@ class Sharding:
         names = sorted(values)  # a rank may have made its dict in another order
         self._check_names(names)
         scalars = [
-            value.detach().to(self.device, torch.float32).reshape(())
+            whole(value.detach()).to(self.device, torch.float32).reshape(())
             if isinstance(value, Tensor)
             else torch.full((), float(value), device=self.device)
             for value in map(values.__getitem__, names)

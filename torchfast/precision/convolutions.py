@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torchfast._core.batches import tensors
 from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
+from torchfast._core.local import local
 
 # Of a batch's tensors more different shapes than this, and trying all kernels for each new one
 # costs more than it gains.
@@ -34,6 +35,8 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 @final
 class Convolutions:
     """Lays a model's 4-d parameters out as NHWC, and puts them back; has cuDNN measure its kernels.
+
+    Sharded parameters stay as they are; batches are laid out for them too.
 
     Args:
         model: Changed in place: the parameter objects stay, their storage is laid out anew.
@@ -53,8 +56,12 @@ class Convolutions:
         self.active = channels_last and convolutions > 0
         self._shapes: set[tuple[Any, ...]] = set()
         self._benchmark = _benchmark_decision(model, device, benchmark)
+        num_sharded = 0
         if self.active:
-            tensors = [*model.parameters(), *model.buffers()]
+            every = [*model.parameters(), *model.buffers()]
+            # Shards are parts in the order of the whole, and gathered in it.
+            tensors = [tensor for tensor in every if local(tensor) is tensor]
+            num_sharded = sum(t.dim() == 4 and local(t) is not t for t in every)
             holders = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
             for tensor in tensors:
                 # Storage that others look into as well is theirs too: a new one would untie them.
@@ -62,7 +69,9 @@ class Convolutions:
                 if is_own and tensor.dim() == 4 and not _is_nhwc(tensor):
                     tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
                     self._changed.append(tensor)
-        self._layout = _layout_decision(channels_last, convolutions, len(self._changed))
+        self._layout = _layout_decision(
+            channels_last, convolutions, len(self._changed), num_sharded
+        )
 
     def decisions(self) -> list[Decision]:
         """Return what was done to layouts, and to the choice of kernels."""
@@ -97,7 +106,7 @@ class Convolutions:
 
     def align(self, optimizer: Optimizer) -> None:
         """Lay optimizer state out as its parameters are; fused updates demand it."""
-        _align(optimizer, [p for p in optimized(optimizer) if p.dim() == 4])
+        _align(optimizer, [p for p in optimized(optimizer) if p.dim() == 4 and local(p) is p])
 
     def close(self, optimizer: Optimizer) -> None:
         """Put parameters and optimizer state back as they were."""
@@ -123,7 +132,7 @@ def _align(optimizer: Optimizer, parameters: list[Tensor]) -> None:
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
 
 
-def _layout_decision(wanted: bool, convolutions: int, changed: int) -> Decision:
+def _layout_decision(wanted: bool, convolutions: int, changed: int, num_sharded: int) -> Decision:
     lever = "channels_last"
     if not wanted:
         return _said(lever, "left alone", "layouts as given")
@@ -131,6 +140,8 @@ def _layout_decision(wanted: bool, convolutions: int, changed: int) -> Decision:
         why = "the model has no 2-d convolution, so there is nothing to gain"
         return _said(lever, "left alone", why)
     detail = f"{changed} tensors of {convolutions} convolutions, and 4-d batch tensors, as NHWC"
+    if num_sharded:
+        detail += f"; {num_sharded} sharded ones stay as they are, for cuDNN to lay out"
     return _said(lever, "applied", detail)
 
 
