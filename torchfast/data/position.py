@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
 from torchfast.data.held_generators import held_generators, packed, set_states, state_of
+from torchfast.data.loader_fingerprint import fingerprint, look_up
 from torchfast.data.resharding import resharded
 from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded import dealt_by_sample
@@ -41,21 +42,6 @@ if TYPE_CHECKING:
     from torchfast.data.held_generators import Generator
 
 CPU = torch.device("cpu")
-# What must be as it was for a count of batches to mean the same batches.
-FINGERPRINT = {
-    "batch_size": ("batch_size",),
-    "drop_last": ("drop_last",),
-    "num_workers": ("num_workers",),
-    "num_replicas": (
-        "sampler.num_replicas",
-        "batch_sampler.num_replicas",
-        "batch_sampler.sampler.num_replicas",
-        "sampler.sampler.num_replicas",
-        "num_replicas",
-    ),
-    "dealt_to": ("sampler.dealt_to",),
-}
-SAMPLERS = ("batch_sampler", "sampler")
 GENERATORS = (
     "generator",
     "sampler.generator",
@@ -280,7 +266,7 @@ class PositionedLoader:
             **{name: getattr(position, name) for name in SAVED},
             "epoch_start": start,
             "carries_state": self.carries_state,
-            "fingerprint": self._fingerprint(),
+            "fingerprint": fingerprint(self.loader),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -328,7 +314,7 @@ class PositionedLoader:
         if fitting is not self.loader:
             PositionedLoader(fitting).check(state)
             return
-        own = self._fingerprint()
+        own = fingerprint(self.loader)
         for name, saved in self._fitted(state)["fingerprint"].items():
             if own.get(name) != saved:
                 raise StateMismatchError(
@@ -363,35 +349,13 @@ class PositionedLoader:
             or state["fingerprint"].get("dealt_to") is None
             or not state["epoch_start"]["generators"]
             or self._own_generators()
-            or self._fingerprint()["num_replicas"] is not None
+            or fingerprint(self.loader)["num_replicas"] is not None
         ):
             return loader
         return dealt_by_sample(loader, 0, 1)
 
     def _fitted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state if self.carries_state else resharded(state, self._fingerprint())
-
-    def _fingerprint(self) -> dict[str, Any]:
-        found = {
-            name: next((v for v in map(self._look_up, paths) if v is not None), None)
-            for name, paths in FINGERPRINT.items()
-        }
-        # What samples a position means, though no other number of ranks can be told from it.
-        found["sampler_batch_size"] = None
-        if found["batch_size"] is None:
-            of_samplers = (self._look_up(f"{each}.batch_size") for each in SAMPLERS)
-            found["sampler_batch_size"] = next((v for v in of_samplers if v is not None), None)
-        try:
-            found["num_samples"] = len(getattr(self.loader, "dataset", None))  # type: ignore[arg-type]
-        except TypeError:
-            found["num_samples"] = None
-        return found
-
-    def _look_up(self, path: str) -> Any:
-        value: Any = self.loader
-        for name in path.split("."):
-            value = getattr(value, name, None)
-        return value if isinstance(value, int | torch.Generator) else None
+        return state if self.carries_state else resharded(state, fingerprint(self.loader))
 
     def _own_generators(self) -> list[torch.Generator]:
         """Return the generators that the loader and its samplers draw from, each once."""
@@ -403,7 +367,7 @@ class PositionedLoader:
             and getattr(loader, "order_generator", None) is None
         ):
             return []  # with each batch, so what has none of these is not asked for more
-        found = {id(g): g for g in map(self._look_up, GENERATORS) if g is not None}
+        found = {id(g): g for g in (look_up(loader, path) for path in GENERATORS) if g is not None}
         return list(found.values())
 
     def _start_workers(self, at: Position) -> None:

@@ -1,0 +1,52 @@
+"""By what a loader is known to yield the same batches as the one whose position was saved."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+# What must be as it was for a count of batches to mean the same batches.
+_SAME: Final = {
+    "batch_size": ("batch_size",),
+    "drop_last": ("drop_last",),
+    "num_workers": ("num_workers",),
+    "num_replicas": (
+        "sampler.num_replicas",
+        "batch_sampler.num_replicas",
+        "batch_sampler.sampler.num_replicas",
+        "sampler.sampler.num_replicas",
+        "num_replicas",
+    ),
+    "dealt_to": ("sampler.dealt_to",),
+}
+_SAMPLERS: Final = ("batch_sampler", "sampler")
+
+
+def fingerprint(loader: Any) -> dict[str, Any]:
+    """Return what a loader's position has to be saved with, as a file can have it."""
+    found = {
+        name: next((v for v in (look_up(loader, path) for path in paths) if v is not None), None)
+        for name, paths in _SAME.items()
+    }
+    # What samples a position means, though no other number of ranks can be told from it.
+    found["sampler_batch_size"] = None
+    if found["batch_size"] is None:
+        of_samplers = (look_up(loader, f"{each}.batch_size") for each in _SAMPLERS)
+        found["sampler_batch_size"] = next((v for v in of_samplers if v is not None), None)
+    try:
+        found["num_samples"] = len(getattr(loader, "dataset", None))  # type: ignore[arg-type]
+    except TypeError:
+        found["num_samples"] = None
+    return found
+
+
+def look_up(loader: Any, path: str) -> Any:
+    """Return the number or the generator at the end of a path of attributes; None if there is none.
+
+    Other values are None too: a class may answer for every name.
+    """
+    value = loader
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value if isinstance(value, int | torch.Generator) else None
