@@ -19,7 +19,6 @@ the same.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
@@ -31,6 +30,8 @@ from torchfast._core.errors import StateMismatchError
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
 from torchfast.data.held_generators import held_generators, packed, set_states, state_of
 from torchfast.data.loader_fingerprint import fingerprint, look_up
+from torchfast.data.one_shot import is_iterator, is_shared, parts_of
+from torchfast.data.own_position import BrokenOff, state_of_loader
 from torchfast.data.resharding import resharded
 from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded import dealt_by_sample
@@ -75,6 +76,7 @@ class Position(NamedTuple):
     held: Mapping[str, Any] = NOTHING
 
 
+NOWHERE: Final = Position(0, {})
 SAVED = ("num_batches", "epoch_start", "loader_state", "generators")
 _END: Final = object()
 
@@ -100,6 +102,10 @@ class PositionedLoader:
         self._announced: dict[str, Any] | None = None
         self._loaded_generators: Sequence[torch.Tensor] | None = None
         self._has_begun = False
+        self._is_shared = False  # whether iter() returns one iterator, which goes on
+        self._first = self._fetched = NOWHERE
+        self._broken_off: BrokenOff | None = None
+        self._epoch: int | None = None
 
     @property
     def will_resume(self) -> bool:
@@ -108,8 +114,11 @@ class PositionedLoader:
 
     @property
     def is_one_shot(self) -> bool:
-        """Whether the loader is an iterator, which serves one epoch only."""
-        return hasattr(type(self.loader), "__next__")
+        """Whether the loader is an iterator, which serves one epoch only, or hands out such a one.
+
+        The latter is known once an epoch has begun.
+        """
+        return self._is_shared or is_iterator(self.loader)
 
     @property
     def may_be_at_end(self) -> bool:
@@ -134,6 +143,9 @@ class PositionedLoader:
         for holder in (self.loader, *samplers_of(self.loader).values(), dataset):
             if callable(getattr(holder, "set_epoch", None)):
                 holder.set_epoch(epoch)
+                if epoch != self._epoch:
+                    self._broken_off = None  # it is to begin another one
+        self._epoch = epoch
 
     @property
     def carries_state(self) -> bool:
@@ -150,22 +162,38 @@ class PositionedLoader:
             IterationError: Another one would be cut off; see `turns.py`.
         """
         check_free(self.loader)
+        self._first = self._fetched = NOWHERE
         at, self._resume_at = self._resume_at, None
         if at is not None:
             iterator = self._resumed(at)
         else:
             self._take_up_state()
             at = Position(0, self._generators())
-            self._has_begun = True
-            iterator = iter(self.loader)
+            iterator = self._iterator()
+            if (broken_off := self._broken_off) is not None:
+                iterator = broken_off.taken_up(self.loader, iterator)
+                self._broken_off = None
         return self._positions(iterator, at, turn_of(self.loader))
+
+    def _iterator(self) -> Iterator[Any]:
+        self._has_begun = True
+        parts = parts_of(self.loader)
+        iterator = iter(self.loader)
+        self._is_shared = not self.carries_state and is_shared(iterator, self.loader, parts)
+        return iterator
 
     def rewind(self) -> None:
         """Put the loader's own generators where the last batch that came out had left them.
 
-        For an epoch that breaks off: what was fetched ahead has drawn too.
+        For an epoch that breaks off: what was fetched ahead has drawn too. A loader that carries
+        its own state and goes on from there is put back when it does.
         """
         if self.position is not None:
+            # A DataLoader with a state begins anew, if it was not given one.
+            if self.carries_state and not isinstance(self.loader, DataLoader):
+                states = [each.loader_state for each in (self._first, self._fetched, self.position)]
+                is_ahead = self._fetched is not self.position
+                self._broken_off = BrokenOff(*states) if is_ahead else None
             if self.position.generators:
                 self._set_own_generators(self.position.generators)
             if self.position.held:
@@ -200,7 +228,13 @@ class PositionedLoader:
                 state = self._loader_state() if carries_state else None
                 apart = getattr(self.loader, "draws_apart", False) is True
                 held = {name: state_of(g) for name, g in holds.items()} if holds else NOTHING
-                yield batch, Position(number, at.epoch_start, state, generators, apart, held)
+                position = Position(number, at.epoch_start, state, generators, apart, held)
+                if self._fetched is NOWHERE:
+                    self._first = position
+                self._fetched = position
+                yield batch, position
+            if carries_state:
+                self._fetched = NOWHERE._replace(loader_state=self._loader_state())
         finally:
             turn.is_over = True
 
@@ -212,7 +246,7 @@ class PositionedLoader:
             self._start_workers(at)
             set_rng_state(at.epoch_start["rng"], CPU)
             self._set_epoch_start(at.epoch_start)
-            iterator = iter(self.loader)
+            iterator = self._iterator()
             for number in range(at.num_batches):
                 try:
                     next(iterator)
@@ -277,6 +311,7 @@ class PositionedLoader:
             StateMismatchError: The position is that of another kind of loader.
         """
         self.check(state)
+        self._broken_off = None
         self.loader = self._fitting(state)
         state = self._fitted(state)
         position = Position(**{name: state[name] for name in SAVED})
@@ -404,7 +439,4 @@ class PositionedLoader:
         }
 
     def _loader_state(self) -> Any:
-        # A copy: a loader may hand out what it goes on changing.
-        if not self.carries_state:
-            return None
-        return copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
+        return state_of_loader(self.loader) if self.carries_state else None
