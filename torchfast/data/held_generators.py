@@ -60,6 +60,27 @@ def state_of(generator: Generator) -> Any:
     return generator.bit_generator.state
 
 
+def set_state(generator: Generator, state: Any) -> None:
+    """Bring a generator to a state, as it is or packed."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+        return
+    if isinstance(state, Tensor):
+        state = json.loads(bytes(state.tolist()))
+    if isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def same_state(state: Any, other: Any) -> bool:
+    """Whether two states of one generator are the same."""
+    return torch.equal(_packed(state), _packed(other))
+
+
 def packed(states: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return states as a file can have them that is read without pickle."""
     return {name: _packed(state) for name, state in states.items()}
@@ -69,7 +90,7 @@ def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -
     """Bring back each generator of which there is a state, as it is or packed."""
     for name, generator in generators.items():
         if name in states:
-            _set_state(generator, states[name])
+            set_state(generator, states[name])
 
 
 def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
@@ -111,18 +132,3 @@ def _packed(state: Any) -> Tensor:
 
 def _plain(value: Any) -> Any:
     return value.tolist()  # NumPy's arrays and numbers
-
-
-def _set_state(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-        return
-    if isinstance(state, Tensor):
-        state = json.loads(bytes(state.tolist()))
-    if isinstance(generator, random.Random):
-        version, words, gauss = state
-        generator.setstate((version, tuple(words), gauss))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+
+from torchfast._core.errors import StateMismatchError
 
 # What must be as it was for a count of batches to mean the same batches.
 _SAME: Final = {
@@ -39,6 +42,17 @@ def fingerprint(loader: Any) -> dict[str, Any]:
     except TypeError:
         found["num_samples"] = None
     return found
+
+
+def check_same(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise StateMismatchError unless a fingerprint is as the saved one, as far as that goes."""
+    for name, value in saved.items():
+        if own.get(name) != value:
+            raise StateMismatchError(
+                f"the position was saved with {name} {value}, and this loader has "
+                f"{own.get(name)}; its batches would be others: build the loader as it was "
+                "built before, or start the epoch anew"
+            )
 
 
 def look_up(loader: Any, path: str) -> Any:

@@ -20,21 +20,23 @@ the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
+from torchfast.data.drawn_ahead import FEW, Draw, DrawnAhead, states_of
+from torchfast.data.fitting import SAVED, check_fits, fitted, fitting
 from torchfast.data.held_generators import held_generators, packed, set_states, state_of
-from torchfast.data.loader_fingerprint import fingerprint, look_up
+from torchfast.data.loader_fingerprint import fingerprint
 from torchfast.data.one_shot import is_iterator, is_shared, parts_of
+from torchfast.data.own_generators import own_generators
 from torchfast.data.own_position import BrokenOff, state_of_loader
-from torchfast.data.resharding import resharded
 from torchfast.data.samplers import samplers_of
-from torchfast.data.sharded import dealt_by_sample
 from torchfast.data.sharded_batches import carries_state
 from torchfast.data.turns import Turn, check_free, turn_of
 from torchfast.data.unannotated import unannotated
@@ -43,15 +45,6 @@ if TYPE_CHECKING:
     from torchfast.data.held_generators import Generator
 
 CPU = torch.device("cpu")
-GENERATORS = (
-    "generator",
-    "sampler.generator",
-    "batch_sampler.generator",
-    "batch_sampler.sampler.generator",
-    "order_generator",
-)
-
-
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -77,7 +70,6 @@ class Position(NamedTuple):
 
 
 NOWHERE: Final = Position(0, {})
-SAVED = ("num_batches", "epoch_start", "loader_state", "generators")
 _END: Final = object()
 
 
@@ -106,6 +98,8 @@ class PositionedLoader:
         self._first = self._fetched = NOWHERE
         self._broken_off: BrokenOff | None = None
         self._epoch: int | None = None
+        self._draws: list[Draw] = []  # the first ones
+        self._drawn = self._drawn_announced = DrawnAhead(0, self._draws)
 
     @property
     def will_resume(self) -> bool:
@@ -132,6 +126,7 @@ class PositionedLoader:
     def hand_out(self, positions: Sequence[Position]) -> None:
         """Be behind a group of steps; these are the positions behind each."""
         self._handed_out, self.position = positions, positions[-1]
+        self._drawn.handed_out = positions[0].num_batches  # `go_to` may go back so far
 
     def go_to(self, place: int) -> None:
         """Be behind the step in this place of the group."""
@@ -164,6 +159,9 @@ class PositionedLoader:
         check_free(self.loader)
         self._first = self._fetched = NOWHERE
         at, self._resume_at = self._resume_at, None
+        drawn = self._drawn_announced
+        if self._announced is None:
+            drawn = self._drawn = DrawnAhead(0 if at is None else at.num_batches, self._draws)
         if at is not None:
             iterator = self._resumed(at)
         else:
@@ -173,20 +171,26 @@ class PositionedLoader:
             if (broken_off := self._broken_off) is not None:
                 iterator = broken_off.taken_up(self.loader, iterator)
                 self._broken_off = None
-        return self._positions(iterator, at, turn_of(self.loader))
+        return self._positions(iterator, at, turn_of(self.loader), drawn)
 
     def _iterator(self) -> Iterator[Any]:
         self._has_begun = True
         parts = parts_of(self.loader)
-        iterator = iter(self.loader)
+        asked = [] if self._announced is None else self._all_generators()
+        found = states_of(asked)
+        try:
+            iterator = iter(self.loader)
+        finally:
+            if asked:
+                self._drawn_announced.note(Draw(0, asked, found, states_of(asked), is_alone=False))
         self._is_shared = not self.carries_state and is_shared(iterator, self.loader, parts)
         return iterator
 
     def rewind(self) -> None:
-        """Put the loader's own generators where the last batch that came out had left them.
+        """Take back what the loader's own generators gave behind the last batch that came out.
 
-        For an epoch that breaks off: what was fetched ahead has drawn too. A loader that carries
-        its own state and goes on from there is put back when it does.
+        For an epoch that breaks off. A loader that goes on from its own state is put back when it
+        does so.
         """
         if self.position is not None:
             # A DataLoader with a state begins anew, if it was not given one.
@@ -194,49 +198,69 @@ class PositionedLoader:
                 states = [each.loader_state for each in (self._first, self._fetched, self.position)]
                 is_ahead = self._fetched is not self.position
                 self._broken_off = BrokenOff(*states) if is_ahead else None
-            if self.position.generators:
-                self._set_own_generators(self.position.generators)
-            if self.position.held:
-                set_states(self._held_generators(), self.position.held)
+            self._drawn.take_back(self.position.num_batches)
 
     def announce(self) -> None:
         """Note that the epoch that `begin` is about to begin is not the training's turn yet."""
         self._announced = self._generators()
+        self._drawn_announced = DrawnAhead(-1, self._draws)
 
     def arrive(self) -> None:
         """Note that the training has come to the announced epoch."""
         self._announced = None
+        self._drawn = self._drawn_announced
 
     def recall(self) -> None:
         """Take the announced epoch back: the next one begins where it would have begun."""
         if self._announced is not None:
-            self._set_epoch_start(self._announced)
+            self._drawn_announced.take_back(-1)
         self._announced = None
 
     def _positions(
-        self, iterator: Iterator[Any], at: Position, turn: Turn
+        self, iterator: Iterator[Any], at: Position, turn: Turn, drawn: DrawnAhead
     ) -> Iterator[tuple[Any, Position]]:
         own = None  # looked up once an epoch, behind the first batch: iter() may make one
         holds: dict[str, Generator] = {}
         carries_state = False
+        number, here = at.num_batches, get_ident()
+        asked = self._all_generators() if number > drawn.handed_out else []
+        found = states_of(asked)
         try:
-            for number, batch in enumerate(unannotated(iterator), start=at.num_batches + 1):
+            for batch in unannotated(iterator):
+                number += 1
+                is_first = own is None
                 if own is None:
-                    own, carries_state = self._own_generators(), self.carries_state
+                    if found:
+                        drawn.note(Draw(number, asked, found, states_of(asked), is_alone=False))
+                    own, carries_state = own_generators(self.loader), self.carries_state
                     holds = self._held_generators()
+                    asked = [*own, *holds.values()]
                 generators = tuple([g.get_state() for g in own]) if own else ()
                 state = self._loader_state() if carries_state else None
                 apart = getattr(self.loader, "draws_apart", False) is True
                 held = {name: state_of(g) for name, g in holds.items()} if holds else NOTHING
+                if found or is_first:
+                    left = [*generators, *held.values()]
+                    found = left if is_first else found
+                    drawn.note(Draw(number, asked, found, left, get_ident() == here))
+                    found = []
                 position = Position(number, at.epoch_start, state, generators, apart, held)
                 if self._fetched is NOWHERE:
                     self._first = position
                 self._fetched = position
                 yield batch, position
+                # The next one is what the training waits for, or is fetched ahead.
+                if asked and (number > drawn.handed_out or number < FEW or get_ident() != here):
+                    found = states_of(asked)
             if carries_state:
                 self._fetched = NOWHERE._replace(loader_state=self._loader_state())
         finally:
+            if found:  # the end was looked for, or a fetch failed
+                drawn.note(Draw(number + 1, asked, found, states_of(asked), get_ident() == here))
             turn.is_over = True
+
+    def _all_generators(self) -> list[Generator]:
+        return [*own_generators(self.loader), *self._held_generators().values()]
 
     def _resumed(self, at: Position) -> Iterator[Any]:
         self._has_begun = True
@@ -312,8 +336,8 @@ class PositionedLoader:
         """
         self.check(state)
         self._broken_off = None
-        self.loader = self._fitting(state)
-        state = self._fitted(state)
+        self.loader = fitting(self.loader, state)
+        state = fitted(state, self.loader)
         position = Position(**{name: state[name] for name in SAVED})
         if self.carries_state:
             self.loader.load_state_dict(position.loader_state)  # type: ignore[attr-defined]
@@ -327,83 +351,7 @@ class PositionedLoader:
 
     def check(self, state: object) -> None:
         """Raise unless ``state`` is a position in such a loader; see `load_state_dict`."""
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"state must be the mapping that state_dict() returned, got {type(state).__name__}"
-            )
-        lacking = {*SAVED, "carries_state", "fingerprint"} - set(state)
-        if lacking:
-            raise StateMismatchError(
-                f"state lacks {sorted(lacking)}; load what the loader's state_dict() returned"
-            )
-        if state["carries_state"] != self.carries_state:
-            kinds = {True: "carries its own state", False: "is counted"}
-            raise StateMismatchError(
-                f"the position is that of a loader that {kinds[state['carries_state']]}, and this "
-                f"{type(self.loader).__name__} {kinds[self.carries_state]}; build the loader as it "
-                "was built before"
-            )
-        if self.carries_state:
-            return
-        fitting = self._fitting(state)
-        if fitting is not self.loader:
-            PositionedLoader(fitting).check(state)
-            return
-        own = fingerprint(self.loader)
-        for name, saved in self._fitted(state)["fingerprint"].items():
-            if own.get(name) != saved:
-                raise StateMismatchError(
-                    f"the position was saved with {name} {saved}, and this loader has "
-                    f"{own.get(name)}; its batches would be others: build the loader as it was "
-                    "built before, or start the epoch anew"
-                )
-        saved, present = len(state["epoch_start"]["generators"]), len(self._own_generators())
-        if saved < present and own["dealt_to"] is not None:
-            raise StateMismatchError(
-                "the position was saved by one process, whose loader drew its order from the "
-                f"global generator, and {own['dealt_to']} ranks draw another; end the epoch in one "
-                "process, or give the loader a generator= before the run begins"
-            )
-        if saved != present:
-            raise StateMismatchError(
-                f"the position was saved with {saved} generators of the loader's own, and this "
-                f"loader has {present}; give it a generator where it had one"
-            )
-
-    def _fitting(self, state: Mapping[str, Any]) -> Iterable[Any]:
-        """Return the loader that can go on: this one, or what draws an order as many ranks did.
-
-        Dealt out among ranks, a loader has a generator for its order if it was given none. In one
-        process it draws from the global one, so it is dealt out to one.
-        """
-        loader = self.loader
-        if (
-            self.carries_state
-            or not isinstance(loader, DataLoader)
-            or isinstance(loader.dataset, IterableDataset)
-            or state["fingerprint"].get("dealt_to") is None
-            or not state["epoch_start"]["generators"]
-            or self._own_generators()
-            or fingerprint(self.loader)["num_replicas"] is not None
-        ):
-            return loader
-        return dealt_by_sample(loader, 0, 1)
-
-    def _fitted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state if self.carries_state else resharded(state, fingerprint(self.loader))
-
-    def _own_generators(self) -> list[torch.Generator]:
-        """Return the generators that the loader and its samplers draw from, each once."""
-        loader = self.loader
-        if (
-            getattr(loader, "generator", None) is None
-            and getattr(loader, "sampler", None) is None
-            and getattr(loader, "batch_sampler", None) is None
-            and getattr(loader, "order_generator", None) is None
-        ):
-            return []  # with each batch, so what has none of these is not asked for more
-        found = {id(g): g for g in (look_up(loader, path) for path in GENERATORS) if g is not None}
-        return list(found.values())
+        check_fits(state, self.loader)
 
     def _start_workers(self, at: Position) -> None:
         """Let workers that stay begin: only a loader's first iteration draws a seed for them."""
@@ -412,7 +360,7 @@ class PositionedLoader:
             self._has_begun = True
 
     def _set_own_generators(self, states: Sequence[torch.Tensor]) -> None:
-        own = self._own_generators()
+        own = own_generators(self.loader)
         if self.carries_state and len(own) != len(states):
             return  # built otherwise than it was, which is between it and its state
         for generator, state in zip(own, states, strict=True):
@@ -420,14 +368,16 @@ class PositionedLoader:
 
     def _held_generators(self) -> dict[str, Generator]:
         # What a loader that carries its own state does about them is its own affair.
-        return {} if self.carries_state else held_generators(self.loader, self._own_generators())
+        return (
+            {} if self.carries_state else held_generators(self.loader, own_generators(self.loader))
+        )
 
     def _set_epoch_start(self, start: Mapping[str, Any]) -> None:
         self._set_own_generators(start["generators"])
         set_states(self._held_generators(), start.get("held", {}))
 
     def _own_states(self) -> tuple[torch.Tensor, ...]:
-        return tuple([generator.get_state() for generator in self._own_generators()])
+        return tuple([generator.get_state() for generator in own_generators(self.loader)])
 
     def _generators(self) -> dict[str, Any]:
         return {
