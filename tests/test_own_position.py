@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from torchfast import PrefetchingLoader
+from fitting import fit
+from models import make_batches
+from torchfast import PrefetchingLoader, shard_loader
 
 pytestmark = pytest.mark.usefixtures("every_way")
 
@@ -102,7 +106,39 @@ class Kept:
         return self.rest
 
 
+class Restarting:
+    """Is its own iterator, which begins again with each ``iter()``."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        self.at = 0
+        return self
+
+    def __next__(self):
+        if self.at >= COUNT:
+            raise StopIteration
+        self.at += 1
+        return torch.tensor([self.at - 1])
+
+
+class GoingOn(Restarting):
+    """Is its own iterator, and goes on."""
+
+    def __iter__(self):
+        """Return the rest."""
+        return self
+
+
+class Inherited(Restarting, Iterator):
+    __iter__ = Iterator.__iter__
+
+
 KINDS = {
+    "restarting": Restarting,
+    "going on": GoingOn,
+    "going on, as inherited": Inherited,
     "a stream": Stream,
     "an endless stream": Endless,
     "anew": Anew,
@@ -157,3 +193,34 @@ def test_a_stream_that_is_told_another_epoch_begins_that():
     broken_off(loader, 3)
     loader.set_epoch(1)
     assert broken_off(loader, None) == [list(range(COUNT))]
+
+
+class RestartingPairs(Restarting):
+    def __next__(self):
+        if self.at >= 4:
+            raise StopIteration
+        self.at += 1
+        return make_batches(4)[self.at - 1]
+
+
+def test_what_restarts_serves_several_epochs():
+    assert fit(RestartingPairs(), epochs=2).num_steps == 8
+
+
+def test_an_epoch_begins_once():
+    class Shuffling(Restarting):
+        def __iter__(self):
+            torch.rand(())
+            return super().__iter__()
+
+    torch.manual_seed(0)
+    broken_off(Shuffling(), None)
+    expected = torch.get_rng_state()
+    torch.manual_seed(0)
+    broken_off(PrefetchingLoader(Shuffling(), "cpu"), None)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_what_restarts_does_so_on_each_rank_too():
+    loader = PrefetchingLoader(shard_loader(Restarting(), rank=1, world_size=2), "cpu")
+    assert broken_off(loader, 2, None) == [[1, 3], [1, 3, 5, 7, 9, 11]]

@@ -16,8 +16,19 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 def is_iterator(loader: Any) -> bool:
-    """Whether it is one."""
-    return hasattr(type(loader), "__next__")
+    """Whether ``iter()`` returns it and does nothing else.
+
+    The ``__iter__`` of a class may do more, such as begin anew, and then return itself.
+    """
+    kind = type(loader)
+    if not hasattr(kind, "__next__"):
+        return False
+    return _only_returns_itself(kind)
+
+
+def begun(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return what no second ``iter()``, such as that of a ``for``, begins anew."""
+    return iterator if _only_returns_itself(type(iterator)) else _rest(iterator)
 
 
 def is_shared(iterator: Iterator[Any], loader: Any, parts: tuple[Any, ...]) -> bool:
@@ -39,3 +50,26 @@ def is_shared(iterator: Iterator[Any], loader: Any, parts: tuple[Any, ...]) -> b
 def parts_of(loader: Any) -> tuple[Any, ...]:
     """Return what the loader holds now."""
     return tuple(getattr(loader, "__dict__", {}).values())
+
+
+def _only_returns_itself(kind: type) -> bool:
+    method = getattr(kind, "__iter__", None)
+    # Python's own iterators and generators have one that is not written in Python.
+    return not isinstance(method, FunctionType) or method.__code__.co_code == _ITSELF
+
+
+def _rest(iterator: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
+        del item  # its memory may be used again
+
+
+def _itself(self: Any) -> Any:
+    return self
+
+
+_ITSELF = _itself.__code__.co_code

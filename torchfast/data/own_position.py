@@ -17,6 +17,7 @@ import torch
 
 from torchfast._core.compare import differences
 from torchfast._core.rng import get_rng_state, set_rng_state
+from torchfast.data.one_shot import begun
 
 _CPU: Final = torch.device("cpu")
 _END: Final = object()
@@ -49,7 +50,7 @@ class BrokenOff(NamedTuple):
         if is_as_it_was and not _is_same(state_of_loader(loader), self.first):
             set_rng_state(before, _CPU)  # of a batch that comes later, or is not to come at all
             loader.load_state_dict(copy.deepcopy(self.left))
-            rest = iter(loader)
+            rest = begun(iter(loader))
             first = next(rest, _END)
         if first is not _END:
             yield first

@@ -33,7 +33,7 @@ from torchfast.data.drawn_ahead import FEW, Draw, DrawnAhead, states_of
 from torchfast.data.fitting import SAVED, check_fits, fitted, fitting
 from torchfast.data.held_generators import held_generators, packed, set_states, state_of
 from torchfast.data.loader_fingerprint import fingerprint
-from torchfast.data.one_shot import is_iterator, is_shared, parts_of
+from torchfast.data.one_shot import begun, is_iterator, is_shared, parts_of
 from torchfast.data.own_generators import own_generators
 from torchfast.data.own_position import BrokenOff, state_of_loader
 from torchfast.data.samplers import samplers_of
@@ -184,7 +184,7 @@ class PositionedLoader:
             if asked:
                 self._drawn_announced.note(Draw(0, asked, found, states_of(asked), is_alone=False))
         self._is_shared = not self.carries_state and is_shared(iterator, self.loader, parts)
-        return iterator
+        return begun(iterator)
 
     def rewind(self) -> None:
         """Take back what the loader's own generators gave behind the last batch that came out.

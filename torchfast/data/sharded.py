@@ -41,6 +41,7 @@ from torch.utils.data import (
 from torchfast._core.arguments import check_int, check_iterable, explain_keywords
 from torchfast._core.rng import preserved_rng, seed_host
 from torchfast.data.digest import digest, digest_of_samples
+from torchfast.data.one_shot import is_iterator
 from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded_batches import (
     ShardedIterable,
@@ -115,7 +116,7 @@ def shard_loader(
                 type(loader).__name__,
                 world_size,
             )
-        if hasattr(type(loader), "__next__"):
+        if is_iterator(loader):
             return ShardedIterator(loader, rank, world_size, seed)
         return ShardedIterable(loader, rank, world_size, seed)
     return dealt_by_sample(loader, rank, world_size, seed=seed)
