@@ -8,7 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from loader_states import CPU, LOADERS, Augmented, Stateful, drain, own_generator
 from torchfast import PrefetchingLoader
-from torchfast._core.errors import StateMismatchError
+from torchfast._core.errors import IterationError, StateMismatchError
 
 pytestmark = pytest.mark.usefixtures("every_way")
 
@@ -75,3 +75,31 @@ def test_a_state_is_a_mapping(state):
 def test_a_state_that_lacks_something_is_refused():
     with pytest.raises(StateMismatchError, match=r"state lacks \['carries_state', 'epoch_start'"):
         PrefetchingLoader([], CPU).load_state_dict({"num_batches": 1, "fingerprint": {}})
+
+
+def generated():
+    return (torch.tensor([i]) for i in range(10))
+
+
+def test_an_iterator_goes_on_in_place_where_it_is_and_nowhere_else():
+    loader = PrefetchingLoader(generated(), CPU, depth=3)
+    iterator = iter(loader)
+    states = [loader.state_dict()]
+    for _ in range(3):
+        next(iterator)
+        states.append(loader.state_dict())
+    for state in states[:3]:
+        with pytest.raises(StateMismatchError, match="an iterator that has begun and is after"):
+            loader.load_state_dict(state)
+    loader.load_state_dict(states[3])
+    with pytest.raises(IterationError):
+        next(iterator)
+    assert [batch.item() for batch in loader] == list(range(3, 10))
+
+
+def test_an_iterator_of_another_process_goes_on_behind_what_was_had():
+    state = position_of(generated, batches=3)
+    loader = PrefetchingLoader(generated(), CPU, depth=3)
+    loader.load_state_dict(state)
+    loader.load_state_dict(state)
+    assert [batch.item() for batch in loader] == list(range(3, 10))

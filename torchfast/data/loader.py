@@ -386,12 +386,16 @@ class PrefetchingLoader(Closing):
         Raises:
             TypeError: Not a mapping.
             StateMismatchError: It is the position of another loader: another number of samples,
-                batch size, number of workers or replicas.
+                batch size, number of workers or replicas. Or the loader is an iterator that has
+                begun, and is elsewhere.
         """
         self.check_state_dict(state)
-        self._stop()
-        self._upstream.load_state_dict(state)
-        self.loader = self._upstream.loader
+        if self._upstream.goes_on_only:
+            self._iteration += 1  # it is there already, with what was fetched
+        else:
+            self._stop()
+            self._upstream.load_state_dict(state)
+            self.loader = self._upstream.loader
         if (epoch := state.get("epoch")) is not None:
             self.set_epoch(epoch)
 

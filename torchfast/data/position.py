@@ -115,6 +115,11 @@ class PositionedLoader:
         return self._is_shared or is_iterator(self.loader)
 
     @property
+    def goes_on_only(self) -> bool:
+        """Whether the loader has begun and cannot be given another position."""
+        return self._has_begun and self.is_one_shot and not self.carries_state
+
+    @property
     def may_be_at_end(self) -> bool:
         """Whether as many batches came out as the loader says it has."""
         try:
@@ -352,6 +357,16 @@ class PositionedLoader:
     def check(self, state: object) -> None:
         """Raise unless ``state`` is a position in such a loader; see `load_state_dict`."""
         check_fits(state, self.loader)
+        if self.goes_on_only:
+            assert isinstance(state, Mapping)
+            now = 0 if self.position is None else self.position.num_batches
+            if state["num_batches"] != now:
+                raise StateMismatchError(
+                    f"the position is after batch {state['num_batches']}, and the loader "
+                    f"({type(self.loader).__name__}) is an iterator that has begun and is after "
+                    f"batch {now}; it cannot go back: pass a new one, or something that iter() can "
+                    "start again"
+                )
 
     def _start_workers(self, at: Position) -> None:
         """Let workers that stay begin: only a loader's first iteration draws a seed for them."""
