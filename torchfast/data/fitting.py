@@ -42,6 +42,16 @@ def check_fits(state: object, loader: Iterable[Any]) -> None:
         )
     if carries:
         return
+    if (
+        state["num_batches"]
+        and getattr(loader, "num_workers", 0)
+        and getattr(loader, "in_order", True) is False
+    ):
+        raise StateMismatchError(
+            "the position is in the middle of an epoch whose batches come as workers are ready "
+            "(in_order=False), so their number does not tell which ones have come; end the epoch "
+            "first, or leave in_order as it is"
+        )
     loader = fitting(loader, state)
     own, present = fingerprint(loader), len(own_generators(loader))
     check_same(fitted(state, loader)["fingerprint"], own)

@@ -386,8 +386,8 @@ class PrefetchingLoader(Closing):
         Raises:
             TypeError: Not a mapping.
             StateMismatchError: It is the position of another loader: another number of samples,
-                batch size, number of workers or replicas. Or the loader is an iterator that has
-                begun, and is elsewhere.
+                batch size, order, number of workers or replicas. Or the loader is an iterator that
+                has begun, and is elsewhere.
         """
         self.check_state_dict(state)
         if self._upstream.goes_on_only:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
 
 from torchfast._core.errors import StateMismatchError
+from torchfast.data.samplers import samplers_of
+from torchfast.data.sharded import ShardedSampler
 
 # What must be as it was for a count of batches to mean the same batches.
 _SAME: Final = {
@@ -37,11 +40,31 @@ def fingerprint(loader: Any) -> dict[str, Any]:
     if found["batch_size"] is None:
         of_samplers = (look_up(loader, f"{each}.batch_size") for each in _SAMPLERS)
         found["sampler_batch_size"] = next((v for v in of_samplers if v is not None), None)
+    samplers = list(_samplers_as_given(loader))
+    found["samplers"] = ", ".join(type(each).__name__ for each in samplers) or None
+    for name in ("seed", "shuffle"):
+        of_each = (getattr(each, name, None) for each in samplers)
+        found[f"sampler_{name}"] = next((v for v in of_each if isinstance(v, int)), None)
     try:
         found["num_samples"] = len(getattr(loader, "dataset", None))  # type: ignore[arg-type]
     except TypeError:
         found["num_samples"] = None
+    # Without a data set, the loader's own length is all there is to tell.
+    found["num_batches"] = None
+    if getattr(loader, "dataset", None) is None:
+        with suppress(TypeError):
+            found["num_batches"] = len(loader)
     return found
+
+
+def _samplers_as_given(loader: Any) -> Iterator[Any]:
+    """Yield the samplers, each once, without what deals them out: a position outlives that."""
+    seen = set()
+    for sampler in samplers_of(loader).values():
+        given = sampler.given if isinstance(sampler, ShardedSampler) else sampler
+        if id(given) not in seen:
+            seen.add(id(given))
+            yield given
 
 
 def check_same(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -210,6 +210,11 @@ class ShardedSampler(Sampler[Any]):
                 sampler.set_epoch(epoch)
 
     @property
+    def given(self) -> Any:
+        """What is dealt out."""
+        return self._sampler
+
+    @property
     def batch_size(self) -> Any:
         """That of a batch sampler."""
         return getattr(self._sampler, "batch_size", None)
