@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from torchfast._core.errors import StateMismatchError
-from torchfast.data.samplers import samplers_of
+from torchfast.data.samplers import UNSIZED, samplers_of
 from torchfast.data.sharded import ShardedSampler
 
 # What must be as it was for a count of batches to mean the same batches.
@@ -47,12 +47,12 @@ def fingerprint(loader: Any) -> dict[str, Any]:
         found[f"sampler_{name}"] = next((v for v in of_each if isinstance(v, int)), None)
     try:
         found["num_samples"] = len(getattr(loader, "dataset", None))  # type: ignore[arg-type]
-    except TypeError:
+    except UNSIZED:
         found["num_samples"] = None
     # Without a data set, the loader's own length is all there is to tell.
     found["num_batches"] = None
     if getattr(loader, "dataset", None) is None:
-        with suppress(TypeError):
+        with suppress(*UNSIZED):
             found["num_batches"] = len(loader)
     return found
 

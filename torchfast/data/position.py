@@ -36,7 +36,7 @@ from torchfast.data.loader_fingerprint import fingerprint
 from torchfast.data.one_shot import begun, is_iterator, is_shared, parts_of
 from torchfast.data.own_generators import own_generators
 from torchfast.data.own_position import BrokenOff, state_of_loader
-from torchfast.data.samplers import samplers_of
+from torchfast.data.samplers import UNSIZED, samplers_of
 from torchfast.data.sharded_batches import carries_state
 from torchfast.data.turns import Turn, check_free, turn_of
 from torchfast.data.unannotated import unannotated
@@ -124,7 +124,7 @@ class PositionedLoader:
         """Whether as many batches came out as the loader says it has."""
         try:
             length = len(self.loader)  # type: ignore[arg-type]
-        except TypeError:
+        except UNSIZED:
             return False
         return self.position is not None and self.position.num_batches >= length
 
