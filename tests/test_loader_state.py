@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import resuming
 from fitting import fit
 from loader_states import (
     BATCH_SIZE,
@@ -323,7 +324,5 @@ def test_a_data_set_whose_length_is_not_implemented_has_none():
     with pytest.raises(TypeError, match="has no length"):
         len(loader)
     assert len(list(loader)) > 1
-    rows = DataLoader(
-        Unsized(), 8, collate_fn=lambda rows: tuple(map(torch.stack, zip(*rows, strict=False)))
-    )
+    rows = DataLoader(Unsized(), 8, collate_fn=resuming.pairs)
     assert fit(rows, steps=2).num_steps == 2

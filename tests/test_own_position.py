@@ -12,7 +12,10 @@ from fitting import fit
 from models import make_batches
 from torchfast import PrefetchingLoader, shard_loader
 
-pytestmark = pytest.mark.usefixtures("every_way")
+pytestmark = [
+    pytest.mark.usefixtures("every_way"),
+    pytest.mark.filterwarnings("ignore:.* is used up:UserWarning"),
+]
 
 COUNT = 12
 

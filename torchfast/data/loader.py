@@ -40,7 +40,7 @@ from torchfast._core.errors import ClosedError, IterationError
 from torchfast._core.rank_group import RankGroup
 from torchfast.data.arrival import move_to
 from torchfast.data.epoch_ahead import EpochAhead
-from torchfast.data.even_ends import even, heard
+from torchfast.data.even_ends import check_ranks, even, heard
 from torchfast.data.feed import DirectFeed, Feed, RingFeed
 from torchfast.data.grouping import AtOnce, Grouping
 from torchfast.data.loader_report import direct_decision, loader_report
@@ -133,7 +133,7 @@ class PrefetchingLoader(Closing):
         self.loader: Iterable[Any] = self._upstream.loader
         self.device = check_device(device)
         self.depth = check_int("depth", depth, minimum=1)
-        self.ranks = RankGroup.alone() if ranks is None else ranks
+        self.ranks = check_ranks(ranks)
         self._grouping = Grouping(accumulate, unroll, are_even=self.ranks.size > 1)
         self.accumulate, self.unroll = self._grouping.accumulate, self._grouping.unroll
         self.reuse = check_flag("reuse", reuse)
@@ -233,6 +233,8 @@ class PrefetchingLoader(Closing):
                 if taken is None:
                     self.epoch_ended = True
                     self.end_epoch()
+                    if num_steps == 0 and at_once is None:  # fit raises instead
+                        self._upstream.warn_if_spent()
                     return
                 self._upstream.hand_out(taken[1])
                 num_steps += len(taken[1])

@@ -19,6 +19,7 @@ the same.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from types import MappingProxyType
@@ -94,6 +95,8 @@ class PositionedLoader:
         self._announced: dict[str, Any] | None = None
         self._loaded_generators: Sequence[torch.Tensor] | None = None
         self._has_begun = False
+        self._num_begun = 0
+        self._has_warned = False
         self._is_shared = False  # whether iter() returns one iterator, which goes on
         self._first = self._fetched = NOWHERE
         self._broken_off: BrokenOff | None = None
@@ -162,6 +165,7 @@ class PositionedLoader:
             IterationError: Another one would be cut off; see `turns.py`.
         """
         check_free(self.loader)
+        self._num_begun += 1
         self._first = self._fetched = NOWHERE
         at, self._resume_at = self._resume_at, None
         drawn = self._drawn_announced
@@ -204,6 +208,17 @@ class PositionedLoader:
                 is_ahead = self._fetched is not self.position
                 self._broken_off = BrokenOff(*states) if is_ahead else None
             self._drawn.take_back(self.position.num_batches)
+
+    def warn_if_spent(self) -> None:
+        """Warn, once, of an epoch that yielded nothing because an iterator is used up."""
+        if self._num_begun > 1 and self.is_one_shot and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the loader ({type(self.loader).__name__}) is an iterator, which serves one "
+                "epoch, and is used up, so this loop got no batch; pass something that iter() can "
+                "start again, or a new one",
+                stacklevel=3,
+            )
 
     def announce(self) -> None:
         """Note that the epoch that `begin` is about to begin is not the training's turn yet."""
