@@ -189,6 +189,7 @@ def test_random_numbers_and_order_are_those_of_the_loader():
 
 
 @pytest.mark.usefixtures("every_way")
+@pytest.mark.filterwarnings("ignore:.* is used up:UserWarning")
 def test_an_iterator_serves_once():
     loader = PrefetchingLoader((b for b in make_batches(2)), CPU)
     assert loader.is_one_shot

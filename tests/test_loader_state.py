@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import resuming
+from fitting import fit
 from loader_states import (
     BATCH_SIZE,
     CPU,
@@ -26,6 +28,7 @@ from loader_states import (
     saved,
     uninterrupted,
 )
+from models import make_batches
 from torchfast import PrefetchingLoader, Trainer
 from torchfast._core.rng import seed_everything, set_rng_state
 
@@ -300,3 +303,26 @@ def test_an_epoch_that_breaks_off_has_drawn_what_a_plain_loop_has(name, stop_aft
     seed_everything(1)
     expected = run(LOADERS[name]())
     assert run(begun(LOADERS[name], depth=NUM_BATCHES)) == expected
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (pair for number in range(3) for pair in zip(*make_batches(3)[number], strict=True))
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+@pytest.mark.usefixtures("every_way")
+def test_a_data_set_whose_length_is_not_implemented_has_none():
+    loader = PrefetchingLoader(torch.utils.data.DataLoader(Unsized(), 4), CPU)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state["fingerprint"]["num_samples"] is None
+    loader.load_state_dict(state)
+    assert next(iter(loader)) is not None
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader)
+    assert len(list(loader)) > 1
+    rows = DataLoader(Unsized(), 8, collate_fn=resuming.pairs)
+    assert fit(rows, steps=2).num_steps == 2

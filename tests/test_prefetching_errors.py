@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -178,6 +179,30 @@ def test_a_device_that_is_not_there_is_told_what_a_loader_can_do():
         PrefetchingLoader([], "cuda")
 
 
+def test_strict_does_not_ask_for_an_order_of_keys():
+    first, second = {"x": torch.ones(2), "y": 1}, {"y": 1, "x": torch.ones(2)}
+    assert len(list(PrefetchingLoader([first, second], "cpu", strict=True))) == 2
+    with pytest.raises(BatchStructureError, match=r"batch\['y'\] \(str\) stands where .* \(int\)"):
+        list(PrefetchingLoader([first, {"y": "1", "x": torch.ones(2)}], "cpu", strict=True))
+
+
+@pytest.mark.usefixtures("every_way")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loop_over_a_used_up_iterator_is_told_once(fails):
+    def generated():
+        yield torch.ones(2)
+        if fails:
+            raise KeyError("x")
+
+    loader = PrefetchingLoader(generated(), "cpu")
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        assert len(list(loader)) == 1
+    with pytest.warns(UserWarning, match=r"\(generator\) is an iterator, .* is used up"):
+        assert list(loader) == []
+    assert list(loader) == []
+    assert list(PrefetchingLoader(iter([]), "cpu")) == []
+
+
 def test_a_loader_of_a_loader_has_one_transform():
     def other(batch):
         return batch
@@ -211,6 +236,9 @@ def test_a_loader_of_a_loader_has_one_transform():
         ({"device": "gpu"}, ValueError, r"did you mean 'cuda'"),
         ({"device": object()}, TypeError, r"device must be a string such as .* got <object"),
         ({"device": None}, TypeError, r"device must be a string such as .* got None"),
+        ({"ranks": 3}, TypeError, r"ranks must be the RankGroup of a Trainer or None, got 3"),
+        ({"loader": "abc"}, TypeError, r"an iterable of batches, .* of a str is none"),
+        ({"loader": {"x": torch.ones(2)}}, TypeError, r"an iterable of batches, .* of a dict is"),
         ({"loader": 3}, TypeError, r"loader must be an iterable of batches, got 3"),
         ({"dept": 3}, TypeError, r"PrefetchingLoader\(\) has no argument 'dept'; did you mean 'de"),
     ],

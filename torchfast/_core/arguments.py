@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Literal, ParamSpec, TypeVar
 
@@ -112,6 +112,11 @@ def check_iterable(name: str, value: object, of: str) -> None:
     """
     if not (hasattr(type(value), "__iter__") or hasattr(type(value), "__getitem__")):
         raise TypeError(f"{name} must be an iterable of {of}, got {describe(value)}")
+    if isinstance(value, str | bytes | Mapping):  # whose items are letters and keys
+        raise TypeError(
+            f"{name} must be an iterable of {of}, and what iter() gives of a "
+            f"{type(value).__name__} is none; put a single one in a list"
+        )
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

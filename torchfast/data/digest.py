@@ -16,6 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from torchfast.data.samplers import UNSIZED
+
 _FEW: Final = 8  # of a tensor's rows
 _SOME: Final = 64  # of a list's items
 
@@ -36,7 +38,7 @@ def digest_of_samples(dataset: Any, first: str, *, reads_device: bool = True) ->
     """Return what a map-style data set is known by, with the digest of the first of its order."""
     try:
         length = len(dataset)
-    except (TypeError, NotImplementedError, AttributeError):  # a sampler may know it instead
+    except UNSIZED:  # a sampler may know it instead
         length = None
     # What a data set that somebody divided by hand consists of.
     parts = [getattr(dataset, name, None) for name in ("indices", "tensors")]

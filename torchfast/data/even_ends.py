@@ -142,6 +142,15 @@ class EvenFeed(Feed):
         )
 
 
+def check_ranks(ranks: RankGroup | None) -> RankGroup:
+    """Return who end an epoch together; TypeError if it is none of these."""
+    if ranks is None:
+        return RankGroup.alone()
+    if not isinstance(ranks, RankGroup):
+        raise TypeError(f"ranks must be the RankGroup of a Trainer or None, got {ranks!r}")
+    return ranks
+
+
 @contextmanager
 def heard(ranks: RankGroup) -> Iterator[None]:
     """Tell the other ranks, which ask for their next batch, if the body fails: else they wait."""

@@ -53,6 +53,11 @@ from torchfast.data.transport import Slot
 # A loader's first start what upstream needs, and the ring's memory is laid out for them. Later the
 # first of each epoch starts it. They are no sign of how long others take.
 NUM_FIRST = 2
+# What a loop is told whose feed another one has ended.
+ENDED = (
+    "another iteration over this PrefetchingLoader has begun, or it was closed, which ended this "
+    "one; give each loop a PrefetchingLoader of its own"
+)
 
 
 class Feed(Protocol):

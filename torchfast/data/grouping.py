@@ -10,6 +10,7 @@ from torchfast._core.arguments import check_int
 from torchfast._core.batches import MicroBatches, StepBatches
 from torchfast.data.feed import Feed
 from torchfast.data.position import Position
+from torchfast.data.samplers import UNSIZED
 from torchfast.data.statistics import Counters
 
 AtOnce = Callable[[], int]  # says before a group of how many steps it is at most
@@ -45,7 +46,7 @@ class Grouping:
         """Return for how many steps the loader has batches; TypeError where it has no length."""
         try:
             return -(-len(loader) // self.accumulate)  # type: ignore[arg-type]
-        except TypeError as error:
+        except UNSIZED as error:
             raise TypeError(
                 f"the loader ({type(loader).__name__}) has no length; give steps=, or count "
                 "what it yields"

@@ -51,6 +51,11 @@ def held_generators(loader: Any, known: Collection[object]) -> dict[str, Generat
     return found
 
 
+def same_state(state: Any, other: Any) -> bool:
+    """Whether two states of one generator are the same."""
+    return torch.equal(_packed(state), _packed(other))
+
+
 def packed(states: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return states as a file can have them that is read without pickle."""
     return {name: _packed(state) for name, state in states.items()}

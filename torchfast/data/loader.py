@@ -40,22 +40,17 @@ from torchfast._core.errors import ClosedError, IterationError
 from torchfast._core.rank_group import RankGroup
 from torchfast.data.arrival import move_to
 from torchfast.data.epoch_ahead import EpochAhead
-from torchfast.data.even_ends import even, heard
-from torchfast.data.feed import DirectFeed, Feed, RingFeed
+from torchfast.data.even_ends import check_ranks, even, heard
+from torchfast.data.feed import ENDED, DirectFeed, Feed, RingFeed
 from torchfast.data.grouping import AtOnce, Grouping
-from torchfast.data.loader_report import direct_decision, loader_report
-from torchfast.data.monitored import memory_of, pinned_by, unpin
+from torchfast.data.loader_report import loader_report
+from torchfast.data.monitored import pinned_by, unpin
 from torchfast.data.position import PositionedLoader
 from torchfast.data.ring import Ring
 from torchfast.data.stager import Fetching
 from torchfast.data.statistics import Counters, LoaderStatistics
 from torchfast.data.structure import StructureCheck
 from torchfast.data.transport import Transport, transport_for
-
-ENDED = (
-    "another iteration over this PrefetchingLoader has begun, or it was closed, which ended this "
-    "one; give each loop a PrefetchingLoader of its own"
-)
 
 
 @final
@@ -134,17 +129,17 @@ class PrefetchingLoader(Closing):
         self.loader: Iterable[Any] = self._upstream.loader
         self.device = check_device(device)
         self.depth = check_int("depth", depth, minimum=1)
-        self.ranks = RankGroup.alone() if ranks is None else ranks
+        self.ranks = check_ranks(ranks)
         self._grouping = Grouping(accumulate, unroll, are_even=self.ranks.size > 1)
         self.accumulate, self.unroll = self._grouping.accumulate, self._grouping.unroll
         self.reuse = check_flag("reuse", reuse)
         self.across_epochs = check_flag("across_epochs", across_epochs)
         self.background = check_flag_or_auto("background", background)
         self._check = StructureCheck() if check_flag("strict", strict) else None
-        inner = loader._move if isinstance(loader, PrefetchingLoader) else None
+        its = loader._move if isinstance(loader, PrefetchingLoader) else None
         check_flag("channels_last", channels_last)
         self._move = move_to(
-            self.loader, self.device, transform, transfer_dtype, channels_last, inner
+            self.loader, self.device, transform, transfer_dtype, channels_last, its
         )
         self.channels_last = self._move.finish.channels_last
         self._epoch: int | None = None
@@ -237,6 +232,8 @@ class PrefetchingLoader(Closing):
                     self.epoch_ended = True
                     self.end_epoch()
                     self._counters.end(time.perf_counter())
+                    if num_steps == 0 and at_once is None:  # fit raises instead
+                        self._upstream.warn_if_spent()
                     return
                 self._upstream.hand_out(taken[1])
                 num_steps += len(taken[1])
@@ -244,7 +241,11 @@ class PrefetchingLoader(Closing):
                     self._begin_ahead()
                 yield taken[0]
                 if self._iteration != mine:
-                    raise IterationError(ENDED)
+                    raise IterationError(
+                        "another iteration over this PrefetchingLoader has begun, or it was "
+                        "closed, which ended this one; give each loop a PrefetchingLoader of its "
+                        "own"
+                    )
             if any(self.ranks.gather(self._upstream.may_be_at_end and not self.is_one_shot)):
                 # Samplers draw at the end, so it has to be asked for; a batch that comes instead
                 # is not counted, and comes again where the position is loaded.
@@ -391,12 +392,16 @@ class PrefetchingLoader(Closing):
         Raises:
             TypeError: Not a mapping.
             StateMismatchError: It is the position of another loader: another number of samples,
-                batch size, number of workers or replicas.
+                batch size, order, number of workers or replicas. Or the loader is an iterator that
+                has begun, and is elsewhere.
         """
         self.check_state_dict(state)
-        self._stop()
-        self._upstream.load_state_dict(state)
-        self.loader = self._upstream.loader
+        if self._upstream.goes_on_only:
+            self._iteration += 1  # it is there already, with what was fetched
+        else:
+            self._stop()
+            self._upstream.load_state_dict(state)
+            self.loader = self._upstream.loader
         if (epoch := state.get("epoch")) is not None:
             self.set_epoch(epoch)
 
@@ -410,17 +415,15 @@ class PrefetchingLoader(Closing):
 
     def report(self) -> Report:
         """Return the verdict, with what to do about it, and how batches are fetched and moved."""
-        ahead = self._ring is not None or self.device.type == "cuda"
+        crosses = self._ring is not None or self.device.type == "cuda"
         return loader_report(
-            f"PrefetchingLoader over {type(self.loader).__name__} on {self.device}",
+            self.loader,
+            self.device,
             self.statistics(),
-            self._fetching.decision(self.depth) if ahead else direct_decision(self.device),
+            self._fetching.decision(self.depth) if crosses else None,
             self._ahead.decision(self.ranks.size) if self.across_epochs else None,
-            ahead=ahead and self._fetching.is_ahead,
-            has_workers=getattr(self.loader, "num_workers", 0) > 0,
-            transform_draws=self._ring is not None and self._ring.finishes_late,
-            drew_ahead=self._ring is not None and self._ring.drew_ahead,
-            memory=memory_of(self.loader) if self._ring is not None else None,
+            ring=self._ring,
+            is_ahead=self._fetching.is_ahead,
         )
 
     @override

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchfast._core.decisions import Decision, Report
+from torchfast.data.monitored import memory_of
 from torchfast.data.pool_receiver import PoolStatistics
 from torchfast.data.statistics import LoaderStatistics
 
 if TYPE_CHECKING:
     from torchfast.data.loader import PrefetchingLoader
+    from torchfast.data.ring import Ring
 
 
 def device_tensors(loader: PrefetchingLoader) -> list[Tensor]:
@@ -22,27 +24,37 @@ def device_tensors(loader: PrefetchingLoader) -> list[Tensor]:
 
 
 def loader_report(
-    title: str,
+    loader: Any,
+    device: torch.device,
     statistics: LoaderStatistics,
-    prefetch: Decision,
+    prefetch: Decision | None,
     across_epochs: Decision | None,
     *,
-    ahead: bool,
-    has_workers: bool,
-    transform_draws: bool,
-    drew_ahead: bool,
-    memory: PoolStatistics | None = None,
+    ring: Ring | None,
+    is_ahead: bool,
 ) -> Report:
-    """Return the report of a `PrefetchingLoader`."""
+    """Return the report of a `PrefetchingLoader`.
+
+    Args:
+        loader: What it iterates over.
+        device: Where batches go.
+        statistics: What was counted.
+        prefetch: How batches are fetched for a device; None where they stay on the host.
+        across_epochs: What became of fetching over the end of an epoch, if that was asked for.
+        ring: What batches go through, if they do already.
+        is_ahead: Whether they are fetched ahead, if there is a ring or is to be one.
+    """
+    has_workers = getattr(loader, "num_workers", 0) > 0
+    ahead = prefetch is not None and is_ahead
     verdict = Decision(
         lever="verdict",
         outcome="applied",
         detail=advice(statistics, ahead=ahead, has_workers=has_workers),
     )
-    decisions = [verdict, prefetch]
+    decisions = [verdict, direct_decision(device) if prefetch is None else prefetch]
     if across_epochs is not None:
         decisions.append(across_epochs)
-    if transform_draws:
+    if ring is not None and ring.finishes_late:
         decisions.append(
             Decision(
                 lever="transform",
@@ -52,18 +64,19 @@ def loader_report(
                 + (
                     "; it began to draw later than in the first batches, and what it drew ahead "
                     "before that was seen fell in another order than a plain loop's"
-                    if drew_ahead
+                    if ring.drew_ahead
                     else ""
                 ),
             )
         )
-    if memory is not None:
+    if ring is not None and (memory := memory_of(loader)) is not None:
         decisions.append(memory_decision(memory))
     figures = {
         name: float(f"{value:.4g}") if isinstance(value, float) else value
         for name, value in statistics.to_dict().items()
         if value is not None
     }
+    title = f"PrefetchingLoader over {type(loader).__name__} on {device}"
     return Report(title=title, decisions=tuple(decisions), counters=figures)
 
 

@@ -19,21 +19,26 @@ the same.
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from threading import get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.generators import state_of
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
+from torchfast.data.drawn_ahead import FEW, Draw, DrawnAhead, states_of
+from torchfast.data.fitting import SAVED, check_fits, fitted, fitting
 from torchfast.data.held_generators import held_generators, packed, set_states
-from torchfast.data.resharding import resharded
-from torchfast.data.samplers import samplers_of
-from torchfast.data.sharded import dealt_by_sample
+from torchfast.data.loader_fingerprint import fingerprint
+from torchfast.data.one_shot import begun, is_iterator, is_shared, parts_of
+from torchfast.data.own_generators import own_generators
+from torchfast.data.own_position import BrokenOff, state_of_loader
+from torchfast.data.samplers import UNSIZED, samplers_of
 from torchfast.data.sharded_batches import carries_state
 from torchfast.data.turns import Turn, check_free, turn_of
 from torchfast.data.unannotated import unannotated
@@ -42,30 +47,6 @@ if TYPE_CHECKING:
     from torchfast._core.generators import Generator
 
 CPU = torch.device("cpu")
-# What must be as it was for a count of batches to mean the same batches.
-FINGERPRINT = {
-    "batch_size": ("batch_size",),
-    "drop_last": ("drop_last",),
-    "num_workers": ("num_workers",),
-    "num_replicas": (
-        "sampler.num_replicas",
-        "batch_sampler.num_replicas",
-        "batch_sampler.sampler.num_replicas",
-        "sampler.sampler.num_replicas",
-        "num_replicas",
-    ),
-    "dealt_to": ("sampler.dealt_to",),
-}
-SAMPLERS = ("batch_sampler", "sampler")
-GENERATORS = (
-    "generator",
-    "sampler.generator",
-    "batch_sampler.generator",
-    "batch_sampler.sampler.generator",
-    "order_generator",
-)
-
-
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -90,7 +71,7 @@ class Position(NamedTuple):
     held: Mapping[str, Any] = NOTHING
 
 
-SAVED = ("num_batches", "epoch_start", "loader_state", "generators")
+NOWHERE: Final = Position(0, {})
 _END: Final = object()
 
 
@@ -115,6 +96,14 @@ class PositionedLoader:
         self._announced: dict[str, Any] | None = None
         self._loaded_generators: Sequence[torch.Tensor] | None = None
         self._has_begun = False
+        self._num_begun = 0
+        self._has_warned = False
+        self._is_shared = False  # whether iter() returns one iterator, which goes on
+        self._first = self._fetched = NOWHERE
+        self._broken_off: BrokenOff | None = None
+        self._epoch: int | None = None
+        self._draws: list[Draw] = []  # the first ones
+        self._drawn = self._drawn_announced = DrawnAhead(0, self._draws)
 
     @property
     def will_resume(self) -> bool:
@@ -123,21 +112,30 @@ class PositionedLoader:
 
     @property
     def is_one_shot(self) -> bool:
-        """Whether the loader is an iterator, which serves one epoch only."""
-        return hasattr(type(self.loader), "__next__")
+        """Whether the loader is an iterator, which serves one epoch only, or hands out such a one.
+
+        The latter is known once an epoch has begun.
+        """
+        return self._is_shared or is_iterator(self.loader)
+
+    @property
+    def goes_on_only(self) -> bool:
+        """Whether the loader has begun and cannot be given another position."""
+        return self._has_begun and self.is_one_shot and not self.carries_state
 
     @property
     def may_be_at_end(self) -> bool:
         """Whether as many batches came out as the loader says it has."""
         try:
             length = len(self.loader)  # type: ignore[arg-type]
-        except TypeError:
+        except UNSIZED:
             return False
         return self.position is not None and self.position.num_batches >= length
 
     def hand_out(self, positions: Sequence[Position]) -> None:
         """Be behind a group of steps; these are the positions behind each."""
         self._handed_out, self.position = positions, positions[-1]
+        self._drawn.handed_out = positions[0].num_batches  # `go_to` may go back so far
 
     def go_to(self, place: int) -> None:
         """Be behind the step in this place of the group."""
@@ -149,6 +147,9 @@ class PositionedLoader:
         for holder in (self.loader, *samplers_of(self.loader).values(), dataset):
             if callable(getattr(holder, "set_epoch", None)):
                 holder.set_epoch(epoch)
+                if epoch != self._epoch:
+                    self._broken_off = None  # it is to begin another one
+        self._epoch = epoch
 
     @property
     def carries_state(self) -> bool:
@@ -165,59 +166,122 @@ class PositionedLoader:
             IterationError: Another one would be cut off; see `turns.py`.
         """
         check_free(self.loader)
+        self._num_begun += 1
+        self._first = self._fetched = NOWHERE
         at, self._resume_at = self._resume_at, None
+        drawn = self._drawn_announced
+        if self._announced is None:
+            drawn = self._drawn = DrawnAhead(0 if at is None else at.num_batches, self._draws)
         if at is not None:
             iterator = self._resumed(at)
         else:
             self._take_up_state()
             at = Position(0, self._generators())
-            self._has_begun = True
+            iterator = self._iterator()
+            if (broken_off := self._broken_off) is not None:
+                iterator = broken_off.taken_up(self.loader, iterator)
+                self._broken_off = None
+        return self._positions(iterator, at, turn_of(self.loader), drawn)
+
+    def _iterator(self) -> Iterator[Any]:
+        self._has_begun = True
+        parts = parts_of(self.loader)
+        asked = [] if self._announced is None else self._all_generators()
+        found = states_of(asked)
+        try:
             iterator = iter(self.loader)
-        return self._positions(iterator, at, turn_of(self.loader))
+        finally:
+            if asked:
+                self._drawn_announced.note(Draw(0, asked, found, states_of(asked), is_alone=False))
+        self._is_shared = not self.carries_state and is_shared(iterator, self.loader, parts)
+        return begun(iterator)
 
     def rewind(self) -> None:
-        """Put the loader's own generators where the last batch that came out had left them.
+        """Take back what the loader's own generators gave behind the last batch that came out.
 
-        For an epoch that breaks off: what was fetched ahead has drawn too.
+        For an epoch that breaks off. A loader that goes on from its own state is put back when it
+        does so.
         """
         if self.position is not None:
-            if self.position.generators:
-                self._set_own_generators(self.position.generators)
-            if self.position.held:
-                set_states(self._held_generators(), self.position.held)
+            # A DataLoader with a state begins anew, if it was not given one.
+            if self.carries_state and not isinstance(self.loader, DataLoader):
+                states = [each.loader_state for each in (self._first, self._fetched, self.position)]
+                is_ahead = self._fetched is not self.position
+                self._broken_off = BrokenOff(*states) if is_ahead else None
+            self._drawn.take_back(self.position.num_batches)
+
+    def warn_if_spent(self) -> None:
+        """Warn, once, of an epoch that yielded nothing because an iterator is used up."""
+        if self._num_begun > 1 and self.is_one_shot and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the loader ({type(self.loader).__name__}) is an iterator, which serves one "
+                "epoch, and is used up, so this loop got no batch; pass something that iter() can "
+                "start again, or a new one",
+                stacklevel=3,
+            )
 
     def announce(self) -> None:
         """Note that the epoch that `begin` is about to begin is not the training's turn yet."""
         self._announced = self._generators()
+        self._drawn_announced = DrawnAhead(-1, self._draws)
 
     def arrive(self) -> None:
         """Note that the training has come to the announced epoch."""
         self._announced = None
+        self._drawn = self._drawn_announced
 
     def recall(self) -> None:
         """Take the announced epoch back: the next one begins where it would have begun."""
         if self._announced is not None:
-            self._set_epoch_start(self._announced)
+            self._drawn_announced.take_back(-1)
         self._announced = None
 
     def _positions(
-        self, iterator: Iterator[Any], at: Position, turn: Turn
+        self, iterator: Iterator[Any], at: Position, turn: Turn, drawn: DrawnAhead
     ) -> Iterator[tuple[Any, Position]]:
         own = None  # looked up once an epoch, behind the first batch: iter() may make one
         holds: dict[str, Generator] = {}
         carries_state = False
+        number, here = at.num_batches, get_ident()
+        asked = self._all_generators() if number > drawn.handed_out else []
+        found = states_of(asked)
         try:
-            for number, batch in enumerate(unannotated(iterator), start=at.num_batches + 1):
+            for batch in unannotated(iterator):
+                number += 1
+                is_first = own is None
                 if own is None:
-                    own, carries_state = self._own_generators(), self.carries_state
+                    if found:
+                        drawn.note(Draw(number, asked, found, states_of(asked), is_alone=False))
+                    own, carries_state = own_generators(self.loader), self.carries_state
                     holds = self._held_generators()
+                    asked = [*own, *holds.values()]
                 generators = tuple([g.get_state() for g in own]) if own else ()
                 state = self._loader_state() if carries_state else None
                 apart = getattr(self.loader, "draws_apart", False) is True
                 held = {name: state_of(g) for name, g in holds.items()} if holds else NOTHING
-                yield batch, Position(number, at.epoch_start, state, generators, apart, held)
+                if found or is_first:
+                    left = [*generators, *held.values()]
+                    found = left if is_first else found
+                    drawn.note(Draw(number, asked, found, left, get_ident() == here))
+                    found = []
+                position = Position(number, at.epoch_start, state, generators, apart, held)
+                if self._fetched is NOWHERE:
+                    self._first = position
+                self._fetched = position
+                yield batch, position
+                # The next one is what the training waits for, or is fetched ahead.
+                if asked and (number > drawn.handed_out or number < FEW or get_ident() != here):
+                    found = states_of(asked)
+            if carries_state:
+                self._fetched = NOWHERE._replace(loader_state=self._loader_state())
         finally:
+            if found:  # the end was looked for, or a fetch failed
+                drawn.note(Draw(number + 1, asked, found, states_of(asked), get_ident() == here))
             turn.is_over = True
+
+    def _all_generators(self) -> list[Generator]:
+        return [*own_generators(self.loader), *self._held_generators().values()]
 
     def _resumed(self, at: Position) -> Iterator[Any]:
         self._has_begun = True
@@ -227,7 +291,7 @@ class PositionedLoader:
             self._start_workers(at)
             set_rng_state(at.epoch_start["rng"], CPU)
             self._set_epoch_start(at.epoch_start)
-            iterator = iter(self.loader)
+            iterator = self._iterator()
             for number in range(at.num_batches):
                 try:
                     next(iterator)
@@ -281,7 +345,7 @@ class PositionedLoader:
             **{name: getattr(position, name) for name in SAVED},
             "epoch_start": start,
             "carries_state": self.carries_state,
-            "fingerprint": self._fingerprint(),
+            "fingerprint": fingerprint(self.loader),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -292,8 +356,9 @@ class PositionedLoader:
             StateMismatchError: The position is that of another kind of loader.
         """
         self.check(state)
-        self.loader = self._fitting(state)
-        state = self._fitted(state)
+        self._broken_off = None
+        self.loader = fitting(self.loader, state)
+        state = fitted(state, self.loader)
         position = Position(**{name: state[name] for name in SAVED})
         if self.carries_state:
             self.loader.load_state_dict(position.loader_state)  # type: ignore[attr-defined]
@@ -307,105 +372,17 @@ class PositionedLoader:
 
     def check(self, state: object) -> None:
         """Raise unless ``state`` is a position in such a loader; see `load_state_dict`."""
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"state must be the mapping that state_dict() returned, got {type(state).__name__}"
-            )
-        lacking = {*SAVED, "carries_state", "fingerprint"} - set(state)
-        if lacking:
-            raise StateMismatchError(
-                f"state lacks {sorted(lacking)}; load what the loader's state_dict() returned"
-            )
-        if state["carries_state"] != self.carries_state:
-            kinds = {True: "carries its own state", False: "is counted"}
-            raise StateMismatchError(
-                f"the position is that of a loader that {kinds[state['carries_state']]}, and this "
-                f"{type(self.loader).__name__} {kinds[self.carries_state]}; build the loader as it "
-                "was built before"
-            )
-        if self.carries_state:
-            return
-        fitting = self._fitting(state)
-        if fitting is not self.loader:
-            PositionedLoader(fitting).check(state)
-            return
-        own = self._fingerprint()
-        for name, saved in self._fitted(state)["fingerprint"].items():
-            if own.get(name) != saved:
+        check_fits(state, self.loader)
+        if self.goes_on_only:
+            assert isinstance(state, Mapping)
+            now = 0 if self.position is None else self.position.num_batches
+            if state["num_batches"] != now:
                 raise StateMismatchError(
-                    f"the position was saved with {name} {saved}, and this loader has "
-                    f"{own.get(name)}; its batches would be others: build the loader as it was "
-                    "built before, or start the epoch anew"
+                    f"the position is after batch {state['num_batches']}, and the loader "
+                    f"({type(self.loader).__name__}) is an iterator that has begun and is after "
+                    f"batch {now}; it cannot go back: pass a new one, or something that iter() can "
+                    "start again"
                 )
-        saved, present = len(state["epoch_start"]["generators"]), len(self._own_generators())
-        if saved < present and own["dealt_to"] is not None:
-            raise StateMismatchError(
-                "the position was saved by one process, whose loader drew its order from the "
-                f"global generator, and {own['dealt_to']} ranks draw another; end the epoch in one "
-                "process, or give the loader a generator= before the run begins"
-            )
-        if saved != present:
-            raise StateMismatchError(
-                f"the position was saved with {saved} generators of the loader's own, and this "
-                f"loader has {present}; give it a generator where it had one"
-            )
-
-    def _fitting(self, state: Mapping[str, Any]) -> Iterable[Any]:
-        """Return the loader that can go on: this one, or what draws an order as many ranks did.
-
-        Dealt out among ranks, a loader has a generator for its order if it was given none. In one
-        process it draws from the global one, so it is dealt out to one.
-        """
-        loader = self.loader
-        if (
-            self.carries_state
-            or not isinstance(loader, DataLoader)
-            or isinstance(loader.dataset, IterableDataset)
-            or state["fingerprint"].get("dealt_to") is None
-            or not state["epoch_start"]["generators"]
-            or self._own_generators()
-            or self._fingerprint()["num_replicas"] is not None
-        ):
-            return loader
-        return dealt_by_sample(loader, 0, 1)
-
-    def _fitted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state if self.carries_state else resharded(state, self._fingerprint())
-
-    def _fingerprint(self) -> dict[str, Any]:
-        found = {
-            name: next((v for v in map(self._look_up, paths) if v is not None), None)
-            for name, paths in FINGERPRINT.items()
-        }
-        # What samples a position means, though no other number of ranks can be told from it.
-        found["sampler_batch_size"] = None
-        if found["batch_size"] is None:
-            of_samplers = (self._look_up(f"{each}.batch_size") for each in SAMPLERS)
-            found["sampler_batch_size"] = next((v for v in of_samplers if v is not None), None)
-        try:
-            found["num_samples"] = len(getattr(self.loader, "dataset", None))  # type: ignore[arg-type]
-        except TypeError:
-            found["num_samples"] = None
-        return found
-
-    def _look_up(self, path: str) -> Any:
-        value: Any = self.loader
-        for name in path.split("."):
-            value = getattr(value, name, None)
-        return value if isinstance(value, int | torch.Generator) else None
-
-    def _own_generators(self) -> list[torch.Generator]:
-        """Return the generators that the loader and its samplers draw from, each once."""
-        loader = self.loader
-        if (
-            getattr(loader, "generator", None) is None
-            and getattr(loader, "sampler", None) is None
-            and getattr(loader, "batch_sampler", None) is None
-            and getattr(loader, "order_generator", None) is None
-        ):
-            return []  # with each batch, so what has none of these is not asked for more
-        found = {id(g): g for g in map(self._look_up, GENERATORS) if g is not None}
-        return list(found.values())
 
     def _start_workers(self, at: Position) -> None:
         """Let workers that stay begin: only a loader's first iteration draws a seed for them."""
@@ -414,7 +391,7 @@ class PositionedLoader:
             self._has_begun = True
 
     def _set_own_generators(self, states: Sequence[torch.Tensor]) -> None:
-        own = self._own_generators()
+        own = own_generators(self.loader)
         if self.carries_state and len(own) != len(states):
             return  # built otherwise than it was, which is between it and its state
         for generator, state in zip(own, states, strict=True):
@@ -422,14 +399,16 @@ class PositionedLoader:
 
     def _held_generators(self) -> dict[str, Generator]:
         # What a loader that carries its own state does about them is its own affair.
-        return {} if self.carries_state else held_generators(self.loader, self._own_generators())
+        return (
+            {} if self.carries_state else held_generators(self.loader, own_generators(self.loader))
+        )
 
     def _set_epoch_start(self, start: Mapping[str, Any]) -> None:
         self._set_own_generators(start["generators"])
         set_states(self._held_generators(), start.get("held", {}))
 
     def _own_states(self) -> tuple[torch.Tensor, ...]:
-        return tuple([generator.get_state() for generator in self._own_generators()])
+        return tuple([generator.get_state() for generator in own_generators(self.loader)])
 
     def _generators(self) -> dict[str, Any]:
         return {
@@ -441,7 +420,4 @@ class PositionedLoader:
         }
 
     def _loader_state(self) -> Any:
-        # A copy: a loader may hand out what it goes on changing.
-        if not self.carries_state:
-            return None
-        return copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
+        return state_of_loader(self.loader) if self.carries_state else None

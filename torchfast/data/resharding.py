@@ -22,8 +22,7 @@ def resharded(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, 
         own: The fingerprint of the loader that is to go on.
     """
     saved = state["fingerprint"]
-    names = set(saved) | set(own)
-    differing = {name for name in names if saved.get(name) != own.get(name)}
+    differing = {name for name, value in saved.items() if value != own.get(name)}
     # As many ranks with another batch size are a mistake rather than another machine.
     if "dealt_to" not in differing or not differing <= set(_COUNTED):
         return state

@@ -9,6 +9,10 @@ _NAMES: Final = ("sampler", "batch_sampler")
 _DEPTH: Final = 4  # a class that answers for every name has samplers without end
 
 
+# What len() raises where nobody knows: the last, of what asks one that a wrapper does not have.
+UNSIZED: Final = (TypeError, NotImplementedError, AttributeError)
+
+
 def samplers_of(loader: Any) -> dict[str, Any]:
     """Return them by their names as seen from the loader, each once, the outer ones first."""
     seen: set[int] = set()

@@ -41,6 +41,7 @@ from torch.utils.data import (
 from torchfast._core.arguments import check_int, check_iterable, explain_keywords
 from torchfast._core.rng import preserved_rng, seed_host
 from torchfast.data.digest import digest, digest_of_samples
+from torchfast.data.one_shot import is_iterator
 from torchfast.data.samplers import samplers_of
 from torchfast.data.sharded_batches import (
     ShardedIterable,
@@ -117,7 +118,7 @@ def shard_loader(
                 type(loader).__name__,
                 world_size,
             )
-        if hasattr(type(loader), "__next__"):
+        if is_iterator(loader):
             return ShardedIterator(loader, rank, world_size, seed)
         return ShardedIterable(loader, rank, world_size, seed)
     return dealt_by_sample(loader, rank, world_size, seed=seed)
@@ -211,6 +212,11 @@ class ShardedSampler(Sampler[Any]):
         for sampler in (self._sampler, *samplers_of(self._sampler).values()):
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)
+
+    @property
+    def given(self) -> Any:
+        """What is dealt out."""
+        return self._sampler
 
     @property
     def batch_size(self) -> Any:

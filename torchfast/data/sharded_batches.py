@@ -31,6 +31,7 @@ from torchfast._core.rng import (
     set_rng_state,
 )
 from torchfast.data.digest import digest
+from torchfast.data.one_shot import begun
 
 # Of how many batches that a rank has one is compared with the other ranks': a stream without an end
 # may begin to differ at any time.
@@ -137,7 +138,7 @@ class ShardedIterable:
         """Begin an epoch."""
         draws = _SharedDraws(self._next_seed())
         with draws.taken():
-            items = iter(self._loader)
+            items = begun(iter(self._loader))
         self._digests.clear()
         return self._parts(dealt(items, self.rank, self.num_replicas, note=self._note), draws)
 

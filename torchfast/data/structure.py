@@ -62,7 +62,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
     elif isinstance(value, Mapping):
-        for key, item in value.items():
+        # Two with the same keys are built alike, in whatever order they were filled.
+        for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
             yield from _leaves(item, f"{path}[{key!r}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
