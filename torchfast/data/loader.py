@@ -9,10 +9,9 @@ It helps where loading or copying takes a noticeable part of a step. It does not
 supplies less than the step consumes: then the device waits all the same, and the report says so.
 On a CPU there is nothing to overlap with: batches are fetched one by one, with the same semantics.
 
-Three rules. With ``reuse=True`` a batch is valid until the next one is asked for. A loader that
-hands out device memory must not write into it again, nor a DataLoader or a list into pinned memory.
-What the loader draws at random is drawn where a plain loop draws it, also if that means not to
-fetch ahead; the report says which.
+With ``reuse=True`` a batch is valid until the next one is asked for. A loader that hands out device
+memory must not write into it again, nor a DataLoader or a list into pinned memory. What is drawn at
+random is drawn where a plain loop draws it, or the report says why not.
 """
 
 from __future__ import annotations
@@ -136,10 +135,10 @@ class PrefetchingLoader(Closing):
         self.across_epochs = check_flag("across_epochs", across_epochs)
         self.background = check_flag_or_auto("background", background)
         self._check = StructureCheck() if check_flag("strict", strict) else None
-        its = loader._move if isinstance(loader, PrefetchingLoader) else None
+        inner = loader._move if isinstance(loader, PrefetchingLoader) else None
         check_flag("channels_last", channels_last)
         self._move = move_to(
-            self.loader, self.device, transform, transfer_dtype, channels_last, its
+            self.loader, self.device, transform, transfer_dtype, channels_last, inner
         )
         self.channels_last = self._move.finish.channels_last
         self._epoch: int | None = None
@@ -154,7 +153,6 @@ class PrefetchingLoader(Closing):
         self._ahead = EpochAhead(self._upstream, self._fetching)
 
     # -- The loader's own --------------------------------------------------------------------------
-
     @property
     def is_one_shot(self) -> bool:
         """Whether the loader is an iterator, which serves one epoch only."""
@@ -402,8 +400,8 @@ class PrefetchingLoader(Closing):
             self._stop()
             self._upstream.load_state_dict(state)
             self.loader = self._upstream.loader
-        if (epoch := state.get("epoch")) is not None:
-            self.set_epoch(epoch)
+        if state.get("epoch") is not None:
+            self.set_epoch(state["epoch"])
 
     # -- Report and end ----------------------------------------------------------------------------
 
