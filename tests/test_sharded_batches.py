@@ -162,7 +162,9 @@ def test_a_position_is_gone_on_from(name):
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
-    expected = [[batch.tolist() for batch in batches], *rest(loader)]
+    expected = [[batch.tolist() for batch in batches]]
+    if not loader.is_one_shot:  # which is used up, and says so
+        expected += rest(loader)
     seed_everything(99)
     again = made()
     again.load_state_dict(state)
