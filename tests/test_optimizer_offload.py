@@ -249,6 +249,23 @@ def test_changes_that_no_count_of_writes_tells_are_noticed(who, monkeypatch):
     assert len(copied) == 3 * 2 * (1 if who == "nobody" else 2)
 
 
+def test_a_write_beside_an_early_copy_is_not_in_its_sum_alone(monkeypatch):
+    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
+    checksum, writes = optimizer_offload._checksum, [0.5]
+
+    def written(gradient):
+        if writes:  # by the caller's stream, at this very moment
+            gradient.mul_(writes.pop())
+        return checksum(gradient)
+
+    monkeypatch.setattr(optimizer_offload, "_checksum", written)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = OffloadedOptimizer([weight], partial(torch.optim.SGD, lr=1.0), copy_early=True)
+    (weight * 2).sum().backward()
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.zeros(4))
+
+
 def _counting(copy, gradients, copied):
     def counted(self, source, *args, **kwargs):
         if any(self is known for known in gradients.values()):

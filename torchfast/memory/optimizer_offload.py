@@ -360,8 +360,10 @@ class OffloadedOptimizer(Optimizer):
             home.wait_event(before.copied)
         out.wait_event(home.record_event())
         with side.on(out), torch.no_grad():
-            self._gradients[parameter].copy_(gradient, non_blocking=True)
+            # Before the copy: the caller's stream goes on meanwhile, and a write that comes between
+            # the two must not be in the sum alone.
             checksum = _checksum(gradient)
+            self._gradients[parameter].copy_(gradient, non_blocking=True)
         self._early[parameter] = _Early(gradient, checksum, out.record_event())
 
     def _forget_changed(self, out: Any) -> None:
