@@ -183,15 +183,15 @@ def test_a_data_set_that_draws_is_found_in_a_training_that_draws():
 
 
 class Mixed:
-    """A transform that draws from some batch on, as one does behind a warm-up."""
+    """A transform that draws from some batch on, as one does behind a warm-up, up to some batch."""
 
-    def __init__(self, first):
-        self.first, self.by_number = first, {}
+    def __init__(self, first, last=SIZE):
+        self.first, self.last, self.by_number = first, last, {}
 
     def __call__(self, batch):
         number = int(batch)
         self.by_number.setdefault(number, threading.current_thread().name)
-        return batch + (torch.rand(()) if number >= self.first else 0)
+        return batch + (torch.rand(()) if self.first <= number <= self.last else 0)
 
     @property
     def threads(self):
@@ -200,7 +200,8 @@ class Mixed:
 
 
 def test_a_transform_that_draws_late_takes_its_turn_from_then_on():
-    samples, mixed = Samples(), Mixed(5)
+    # A later draw, in the loop's thread, may fall into a fetch and be suspected as well.
+    samples, mixed = Samples(), Mixed(5, last=6)
     loader = PrefetchingLoader(DataLoader(samples, 1), "cpu", transform=mixed)
     for number, _ in enumerate(loader):
         if number == 3:
