@@ -20,6 +20,7 @@ from torch import nn
 from torchfast._core.arguments import check_flag, check_iterable
 from torchfast._core.errors import EmptyEpochError
 from torchfast._core.loss import LossParts, Number
+from torchfast._core.modes import preserved_modes
 from torchfast._core.reading import Reading
 from torchfast._core.rng import RNGState, get_rng_state, preserved_rng, set_rng_state
 from torchfast._core.rounds import Rounds
@@ -57,14 +58,8 @@ def undisturbed(step: TrainStep, model: nn.Module) -> Iterator[None]:
 
     Those of the training model too, where ``model`` is its average.
     """
-    models = (step.model, model)
-    modes = [(module, module.training) for root in models for module in root.modules()]
-    try:
-        with preserved_rng(step.device):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with preserved_modes(step.model, model), preserved_rng(step.device):
+        yield
 
 
 def deal_out(step: TrainStep, batches: Iterable[Any]) -> Iterable[Any] | DealtBatches:

@@ -153,6 +153,7 @@ class PrefetchingLoader(Closing):
         self._ahead = EpochAhead(self._upstream, self._fetching)
 
     # -- The loader's own --------------------------------------------------------------------------
+
     @property
     def is_one_shot(self) -> bool:
         """Whether the loader is an iterator, which serves one epoch only."""
@@ -239,11 +240,7 @@ class PrefetchingLoader(Closing):
                     self._begin_ahead()
                 yield taken[0]
                 if self._iteration != mine:
-                    raise IterationError(
-                        "another iteration over this PrefetchingLoader has begun, or it was "
-                        "closed, which ended this one; give each loop a PrefetchingLoader of its "
-                        "own"
-                    )
+                    raise IterationError(ENDED)
             if any(self.ranks.gather(self._upstream.may_be_at_end and not self.is_one_shot)):
                 # Samplers draw at the end, so it has to be asked for; a batch that comes instead
                 # is not counted, and comes again where the position is loaded.

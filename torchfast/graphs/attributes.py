@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchfast._core.generators import set_state, state_of
 from torchfast._core.proxies import is_dead
 from torchfast.graphs.holders import (
     CONTAINERS,
@@ -118,7 +119,7 @@ class Attributes:
         kinds = Kinds()
         values = [v for _, _, v in self._not_written(held) if kinds[type(v)] > TENSOR]
         found = {id(g): g for value in values for g in _generators_in(value)}
-        self._generators = [(g, _state_of(g)) for g in found.values()]
+        self._generators = [(g, state_of(g)) for g in found.values()]
         # Another walk, as for the step alone, could find one only in groups of what updates.
         groups = [v for f in of_updates if isinstance(f, Optimizer) for v in _settings_of(f)]
         self._may_draw = not self._is_all or any(is_holder(v, kinds) for v in groups)
@@ -162,7 +163,7 @@ class Attributes:
         return [
             f"a {type(generator).__name__} of its own on the host"
             for generator, state in self._generators
-            if not _same_state(_state_of(generator), state)
+            if not _same_state(state_of(generator), state)
         ]
 
     def iterator(self) -> tuple[str, str, str] | None:
@@ -210,7 +211,7 @@ class Attributes:
     def put_generators_back(self) -> None:
         """Set generators of the host back to where they were when the values were taken."""
         for generator, state in self._generators:
-            _set_state(generator, state)
+            set_state(generator, state)
 
     def ran(self, kind: Hashable) -> None:
         """Note that the step has run: what has changed since it began, it has written itself.
@@ -405,23 +406,6 @@ def _settings_of(optimizer: Optimizer) -> Iterator[Any]:
     """Yield what is in an optimizer's groups beside the parameters."""
     for group in optimizer.param_groups:
         yield from (value for name, value in group.items() if name != "params")
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state()
-    return generator.bit_generator.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
 
 
 def _same_state(a: Any, b: Any) -> bool:

@@ -30,6 +30,7 @@ from torchfast._core.arguments import check_callable, check_int, check_positive
 from torchfast._core.batches import to_device
 from torchfast._core.device import resolve_device
 from torchfast._core.loss import check_differentiable, unpack_loss
+from torchfast._core.modes import preserved_modes
 from torchfast._core.untouched import untouched
 from torchfast.memory.block_costs import BlockCosts, Storages, tensors_in
 from torchfast.memory.kept_results import choose_kept
@@ -164,8 +165,6 @@ def measure_recompute(
     moved = to_device(batch, where)
     blocks = chosen_blocks(model, RecomputeOptions())
     probe = BlockProbe(model, blocks, where, moved)
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
 
     def step(inputs: Any) -> None:
         model.zero_grad(set_to_none=True)
@@ -174,7 +173,8 @@ def measure_recompute(
         check_differentiable(loss)
         loss.backward()
 
-    try:
+    with preserved_modes(model):
+        model.train()
         with untouched(model, where):
             with probe.counting():
                 step(moved)
@@ -185,9 +185,6 @@ def measure_recompute(
             ]
             rises = peak_rises(step, moved, model, arms, where)
             times = timed(step, moved, arms, probe, where, repeats, graphs)
-    finally:
-        for module, training in modes:
-            module.training = training
     fixed, memory_bytes = fixed_bytes(model, optimizer), int(size * 1e9)
     most_bytes = device_bytes(where)
     # The step makes the gradients, so that the peak has those that are there by then.

@@ -8,8 +8,7 @@ one some samples are run as a whole and in parts of several sizes, without gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from torchfast._core.batches import count_samples
 from torchfast._core.loss import LossParts
+from torchfast._core.modes import preserved_modes
 from torchfast._core.rng import get_rng_state, same_rng_state
 from torchfast.memory.before_step import BeforeStep
 from torchfast.memory.splitting import samples_of, split_at
@@ -60,7 +60,8 @@ def check_split(
     before = BeforeStep(model, device)
     drawn_from = get_rng_state(device)
     try:
-        with torch.no_grad(), _in_eval_mode(model):
+        with torch.no_grad(), preserved_modes(model):
+            model.eval()
             whole = loss_of(some)
             if not same_rng_state(drawn_from, get_rng_state(device)):
                 return Verdict(why_unknown="it draws random numbers")
@@ -91,14 +92,3 @@ def _compared(whole: LossParts, together: LossParts) -> Verdict:
                 "the loss function returns neither a mean over samples nor (sum, metrics, weight)"
             )
     return Verdict()
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

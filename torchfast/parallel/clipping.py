@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from torchfast._core.local import whole
 from torchfast._core.phases import COMMUNICATION, phase
 from torchfast.parallel.ranks import mean_over_ranks
 
@@ -62,8 +63,7 @@ def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     if not isinstance(gradients[0], DTensor):
         return get_total_norm(gradients)
     with phase(COMMUNICATION):  # with this rank's share of the sums, which torch does not part
-        norm = get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole(get_total_norm(gradients))
 
 
 def _layout(gradient: Tensor) -> object:
