@@ -1,4 +1,7 @@
-"""A training of two GPUs in which one rank raises, and lives on until the other has heard."""
+"""Trainings of two GPUs in which one rank raises, or leaves out a block that the other waits in.
+
+Both live on until the other has heard.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from parallel_training import batches, fresh, mean_loss
 from torchfast import Plan, RankError, Trainer
@@ -16,7 +20,23 @@ STEPS, FAILS_AT, GROUP_TIMEOUT_S = 60, 40, 120
 FAILS = 1
 
 
-def run(rank, shard, is_captured, store, folder):
+def skipping(rank, at):
+    """Return a loss function with which one rank leaves out a block in one step."""
+    steps = []
+
+    def loss_fn(model, batch):
+        tokens, targets = batch
+        steps.append(None)
+        x = model.embedding(tokens)
+        for number, block in enumerate(model.blocks):
+            if not (rank == FAILS and number == at and len(steps) == FAILS_AT):
+                x = block(x)
+        return F.cross_entropy(model.head(x).flatten(0, 1), targets.flatten())
+
+    return loss_fn
+
+
+def run(rank, shard, is_captured, store, folder, leaves_out=None):
     """Train until the steps are over or an error comes, and leave what came of it."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     torch.cuda.set_device(rank)
@@ -30,7 +50,7 @@ def run(rank, shard, is_captured, store, folder):
     trainer = Trainer(
         fresh(16).to("cuda"),
         lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01), fused=True, capturable=True),
-        mean_loss,
+        mean_loss if leaves_out is None else skipping(rank, leaves_out),
         Plan(shard=shard, cuda_graph=is_captured),
         device="cuda",
     )
@@ -40,7 +60,7 @@ def run(rank, shard, is_captured, store, folder):
         for number in range(STEPS):
             began = time.monotonic()
             # A replay does not call the loss function: what fails is what the step is given.
-            fails = rank == FAILS and number == FAILS_AT
+            fails = leaves_out is None and rank == FAILS and number == FAILS_AT
             trainer.step(own[0][0] if fails else own[number % len(own)])
             torch.cuda.synchronize()  # waits for the other rank's kernels
     except (ValueError, TypeError, RankError) as error:

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from gpu.own_process import spawned
@@ -78,13 +79,40 @@ def all_are(how, job):
     return told == {how} != {"RankError"}
 
 
-def trained(rank, plan, loss_fn=mean_loss, width=8, *, steps=STEPS, odd=(), hooked=(), **options):
+class NormedBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.line = nn.BatchNorm1d(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.relu(self.line(self.norm(x.transpose(1, 2)).transpose(1, 2)))
+
+
+class Normed(nn.Module):
+    """With statistics of what each rank is given, of which only the first rank's may count."""
+
+    def __init__(self, width=8, classes=7):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(classes, width)
+        self.blocks = nn.ModuleList(NormedBlock(width) for _ in range(2))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def trained(rank, plan, loss_fn=mean_loss, width=8, make=fresh, *, steps=STEPS, **options):
     """Train for some steps and return what is left of it, on the host.
 
     Before some steps the last rank gets a batch of another shape, or a hook, which makes its graph
     invalid and changes no number.
     """
-    model = fresh(width).to("cuda")
+    odd, hooked = options.pop("odd", ()), options.pop("hooked", ())
+    model = make(width).to("cuda")
     trainer = Trainer(
         model,
         lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01), fused=True, capturable=True),
@@ -118,7 +146,7 @@ def trained(rank, plan, loss_fn=mean_loss, width=8, *, steps=STEPS, odd=(), hook
 
 def both_ways(shard, **fields):
     """Return a job that trains eagerly and captured."""
-    names = ("ema", "max_grad_norm", "width", "accumulate", "steps", "odd", "hooked")
+    names = ("make", "ema", "max_grad_norm", "width", "accumulate", "steps", "odd", "hooked")
     options = {name: fields.pop(name) for name in names if name in fields}
 
     def job(rank):
@@ -229,6 +257,7 @@ JOBS = {
             ("lost graph", {"steps": 60, "hooked": (26,)}),
         )
     },
+    **{f"{shard} normed": both_ways(shard, make=Normed) for shard in ("ddp", "fsdp")},
     "fsdp some whole": both_ways(WHOLE_HEAD, max_grad_norm=0.5),
     "fsdp kept whole": both_ways(KEPT_WHOLE),
     **{

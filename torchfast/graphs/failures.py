@@ -44,7 +44,7 @@ _CAUSES = (
     (
         ("Offset increment outside graph capture", "CUDA generator not in capture mode"),
         "it draws from a generator that was not named",
-        "name it: state=[..., generator]",
+        "hold it in an attribute of a module, or name it: state=[..., generator]",
     ),
     (
         ("out of memory",),

@@ -20,12 +20,16 @@ from torchfast.graphs.run_ends import digest
 
 Table = dict[str, Any]
 _DIGESTED = 2**21  # elements at a time: a step that warms up has little memory to spare
+_FEW = 256  # containers of more are data
 _NEVER = -1  # the version of a tensor that is none of its own
 
 
 @final
 class NamedState:
     """Modules, optimizers, gradient scalers, generators and tensors of a step.
+
+    Generators that stand in attributes of its modules, or in lists, tuples and dictionaries there,
+    are part of it too.
 
     Args:
         holders: They, in any order.
@@ -95,6 +99,9 @@ class NamedState:
             if not isinstance(m, torch.jit.ScriptModule)
         )
         self.every_module = list(every)
+        held = {id(g): g for module in every for g in _generators_in(vars(module))}
+        known = {*map(id, self.generators)}
+        self.generators += [g for key, g in held.items() if key not in known]
         self._buffers = [
             (module._buffers, name, buffer)
             for module in every
@@ -256,6 +263,15 @@ class NamedState:
             for rates in self.rates:
                 stack.enter_context(rates.on_device())
             yield
+
+
+def _generators_in(attributes: Table) -> Iterator[torch.Generator]:
+    for value in attributes.values():
+        parts: Iterable[Any] = (value,)
+        if type(value) in (list, tuple, dict) and len(value) <= _FEW:
+            parts = value.values() if type(value) is dict else value
+        # By its type, since a proxy of what is gone cannot be asked.
+        yield from (part for part in parts if issubclass(type(part), torch.Generator))
 
 
 def _fits(old: Table, new: Table) -> bool:
