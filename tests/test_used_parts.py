@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import ranks
 from parallel_training import OPTIMIZERS, batches, fresh, mean_loss
 from torchfast import Plan, RankError, Trainer
-from torchfast.parallel.used_parts import UsedParts
+from torchfast.parallel.used_parts import Used, UsedParts
 
 
 def skipping(rank, at):
@@ -35,7 +35,7 @@ def skipping(rank, at):
     return str(caught.value), time.monotonic() - began
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_block_that_one_rank_leaves_out_is_told_at_once(at):
     for told, seconds in ranks.run(skipping, 2, at):
         assert "the ranks used different parts of the model in a step" in told
@@ -58,12 +58,48 @@ def test_a_rank_that_is_late_is_waited_for():
     assert all(loss > 0 for loss in ranks.run(slow))
 
 
+def between_two_steps(rank):
+    """As where a device waits, and the host does not: the step is over when it is found out."""
+    trainer = Trainer(fresh(), OPTIMIZERS["sgd"], mean_loss, Plan(shard="fsdp"))
+    first, second, *_ = batches(rank)
+    trainer.step(first)
+    sharded = trainer._step.sharding._sharded
+    if rank == 1:
+        sharded._ran = sharded._ran[:1] + sharded._ran[2:]
+    time.sleep(3)
+    with pytest.raises(RankError, match=r"rank 0 has blocks\.1, rank 1 has blocks\.2"):
+        trainer.step(second)
+    assert len(sharded._before) == 0
+
+
+def some_steps_behind(rank):
+    trainer = Trainer(fresh(), OPTIMIZERS["sgd"], mean_loss, Plan(shard="fsdp"))
+    for batch in batches(rank) * 20:
+        trainer.step(batch)
+    sharded = trainer._step.sharding._sharded
+    assert 1 < len(sharded._before) <= 64
+    if rank == 1:
+        number, ran = sharded._before[-2]
+        sharded._before[-2] = number, [*ran, *ran]
+    time.sleep(3)
+    with pytest.raises(RankError, match=r", rank 1 has .*, 2 steps ago"):
+        trainer.step(batches(rank)[0])
+
+
+@pytest.mark.parametrize("work", [between_two_steps, some_steps_behind])
+def test_what_is_found_out_behind_a_step_ends_the_next_one(work):
+    ranks.run(work)
+
+
 class Ran:
-    def __init__(self, number, names):
-        self.now = (1, number), names
+    def __init__(self, *used):
+        self.all = list(used)
 
     def used(self):
-        return self.now
+        return self.all
+
+    def number(self):
+        return self.all[0].number
 
 
 class Store(dict):
@@ -73,19 +109,46 @@ class Store(dict):
         return all(key in self for key in keys)
 
 
-def test_what_is_compared():
-    store, first, second = Store(), UsedParts(0), UsedParts(1)
-    assert first.difference(store, 1) == second.difference(store, 1) == ""
-    assert first.number() is None
-    with first.told_by(Ran(4, ["a", "b"])), second.told_by(ran := Ran(4, ["a"])):
-        assert second.difference(store, 1) == ""  # nothing there yet
-        assert first.difference(store, 1) == ""
-        assert second.difference(store, 1) == ""  # the beginning of the same
-        ran.now = (1, 4), ["a", "c"]
-        assert second.difference(store, 1) == "rank 0 has b, rank 1 has c"
-        assert second.difference(store, 2) == ""  # of another body
-        ran.now = (2, 4), ["a", "c"]
-        assert second.difference(store, 1) == ""  # of another forward
-        ran.now = None
-        assert second.number() is None
-    assert second.difference(store, 1) == ""
+def compared(first, second):
+    store, one, other = Store(), UsedParts(0), UsedParts(1)
+    first, second = Ran(*first), Ran(*second)
+    with one.told_by(first), other.told_by(second):
+        assert other.difference(store) == ""  # nothing there yet
+        assert one.difference(store) == ""
+        return other.difference(store)
+
+
+def used(number, parts, is_over=False):
+    return Used((number, 1), list(parts), is_over)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ([used(4, "ab")], [used(4, "a")], ""),  # the beginning of the same
+        ([used(4, "ab")], [used(4, "ac")], "rank 0 has b, rank 1 has c"),
+        ([used(4, "ab")], [used(4, "a", True)], "rank 0 has b, rank 1 has nothing more"),
+        ([used(4, "a", True)], [used(4, "ab")], "rank 0 has nothing more, rank 1 has b"),
+        ([used(4, "a", True)], [used(4, "")], ""),
+        ([used(5, "ab")], [used(4, "ac")], ""),  # of another forward
+        (
+            [used(9, "ab"), used(8, "ab", True), used(7, "ab", True)],
+            [used(8, "b", True), used(7, "a", True), used(6, "x", True)],
+            "rank 0 has b, rank 1 has nothing more, a step ago",
+        ),
+    ],
+)
+def test_what_is_compared(first, second, told):
+    assert compared(first, second) == told
+
+
+def test_where_nothing_is_in_shards_nothing_is_compared():
+    store, one, other = Store(), UsedParts(0), UsedParts(1)
+    assert one.number() is None
+    assert one.difference(store) == other.difference(store) == ""
+    with one.told_by(source := Ran(used(4, "ab"))):
+        assert one.number() == (4, 1)
+    assert one.number() == (4, 1)  # asked behind the step too
+    del source
+    assert one.number() is None
+    assert store == {}

@@ -76,7 +76,9 @@ def fit(trainer, loader, steps=STEPS):
 
 
 def told(result):
-    return {row.name: (row.p50_ms, row.source, row.num_samples) for row in result.step_times.phases}
+    return {
+        str(row.name): (row.p50_ms, row.source, row.num_samples) for row in result.step_times.phases
+    }
 
 
 def sleep_ms():

@@ -5,6 +5,7 @@ Both live on until the other has heard.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 from datetime import timedelta
@@ -40,6 +41,7 @@ def run(rank, shard, is_captured, store, folder, leaves_out=None):
     """Train until the steps are over or an error comes, and leave what came of it."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     torch.cuda.set_device(rank)
+    faulthandler.dump_traceback_later(GROUP_TIMEOUT_S / 3)  # what it hangs in, if it does
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",
         init_method=f"file://{store}",

@@ -66,7 +66,9 @@ def test_a_graph_that_one_gpu_has_lost_is_captured_anew_by_both(shard, trained):
 def test_ranks_end_with_one_model(name, trained):
     first, second = results_of(trained, name)
     for key, value in first[True]["state"].items():
-        assert torch.equal(second[True]["state"][key], value), key
+        # What the last forward has made of the first rank's statistics is each rank's own.
+        if not key.endswith(("running_mean", "running_var")):
+            assert torch.equal(second[True]["state"][key], value), key
 
 
 @pytest.mark.parametrize("what", ["recompute", "offload", "offload recompute"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final, cast, final
@@ -47,6 +48,8 @@ from torchfast.parallel.used_parts import Used
 from torchfast.parallel.whole_parameters import WholeParameters
 
 _METHOD = "_torchfast_call"
+# Forwards of which it is known what they used: a host is at most so far ahead of its device.
+_NUM_KNOWN: Final = 64
 # What is tried where the depth is to be measured; the usual one first.
 DEPTHS: Final = (1, 2, 3)
 
@@ -106,6 +109,7 @@ class ShardedModel:
         self._twins: list[nn.Module] = []
         self._number = 0, 0  # of the step, and of the forward in it
         self._ran: list[Any] | None = None  # what has run, once a forward is through
+        self._before: deque[tuple[tuple[int, int], list[Any]]] = deque(maxlen=_NUM_KNOWN)
         self.is_noted = False
         self.noted: list[str] = []
         # Given where to note when collectives run, and None when that is over.
@@ -142,8 +146,7 @@ class ShardedModel:
         self.reduce_gradients(is_last)
         self._buffers.send_from_first()
         before = len(self._gathered())
-        self._ran = None  # before the number: another thread reads both
-        self._number = self._number[0], self._number[1] + 1
+        self._begin_forward((self._number[0], self._number[1] + 1))
         with self._backwards.seen():
             result = self.whole(call, self._model)
         self._ran = list(self._gathered())
@@ -151,18 +154,37 @@ class ShardedModel:
             self.noted = _names(self._ran[before:])
         return result
 
-    def used(self) -> Used | None:
-        """Return the number of the forward that was begun last, and what has run in the step.
+    def number(self) -> tuple[int, int]:
+        """Return the number of the step, and of the forward in it that was begun last."""
+        return self._number
+
+    def used(self) -> list[Used]:
+        """Return what the latest forwards have run in their steps, the last one first.
 
         Asked from another thread, while this one may wait for other ranks.
         """
-        number, ran = self._number, self._ran
-        used = _names(list(self._gathered()) if ran is None else ran)
-        return (number, used) if number is self._number else None
+        number, ran, before = self._number, self._ran, list(self._before)
+        parts = _names(list(self._gathered()) if ran is None else ran)
+        if number is not self._number:
+            return []
+        found = [Used(number, parts, ran is not None)]
+        return found + [Used(each, _names(parts), True) for each, parts in reversed(before)]
 
     def begin_step(self, number: int) -> None:
         """Count forwards from the beginning: ranks that have counted otherwise agree again."""
-        self._ran, self._number = None, (number, 0)
+        self._begin_forward((number, 0))
+
+    def forget_used(self) -> None:
+        """Forget what forwards used, behind an error: each rank may have come to another place."""
+        self.noted = []
+        self._before.clear()
+        self._ran = None
+
+    def _begin_forward(self, number: tuple[int, int]) -> None:
+        if self._ran is not None:
+            self._before.append((self._number, self._ran))
+        self._ran = None  # before the number: another thread reads both
+        self._number = number
 
     def _gathered(self) -> list[Any]:
         """Return the pieces that were gathered since the last backward, as torch keeps them."""

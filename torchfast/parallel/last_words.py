@@ -212,10 +212,10 @@ class LastWords:
                 is_any = self._store.check([_ANY])
                 if is_any and (now := self._store.get(_ANY)) != number:
                     number, words = now, self._words()
-                still = still + 1 if step == (step := self._running_step()) else 0
+                still = still + 1 if step == (step := self._step()) else 0
                 if step is not None and still > _LOOKS_FOR_ALIKE:
-                    differs = self.used.difference(self._store, self._entry)
-                    if differs and step == self._running_step():
+                    differs = self.used.difference(self._store)
+                    if differs and step == self._step():
                         self._end_wait({}, OTHER_PARTS.format(differs))
                         return
             except Exception as error:  # of any store, which is gone with the rank that held it
@@ -229,8 +229,9 @@ class LastWords:
                 self._end_wait(found)
                 return
 
-    def _running_step(self) -> tuple[int, ...] | None:
-        number = self.used.number() if self._is_inside else None
+    def _step(self) -> tuple[int, ...] | None:
+        """Return what is another in each forward of shards, None where there are no shards."""
+        number = self.used.number()
         return None if number is None else (self._entry, *number)
 
     def _end_wait(self, found: dict[int, _Word], own: str = "") -> None:

@@ -277,7 +277,7 @@ class Sharding:
         """
         self.close_pass()
         if self._sharded is not None:
-            self._sharded.noted = []  # each rank may have come to another place
+            self._sharded.forget_used()
         if self._replicated is not None:
             self._replicated.after_failure()
 

@@ -1,27 +1,49 @@
-"""Which parts of a sharded model the ranks have used in a step, compared while it stands still.
+"""Which parts of a sharded model the ranks have used in a step, compared while they stand still.
 
 A rank that runs a block which another leaves out waits in a collective that the other never joins,
 so what is compared behind the step is never reached. The thread that listens for other ranks'
-errors compares it meanwhile: where a step has not gone on for a few looks, the first rank says in
-the store what it has gathered so far, and each other rank holds its own against that. One that is
-only slower has the beginning of the same.
+errors compares it meanwhile: where no step has begun for a few looks, the first rank says in the
+store what it has gathered so far, and each other rank holds its own against that. One that is only
+slower has the beginning of the same.
+
+On a GPU it is the device that waits, and the host finds out some steps later, when it asks for a
+loss, be it within a step or between two. So forwards that lie behind are compared too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 _KEY: Final = "parts"
-
-# The numbers of a step and of a forward in it, and what has run in the step so far.
-Used = tuple[tuple[int, int], list[str]]
+_NOTHING_MORE: Final = "nothing more"
 
 
-class _Told(Protocol):
-    def used(self) -> Used | None: ...
+class Used(NamedTuple):
+    """What a forward has used.
+
+    Attributes:
+        number: Of the step, and of the forward in it.
+        parts: What has run, in its order.
+        is_over: Whether nothing more will.
+    """
+
+    number: tuple[int, int]
+    parts: list[str]
+    is_over: bool
+
+
+class Noting(Protocol):
+    """Notes what forwards use."""
+
+    def used(self) -> list[Used]:
+        """Return what the latest ones have, the last one first; empty if it cannot be told now."""
+
+    def number(self) -> tuple[int, int]:
+        """Return those of the forward that was begun last."""
 
 
 @final
@@ -34,50 +56,78 @@ class UsedParts:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._source: _Told | None = None
+        self._source: weakref.ref[Noting] | None = None
         self._said = ""  # by the first one
 
     @contextmanager
-    def told_by(self, source: _Told | None) -> Iterator[None]:
-        """Enter it around steps; ``source`` is None where nothing is in shards."""
-        before, self._source = self._source, source
-        try:
-            yield
-        finally:
-            self._source = before
+    def told_by(self, source: Noting | None) -> Iterator[None]:
+        """Enter it around steps; ``source`` is None where nothing is in shards.
+
+        It is asked behind them too, until others come.
+        """
+        self._source = None if source is None else weakref.ref(source)
+        yield
 
     def number(self) -> tuple[int, int] | None:
-        """Return those of the forward that was begun last; None outside of steps."""
-        used = self._now()
-        return None if used is None else used[0]
+        """Return those of the forward that was begun last; None before any."""
+        source = self._now()
+        return None if source is None else source.number()
 
-    def difference(self, store: Any, entry: int) -> str:
-        """Say what differs from the first rank in this step; empty where nothing is known to.
+    def difference(self, store: Any) -> str:
+        """Say what differs from the first rank; empty where nothing is known to.
 
         Args:
             store: Through which the ranks tell each other; an error of it goes through.
-            entry: What else must be the same for forwards to be compared.
         """
-        used = self._now()
-        if used is None:
+        source = self._now()
+        if source is None or not (own := source.used()):
             return ""
-        number, own = used
         if self._rank == 0:
-            if (told := json.dumps([entry, *number, own])) != self._said:
+            if (told := _packed(own)) != self._said:
                 store.set(_KEY, told)
                 self._said = told
             return ""
         if not store.check([_KEY]):
             return ""
-        *at, others = json.loads(store.get(_KEY))
-        if at != [entry, *number]:
-            return ""
-        # As far as both have come.
-        for first, mine in zip(others, own, strict=False):
-            if first != mine:
-                return f"rank 0 has {first}, rank {self._rank} has {mine}"
-        return ""
+        return _difference(_unpacked(store.get(_KEY)), own, self._rank)
 
-    def _now(self) -> Used | None:
-        source = self._source
-        return None if source is None else source.used()
+    def _now(self) -> Noting | None:
+        return None if self._source is None else self._source()
+
+
+def _packed(used: Sequence[Used]) -> str:
+    """Return it as text, in which each list of parts stands once: most forwards use the same."""
+    kinds: dict[tuple[str, ...], int] = {}
+    rows = [
+        (each.number, kinds.setdefault(tuple(each.parts), len(kinds)), each.is_over)
+        for each in used
+    ]
+    return json.dumps([rows, list(kinds)])
+
+
+def _unpacked(text: str | bytes) -> list[Used]:
+    rows, kinds = json.loads(text)
+    return [Used((step, forward), kinds[kind], over) for (step, forward), kind, over in rows]
+
+
+def _difference(theirs: Sequence[Used], own: Sequence[Used], rank: int) -> str:
+    of_first = {used.number: used for used in theirs}
+    # The oldest first: what comes behind a difference may be due to it.
+    for mine in reversed(own):
+        first = of_first.get(mine.number)
+        if first is None:
+            continue
+        for place in range(max(len(first.parts), len(mine.parts))):
+            here, there = _part(mine, place), _part(first, place)
+            if here != there and None not in (here, there):
+                ago = own[0].number[0] - mine.number[0]
+                when = {0: "", 1: ", a step ago"}.get(ago, f", {ago} steps ago")
+                return f"rank 0 has {there}, rank {rank} has {here}{when}"
+    return ""
+
+
+def _part(used: Used, place: int) -> str | None:
+    """Return what has run there, None where it may be to come."""
+    if place < len(used.parts):
+        return used.parts[place]
+    return _NOTHING_MORE if used.is_over else None
