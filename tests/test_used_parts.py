@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import ranks
 from parallel_training import OPTIMIZERS, batches, fresh, mean_loss
 from torchfast import Plan, RankError, Trainer
+from torchfast.parallel.fully_sharded import ShardedModel
 from torchfast.parallel.used_parts import Used, UsedParts
 
 
@@ -56,6 +57,31 @@ def slow(rank):
 
 def test_a_rank_that_is_late_is_waited_for():
     assert all(loss > 0 for loss in ranks.run(slow))
+
+
+def slow_start(rank):
+    """As on a GPU, where the ranks' connections take seconds: no parts are there to be told yet."""
+    apply = ShardedModel.apply
+
+    def slow(self):
+        time.sleep(3)
+        apply(self)
+        time.sleep(3)
+
+    ShardedModel.apply = slow
+    trainer = Trainer(fresh(), OPTIMIZERS["sgd"], mean_loss, Plan(shard="fsdp"))
+    first, second, *_ = batches(rank)
+    trainer.step(first)
+    began = time.monotonic()
+    with pytest.raises(ValueError if rank else RankError, match="too many values to unpack"):
+        trainer.step(first[0] if rank else second)
+    waited_s = time.monotonic() - began
+    time.sleep(9 * rank)  # or the other would hear of the end of this process
+    return waited_s
+
+
+def test_a_start_that_takes_long_is_no_obstacle():
+    assert max(ranks.run(slow_start)) < 6
 
 
 def between_two_steps(rank):

@@ -161,8 +161,10 @@ class ShardedModel:
     def used(self) -> list[Used]:
         """Return what the latest forwards have run in their steps, the last one first.
 
-        Asked from another thread, while this one may wait for other ranks.
+        Asked from another thread, while this one may wait for other ranks, or shards the model.
         """
+        if not isinstance(self._model, FSDPModule):
+            return []
         number, ran, before = self._number, self._ran, list(self._before)
         parts = _names(list(self._gathered()) if ran is None else ran)
         if number is not self._number:

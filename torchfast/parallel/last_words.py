@@ -212,15 +212,15 @@ class LastWords:
                 is_any = self._store.check([_ANY])
                 if is_any and (now := self._store.get(_ANY)) != number:
                     number, words = now, self._words()
-                still = still + 1 if step == (step := self._step()) else 0
-                if step is not None and still > _LOOKS_FOR_ALIKE:
-                    differs = self.used.difference(self._store)
-                    if differs and step == self._step():
-                        self._end_wait({}, OTHER_PARTS.format(differs))
-                        return
             except Exception as error:  # of any store, which is gone with the rank that held it
                 logger.debug("the other ranks' errors cannot be asked for: %s", error)
                 return
+            still = still + 1 if step == (step := self._step()) else 0
+            if step is not None and still > _LOOKS_FOR_ALIKE:
+                differs = self._other_parts()
+                if differs and step == self._step():
+                    self._end_wait({}, OTHER_PARTS.format(differs))
+                    return
             found = self._pending(words)
             if not found or waits_in != self._entry:
                 seen, waits_in = 0, self._entry
@@ -233,6 +233,13 @@ class LastWords:
         """Return what is another in each forward of shards, None where there are no shards."""
         number = self.used.number()
         return None if number is None else (self._entry, *number)
+
+    def _other_parts(self) -> str:
+        try:
+            return self.used.difference(self._store)
+        except Exception as error:  # of any store, or of a model that is taken apart meanwhile
+            logger.debug("what the ranks used cannot be compared: %s", error)
+            return ""
 
     def _end_wait(self, found: dict[int, _Word], own: str = "") -> None:
         """End what this rank waits in, for ranks that failed or for what it found, for good."""
