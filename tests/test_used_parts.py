@@ -98,6 +98,28 @@ def between_two_steps(rank):
     assert len(sharded._before) == 0
 
 
+def one_step_ahead(rank):
+    """The second rank is in the next step already, and waits there for the first, whose device
+    waits for the second.
+    """
+    trainer = Trainer(fresh(), OPTIMIZERS["sgd"], mean_loss, Plan(shard="fsdp"))
+    first, second, *_ = batches(rank)
+    trainer.step(first)
+    sharded = trainer._step.sharding._sharded
+    if rank == 1:
+        sharded._ran = sharded._ran[:1] + sharded._ran[2:]
+    began = time.monotonic()
+    time.sleep(0 if rank else 12)
+    with pytest.raises(RankError, match=r"rank 0 has blocks\.1, rank 1 has blocks\.2"):
+        trainer.step(second)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_is_a_step_ahead_ends_the_wait_of_both():
+    _, waited_s = ranks.run(one_step_ahead)
+    assert waited_s < 8
+
+
 def some_steps_behind(rank):
     trainer = Trainer(fresh(), OPTIMIZERS["sgd"], mean_loss, Plan(shard="fsdp"))
     for batch in batches(rank) * 20:

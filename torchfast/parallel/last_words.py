@@ -68,12 +68,14 @@ class _Word:
         text: The error, and where; empty where it only passes on that others failed.
         is_broken: Whether its connections are, so that it cannot go on.
         ends: Of its connections.
+        is_over: Whether no rank can go on, in whichever body it is: what was found lies behind.
     """
 
     entry: int
     text: str
     is_broken: bool
     ends: list[Ends]
+    is_over: bool = False
 
 
 @final
@@ -245,7 +247,7 @@ class LastWords:
         """End what this rank waits in, for ranks that failed or for what it found, for good."""
         self._heard = own or _told(found)
         logger.error("rank %d ends what it waits in: %s", self._rank, self._heard)
-        self._leave(own, is_broken=True)
+        self._leave(own, is_broken=True, is_over=bool(own))
         self._aborts = abort_groups()
         while not (self._ends.is_set() or self._is_over()):  # others hear of it a moment later
             words = self._words()
@@ -255,11 +257,11 @@ class LastWords:
             self._ends.wait(self._interval_s)
 
     def _pending(self, words: dict[int, _Word]) -> dict[int, _Word]:
-        """Return those of bodies that this rank has begun, too, and not failed in."""
+        """Return those of bodies that this rank has begun, too, and not failed in; or of any."""
         return {
             rank: word
             for rank, word in words.items()
-            if self._failed_at < word.entry <= self._entry
+            if word.is_over or self._failed_at < word.entry <= self._entry
         }
 
     def _is_over(self) -> bool:
@@ -268,10 +270,12 @@ class LastWords:
 
     # -- The store ---------------------------------------------------------------------------------
 
-    def _leave(self, text: str, *, is_broken: bool) -> None:
+    def _leave(self, text: str, *, is_broken: bool, is_over: bool = False) -> None:
         try:
             ends = connections(self._store)
-            word = _Word(entry=self._entry, text=text, is_broken=is_broken, ends=ends)
+            word = _Word(
+                entry=self._entry, text=text, is_broken=is_broken, ends=ends, is_over=is_over
+            )
             self._store.set(str(self._rank), json.dumps(asdict(word)))
             self._store.add(_ANY, 1)
         except Exception as error:  # of any store; what is raised here must be the user's own
