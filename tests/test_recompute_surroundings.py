@@ -225,6 +225,22 @@ class DrawsItself(nn.Module):
         return self.drop(torch.tanh(self.line(x) + noise))
 
 
+class DrawsFromMany(nn.Module):
+    """Holds it in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.many = [torch.Generator().manual_seed(3)]
+
+    @property
+    def generator(self):
+        return self.many[0]
+
+    def forward(self, x):
+        return torch.tanh(self.line(x) + torch.randn(x.shape, generator=self.many[0]))
+
+
 class Drops(nn.Module):
     def __init__(self, generator):
         super().__init__()
@@ -244,7 +260,7 @@ class DrawsFromArgument(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["blocks", "selective"])
-@pytest.mark.parametrize("make", [DrawsItself, DrawsFromArgument])
+@pytest.mark.parametrize("make", [DrawsItself, DrawsFromMany, DrawsFromArgument])
 def test_generators_of_a_block_and_of_its_arguments(make, what):
     torch.manual_seed(1)
     generators = {}
@@ -253,7 +269,7 @@ def test_generators_of_a_block_and_of_its_arguments(make, what):
         model = copy.deepcopy(template)
         generators[is_plain] = (
             [block.generator for block in model.blocks]
-            if make is DrawsItself
+            if make is not DrawsFromArgument
             else [torch.Generator().manual_seed(5)]
         )
         if make is DrawsFromArgument:

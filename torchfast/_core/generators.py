@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # numpy.random is imported where it is first asked for
     Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
+_FEW = 256  # containers of more are data
+
+
 def has_state(value: object) -> bool:
     """Whether it is a generator whose state can be asked for and brought back."""
     kind = type(value)
@@ -25,6 +28,19 @@ def has_state(value: object) -> bool:
     if issubclass(kind, np.random.Generator):  # others' may have a state that is no JSON
         return type(value.bit_generator).__module__.startswith("numpy.")  # type: ignore[attr-defined]
     return issubclass(kind, torch.Generator | np.random.RandomState)
+
+
+def torch_generators_in(value: object) -> Iterator[torch.Generator]:
+    """Yield what an attribute holds of torch's: itself, or in a list, a tuple or a dictionary."""
+    parts: Iterable[object] = (value,)
+    # By their types, since a proxy of what is gone cannot be asked.
+    if issubclass(type(value), list | tuple) and len(value) <= _FEW:  # type: ignore[arg-type]
+        parts = value  # type: ignore[assignment]
+    elif issubclass(type(value), dict) and len(value) <= _FEW:  # type: ignore[arg-type]
+        parts = value.values()  # type: ignore[attr-defined]
+    for part in parts:
+        if issubclass(type(part), torch.Generator):
+            yield part  # type: ignore[misc]
 
 
 def state_of(generator: Generator) -> Any:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.batches import tensors
+from torchfast._core.generators import torch_generators_in
 from torchfast._core.reachable import used_by
 from torchfast._core.storages import is_expanded
 from torchfast.graphs.holders import TENSOR, UNSURE, Kinds, is_tensor
@@ -20,7 +21,6 @@ from torchfast.graphs.run_ends import digest
 
 Table = dict[str, Any]
 _DIGESTED = 2**21  # elements at a time: a step that warms up has little memory to spare
-_FEW = 256  # containers of more are data
 _NEVER = -1  # the version of a tensor that is none of its own
 
 
@@ -61,7 +61,8 @@ class NamedState:
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.scalers: list[torch.amp.GradScaler] = []
-        self.generators: list[torch.Generator] = []
+        self.generators: list[torch.Generator] = []  # with those that modules hold now
+        self._generators: list[torch.Generator] = []
         self.schedulers: list[LRScheduler] = []  # which a step must leave alone
         self.loose: list[Tensor] = []
         self.updated_after = list(updated_after)
@@ -75,7 +76,7 @@ class NamedState:
                 if holder.is_enabled():  # one that is not holds nothing
                     self.scalers.append(holder)
             elif isinstance(holder, torch.Generator):
-                self.generators.append(holder)
+                self._generators.append(holder)
             elif isinstance(holder, Tensor):
                 self.loose.append(holder)
             else:
@@ -99,9 +100,13 @@ class NamedState:
             if not isinstance(m, torch.jit.ScriptModule)
         )
         self.every_module = list(every)
-        held = {id(g): g for module in every for g in _generators_in(vars(module))}
-        known = {*map(id, self.generators)}
-        self.generators += [g for key, g in held.items() if key not in known]
+        held = [
+            generator
+            for module in every
+            for value in vars(module).values()
+            for generator in torch_generators_in(value)
+        ]
+        self.generators = list({id(g): g for g in (*self._generators, *held)}.values())
         self._buffers = [
             (module._buffers, name, buffer)
             for module in every
@@ -142,7 +147,7 @@ class NamedState:
             elif isinstance(value, torch.amp.GradScaler):
                 self.scalers += [value] if value.is_enabled() else []
             elif isinstance(value, torch.Generator):
-                self.generators.append(value)
+                self._generators.append(value)
             elif isinstance(value, LRScheduler):
                 self.schedulers.append(value)
             elif isinstance(value, Tensor) and not value.is_inference():
@@ -150,7 +155,7 @@ class NamedState:
 
     def _named(self) -> Iterator[object]:
         yield from (*self.modules, *self.optimizers, *self.updated_after, *self.scalers)
-        yield from (*self.generators, *self.schedulers, *self.loose)
+        yield from (*self._generators, *self.schedulers, *self.loose)
 
     def groups(self) -> list[Table]:
         """Return the groups of all optimizers, also of those that update after the step."""
@@ -263,15 +268,6 @@ class NamedState:
             for rates in self.rates:
                 stack.enter_context(rates.on_device())
             yield
-
-
-def _generators_in(attributes: Table) -> Iterator[torch.Generator]:
-    for value in attributes.values():
-        parts: Iterable[Any] = (value,)
-        if type(value) in (list, tuple, dict) and len(value) <= _FEW:
-            parts = value.values() if type(value) is dict else value
-        # By its type, since a proxy of what is gone cannot be asked.
-        yield from (part for part in parts if issubclass(type(part), torch.Generator))
 
 
 def _fits(old: Table, new: Table) -> bool:

@@ -13,6 +13,8 @@ from typing import final
 import torch
 from torch import nn
 
+from torchfast._core.generators import torch_generators_in
+
 
 @final
 class OwnGenerators:
@@ -28,12 +30,11 @@ class OwnGenerators:
                 (weakref.ref(owner), name)
                 for owner in module.modules()
                 for name, value in vars(owner).items()
-                if isinstance(value, torch.Generator)
+                if any(True for _ in torch_generators_in(value))
             ]
         found: dict[int, torch.Generator] = {}
         for reference, name in self._places:
             owner = reference()
             value = None if owner is None else vars(owner).get(name)
-            if isinstance(value, torch.Generator):
-                found[id(value)] = value
+            found.update((id(generator), generator) for generator in torch_generators_in(value))
         return list(found.values())

@@ -13,6 +13,7 @@ whole. A block's weights are whole in its forward only.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -44,11 +45,11 @@ from torchfast.parallel.meta_device import give_memory, is_on_meta, materialize
 from torchfast.parallel.observed_shards import ObservedShards
 from torchfast.parallel.options import DTYPES, ShardOptions
 from torchfast.parallel.ranks import Ranks, send_from_first
-from torchfast.parallel.used_parts import Used
+from torchfast.parallel.used_parts import Number, Used
 from torchfast.parallel.whole_parameters import WholeParameters
 
 _METHOD = "_torchfast_call"
-# Forwards of which it is known what they used: a host is at most so far ahead of its device.
+# Forwards of which it is known what they used: few hosts are so far ahead of their device.
 _NUM_KNOWN: Final = 64
 # What is tried where the depth is to be measured; the usual one first.
 DEPTHS: Final = (1, 2, 3)
@@ -76,6 +77,8 @@ class ShardedModel:
     Numerics: Sums in the order of the collective; in ``gather_dtype`` where that is another.
     Synchronizes: When it is built.
     """
+
+    _numbers = itertools.count()  # all ranks shard the same models in the same order
 
     def __init__(
         self,
@@ -107,9 +110,11 @@ class ShardedModel:
         self._replicas = num_replicas(options, ranks)
         self._reshard = reshard_for(options, ranks.world_size // self._replicas)
         self._twins: list[nn.Module] = []
-        self._number = 0, 0  # of the step, and of the forward in it
-        self._ran: list[Any] | None = None  # what has run, once a forward is through
-        self._before: deque[tuple[tuple[int, int], list[Any]]] = deque(maxlen=_NUM_KNOWN)
+        self._number: Number = (next(self._numbers), 0, 0)
+        self._begun_at = 0  # of what torch has gathered, where the last forward began
+        self._ran: list[Any] | None = None  # what has run in it, once it is through
+        self._before: deque[tuple[Number, list[Any]]] = deque(maxlen=_NUM_KNOWN)
+        self._is_known = True  # whether the ranks count forwards alike
         self.is_noted = False
         self.noted: list[str] = []
         # Given where to note when collectives run, and None when that is over.
@@ -145,17 +150,19 @@ class ShardedModel:
         """
         self.reduce_gradients(is_last)
         self._buffers.send_from_first()
-        before = len(self._gathered())
-        self._begin_forward((self._number[0], self._number[1] + 1))
+        model, step, forward = self._number
+        self._begin_forward((model, step, forward + 1))
         with self._backwards.seen():
             result = self.whole(call, self._model)
-        self._ran = list(self._gathered())
+        ran = self._gathered()[self._begun_at :]
         if self.is_noted:
-            self.noted = _names(self._ran[before:])
+            self.noted = _names(ran)
+        if not self._backwards.any_ran:
+            self._ran = ran
         return result
 
-    def number(self) -> tuple[int, int]:
-        """Return the number of the step, and of the forward in it that was begun last."""
+    def number(self) -> Number:
+        """Return the number of the forward that was begun last; see `UsedParts`."""
         return self._number
 
     def used(self) -> list[Used]:
@@ -165,27 +172,35 @@ class ShardedModel:
         """
         if not isinstance(self._model, FSDPModule):
             return []
-        number, ran, before = self._number, self._ran, list(self._before)
-        parts = _names(list(self._gathered()) if ran is None else ran)
-        if number is not self._number:
-            return []
-        found = [Used(number, parts, ran is not None)]
-        return found + [Used(each, _names(parts), True) for each, parts in reversed(before)]
+        number, ran, before, begun_at = self._number, self._ran, list(self._before), self._begun_at
+        running = self._gathered()[begun_at:]
+        found = [Used(each, _names(parts), True) for each, parts in reversed(before)]
+        # Of a forward that is none yet, or whose beginning torch has forgotten, nothing is known.
+        if number[2] and not self._backwards.any_ran:
+            own = _names(running if ran is None else ran)
+            found.insert(0, Used(number, own, ran is not None))
+        return found if number is self._number and self._is_known else []
 
     def begin_step(self, number: int) -> None:
         """Count forwards from the beginning: ranks that have counted otherwise agree again."""
-        self._begin_forward((number, 0))
+        self._begin_forward((self._number[0], number, 0))
+        self._is_known = True
 
     def forget_used(self) -> None:
-        """Forget what forwards used, behind an error: each rank may have come to another place."""
+        """Forget what forwards used, behind an error: each rank may have come to another place.
+
+        Those up to the next step are not compared, since they may have other numbers on each.
+        """
+        self._is_known = False
         self.noted = []
         self._before.clear()
         self._ran = None
 
-    def _begin_forward(self, number: tuple[int, int]) -> None:
-        if self._ran is not None:
+    def _begin_forward(self, number: Number) -> None:
+        if self._ran is not None and self._is_known:
             self._before.append((self._number, self._ran))
         self._ran = None  # before the number: another thread reads both
+        self._begun_at = len(self._gathered()) if isinstance(self._model, FSDPModule) else 0
         self._number = number
 
     def _gathered(self) -> list[Any]:

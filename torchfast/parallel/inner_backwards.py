@@ -3,7 +3,8 @@
 A gradient penalty asks for a gradient in the loss, with ``create_graph=True``, and the backward of
 the step goes through the graph of that gradient. A block that is sharded is taken apart behind the
 first of the two, and nothing gathers it for the second: the process dies there, of memory that is
-not its own any more. A gradient in the loss that is only a value is fine.
+not its own any more. A gradient in the loss that is only a value is fine, but for the account that
+torch keeps of the blocks that have run: it begins anew behind each backward.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ class InnerBackwards:
 
     Args:
         blocks: Sharded, each by itself.
+
+    Attributes:
+        any_ran: Whether one has, be it for a value only, since a forward began.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self._is_twice = False
+        self.any_ran = self._is_twice = self._is_inside = False
         for block in blocks:
             state: Any = block._get_fsdp_state()  # type: ignore[operator]
             state._pre_backward = self._noting(state._pre_backward)
@@ -39,8 +43,12 @@ class InnerBackwards:
         Raises:
             PlanError: There was one in it.
         """
-        self._is_twice = False
-        yield
+        self.any_ran = self._is_twice = False
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
         if self._is_twice:
             raise PlanError(
                 "loss_fn takes a gradient through a sharded block with create_graph=True, as a "
@@ -51,6 +59,7 @@ class InnerBackwards:
 
     def _noting(self, begin: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def noted(gradient: Tensor) -> Tensor:
+            self.any_ran |= self._is_inside
             # As the engine sets it: a backward that makes a graph of itself.
             self._is_twice |= torch.is_grad_enabled()
             return begin(gradient)

@@ -11,7 +11,7 @@ what. From then on the ranks cannot go on together, and each says so when it is 
 A rank that fails alone, catches its error and goes on with the next step would have its collectives
 pair with those of the others' step before. So it first asks whether all have failed in that step.
 
-The same thread finds out why a step stands still in which nobody fails: see `used_parts`.
+The same thread finds out why ranks stand still of which none has failed: see `used_parts`.
 
 A step does nothing of this: it counts that it has begun.
 """
@@ -87,7 +87,7 @@ class LastWords:
         world_size: How many there are.
 
     Attributes:
-        used: What this rank has used of its model in the step.
+        used: What this rank has used of its models, in this step and some before it.
     """
 
     _numbers = itertools.count()

@@ -293,7 +293,8 @@ class Sharding:
 
     @contextmanager
     def _heard_by(self, words: LastWords) -> Iterator[None]:
-        with words.heard(), words.used.told_by(self._sharded):
+        with words.heard():
+            words.used.begin(self._sharded)
             try:
                 yield
             except BaseException:

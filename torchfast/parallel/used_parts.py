@@ -7,43 +7,48 @@ store what it has gathered so far, and each other rank holds its own against tha
 slower has the beginning of the same.
 
 On a GPU it is the device that waits, and the host finds out some steps later, when it asks for a
-loss, be it within a step or between two. So forwards that lie behind are compared too.
+loss, be it within a step or between two. So forwards that lie behind are compared too, and those of
+other models that the process trains.
 """
 
 from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
 
 _KEY: Final = "parts"
 _NOTHING_MORE: Final = "nothing more"
+_NUM_MODELS: Final = 4  # that are trained in turns
+
+# Of a model, in the order in which all ranks shard theirs, of its step, and of the forward in it.
+Number = tuple[int, int, int]
 
 
 class Used(NamedTuple):
     """What a forward has used.
 
     Attributes:
-        number: Of the step, and of the forward in it.
+        number: Which forward it is, the same on all ranks.
         parts: What has run, in its order.
         is_over: Whether nothing more will.
     """
 
-    number: tuple[int, int]
+    number: Number
     parts: list[str]
     is_over: bool
 
 
 class Noting(Protocol):
-    """Notes what forwards use."""
+    """Notes what forwards of a model use."""
 
     def used(self) -> list[Used]:
         """Return what the latest ones have, the last one first; empty if it cannot be told now."""
 
-    def number(self) -> tuple[int, int]:
-        """Return those of the forward that was begun last."""
+    def number(self) -> Number:
+        """Return that of the forward that was begun last."""
 
 
 @final
@@ -56,22 +61,20 @@ class UsedParts:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._source: weakref.ref[Noting] | None = None
+        self._sources: deque[weakref.ref[Noting]] = deque(maxlen=_NUM_MODELS)  # the last one last
         self._said = ""  # by the first one
 
-    @contextmanager
-    def told_by(self, source: Noting | None) -> Iterator[None]:
-        """Enter it around steps; ``source`` is None where nothing is in shards.
+    def begin(self, source: Noting | None) -> None:
+        """Say whose step begins; None where nothing is in shards. It is asked behind it, too."""
+        if source is None or (self._sources and self._sources[-1]() is source):
+            return
+        others = [each for each in self._sources if each() not in (None, source)]
+        self._sources = deque([*others, weakref.ref(source)], _NUM_MODELS)
 
-        It is asked behind them too, until others come.
-        """
-        self._source = None if source is None else weakref.ref(source)
-        yield
-
-    def number(self) -> tuple[int, int] | None:
-        """Return those of the forward that was begun last; None before any."""
-        source = self._now()
-        return None if source is None else source.number()
+    def number(self) -> Number | None:
+        """Return that of the forward that was begun last; None before any."""
+        sources = self._alive()
+        return sources[-1].number() if sources else None
 
     def difference(self, store: Any) -> str:
         """Say what differs from the first rank; empty where nothing is known to.
@@ -79,8 +82,8 @@ class UsedParts:
         Args:
             store: Through which the ranks tell each other; an error of it goes through.
         """
-        source = self._now()
-        if source is None or not (own := source.used()):
+        own = [used for source in self._alive() for used in reversed(source.used())]
+        if not own:
             return ""
         if self._rank == 0:
             if (told := _packed(own)) != self._said:
@@ -91,8 +94,8 @@ class UsedParts:
             return ""
         return _difference(_unpacked(store.get(_KEY)), own, self._rank)
 
-    def _now(self) -> Noting | None:
-        return None if self._source is None else self._source()
+    def _alive(self) -> list[Noting]:
+        return [source for each in list(self._sources) if (source := each()) is not None]
 
 
 def _packed(used: Sequence[Used]) -> str:
@@ -107,20 +110,21 @@ def _packed(used: Sequence[Used]) -> str:
 
 def _unpacked(text: str | bytes) -> list[Used]:
     rows, kinds = json.loads(text)
-    return [Used((step, forward), kinds[kind], over) for (step, forward), kind, over in rows]
+    return [Used(tuple(number), kinds[kind], over) for number, kind, over in rows]
 
 
 def _difference(theirs: Sequence[Used], own: Sequence[Used], rank: int) -> str:
     of_first = {used.number: used for used in theirs}
+    latest = {used.number[0]: used.number[1] for used in own}
     # The oldest first: what comes behind a difference may be due to it.
-    for mine in reversed(own):
+    for mine in own:
         first = of_first.get(mine.number)
-        if first is None:
+        if first is None or first[1:] == mine[1:]:
             continue
         for place in range(max(len(first.parts), len(mine.parts))):
             here, there = _part(mine, place), _part(first, place)
             if here != there and None not in (here, there):
-                ago = own[0].number[0] - mine.number[0]
+                ago = latest[mine.number[0]] - mine.number[1]
                 when = {0: "", 1: ", a step ago"}.get(ago, f", {ago} steps ago")
                 return f"rank 0 has {there}, rank {rank} has {here}{when}"
     return ""
