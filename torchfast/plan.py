@@ -202,14 +202,6 @@ class Plan:
         out_of_memory = OutOfMemoryOptions.of(self.out_of_memory)
         if out_of_memory == OutOfMemoryOptions(action=out_of_memory.action):
             object.__setattr__(self, "out_of_memory", out_of_memory.action)
-        if out_of_memory.action == "split" and self.shard is not None:
-            # The others have begun to reduce gradients by then, and would take those of another
-            # try for the rest of the first.
-            raise PlanError(
-                "out_of_memory='split' does not go with shard=...: a backward that is done again "
-                "would meet what the other ranks began in the first one; take smaller batches and "
-                "accumulate"
-            )
 
     @classmethod
     def preset(cls, name: str) -> Plan:
