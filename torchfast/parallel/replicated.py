@@ -83,7 +83,8 @@ class ReplicatedModel:
         wrapped = self._settled()
         if wrapped is None:  # no parameter is trained
             return call()
-        self._shared.ask()  # buffers are sent in the first forward
+        if wrapped.require_forward_param_sync:  # the first forward sends buffers, the others not
+            self._shared.ask()
         with nullcontext() if is_last and not self._shared.is_on else wrapped.no_sync():
             return wrapped(call)
 
