@@ -8,11 +8,24 @@ import torch.nn.functional as F
 from torch import nn
 
 import ranks
-from parallel_training import Block, full_state, mean_loss, summed_loss
+from parallel_training import Block, Own, full_state, mean_loss, summed_loss
 from planting import BackwardPlant, Planted
-from torchfast import MicroBatches, OutOfMemoryError, OutOfMemoryOptions, Plan, ShardOptions, Trainer
+from torchfast import (
+    CUDAGraphOptions,
+    MicroBatches,
+    OutOfMemoryError,
+    OutOfMemoryOptions,
+    Plan,
+    PlanError,
+    RankError,
+    ShardOptions,
+    Trainer,
+)
+from torchfast._core.rank_group import RankGroup
+from torchfast.graphs.together import Together
 from torchfast.memory.split_ranks import SplitRanks, Wish
 from torchfast.memory.splitting import split, split_evenly
+from torchfast.parallel.shared_try import SharedTry
 
 SHARDS = {
     "ddp": ShardOptions(strategy="ddp"),
@@ -288,6 +301,122 @@ def unused_on_one(rank):
 
 def test_replicas_that_have_to():
     ranks.run(unused_on_one)
+
+
+def failing(model, batch):
+    if torch.distributed.get_rank() == 1:
+        raise KeyError("not memory")
+    return mean_loss(model, batch)
+
+
+def with_another_error(rank, strategy):
+    trainer = make(strategy, {}, loss_fn=failing)
+    with pytest.raises(KeyError if rank == 1 else RankError, match="not memory"):
+        trainer.step(batch_of(rank))
+
+
+def with_a_known_size(rank, strategy):
+    plant = Planted(99)
+    trainer = make(strategy, {1: plant})
+    for seed in range(3):
+        trainer.step(batch_of(rank, seed=seed))
+    plant.fits = 2 if rank == 1 else 99
+    said = "a step of this size has fitted before"
+    if rank == 0:
+        with pytest.raises(RankError, match="rank 1: OutOfMemoryError: cpu is out of memory"):
+            trainer.step(batch_of(rank))
+    else:
+        with pytest.raises(OutOfMemoryError, match=said):
+            trainer.step(batch_of(rank))
+
+
+@pytest.mark.parametrize("work", [with_another_error, with_a_known_size])
+def test_what_ranks_cannot_begin_again_ends_all_of_them(work):
+    ranks.run(work, 2, "fsdp")
+
+
+def synced(rank):
+    model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    with pytest.raises(PlanError, match=r"does not go with nn.SyncBatchNorm \('1'\)"):
+        Trainer(
+            model,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            mean_loss,
+            Plan(shard="ddp", out_of_memory="split"),
+        )
+
+
+def test_norms_that_meet_other_ranks_are_refused():
+    ranks.run(synced)
+
+
+def with_unequal_groups(rank):
+    """Replicas may take other numbers of micro-batches."""
+    trainer, twin = (
+        make("ddp", {1: Planted(fits)}, accumulate=2, with_norm=True)
+        for fits in (2 if rank == 1 else 99, 99)
+    )
+    trainer.model.norm.eval()
+    twin.model.norm.eval()
+    for seed in range(3):
+        group = MicroBatches([batch_of(rank, 4, seed + k) for k in range(2 - rank)])
+        for each in (trainer, twin):
+            each.step(group)
+    assert_same(trainer, twin)
+    assert trainer.report().counters["split_steps"] == 3
+
+
+def test_replicas_with_other_numbers_of_micro_batches():
+    ranks.run(with_unequal_groups)
+
+
+def timed(rank, strategy):
+    """A timer of steps notes the collectives that are asked about, too."""
+    trainer = make(strategy, {1: Planted(2 if rank == 1 else 99)})
+    twin = make(strategy, {})
+    batches = [batch_of(rank, seed=seed) for seed in range(4)]
+    for each in (trainer, twin):
+        each.fit(Own(batches), epochs=1)
+    assert_same(trainer, twin)
+    assert trainer.report().counters["split_steps"] == 4
+
+
+@ALL
+def test_in_fit_whose_steps_are_timed(strategy):
+    ranks.run(timed, 2, strategy)
+
+
+def graphed(rank):
+    """Ranks that agree, and do not train together: no tape holds what they do together."""
+    plan = Plan(out_of_memory="split", cuda_graph=CUDAGraphOptions(warm_up_steps=1))
+    torch.manual_seed(0)
+    trainer = Trainer(
+        Net({1: Planted(2 if rank == 1 else 99)}),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        mean_loss,
+        plan,
+    )
+    step, group = trainer._step, RankGroup.join(timeout_s=20)
+    shared = step.sharding.shared = SharedTry(group)
+    step.memory._guard._ranks = SplitRanks(shared)
+    step._graph._graph._together = step._graph._together = Together(group)
+    torch.manual_seed(0)
+    twin = Trainer(Net({}), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), mean_loss, "eager")
+    for seed in range(8):
+        for each in (trainer, twin):
+            each.step(batch_of(rank, seed=seed))
+    assert_same(trainer, twin)
+    counters = trainer.report().counters
+    trainer.close()
+    return counters
+
+
+@pytest.mark.usefixtures("tape")
+def test_steps_of_a_size_that_has_fitted_are_captured():
+    for counters in ranks.run(graphed):
+        assert counters["split_steps"] == 8
+        assert counters["graphs"] == 1
+        assert counters["replays"] >= 3
 
 
 # --- numbers of parts ---------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Plan:
             name or `AllocatorConfig`. They are the process's, and stay.
         out_of_memory: What to do about a step that does not fit into memory: ``"raise"`` an
             `OutOfMemoryError` with an account; ``"split"``, which does the step again with its
-            micro-batches in parts, and is close; or `OutOfMemoryOptions`.
+            micro-batches in parts, on all ranks, and is close; or `OutOfMemoryOptions`.
 
     Raises:
         PlanError: A value that does not exist, or fields that contradict each other.

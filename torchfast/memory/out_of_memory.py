@@ -16,6 +16,9 @@ copies of the buffers that each step then takes.
 
 An update that ran out is never tried again: it may have updated some parameters already.
 
+Where ranks train together, all of them drop the step of which one has run out, and begin again in
+equally many parts (see `split_ranks`).
+
 A capture that ran out has an account as well. Nothing was computed in it, so the step goes on
 eagerly, or `CaptureError` is raised, as the options of the graph say.
 """
@@ -89,7 +92,7 @@ class OutOfMemoryGuard:
         ranks: Who runs each step together with this rank; None where nobody does.
 
     Numerics: Bitwise the step that is run; in parts, the same gradient within rounding.
-    Synchronizes: Only where memory ran out.
+    Synchronizes: Only where memory ran out; to split with ``ranks``, their hosts in each step.
     """
 
     def __init__(
@@ -208,11 +211,12 @@ class OutOfMemoryGuard:
                 if is_shared:
                     others.fits(group, counts)
                 return result  # type: ignore[return-value]
+            is_told, account = is_shared and ranks.is_told, failure.account
+            if is_told:
+                ranks.drop()
             self._clean_up(keeps_gradients=False)
-            account = failure.account
-            if not (is_shared and ranks.is_told):
+            if not is_told:
                 raise self._error(account, None if account is None else _why_alone(account))
-            ranks.drop()
             before.put_back()
             del before
             wish = self._wish(group, pieces, counts, account)
