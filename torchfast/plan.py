@@ -321,7 +321,9 @@ class Plan:
     def shared(self) -> dict[str, object]:
         """What must be the same on all ranks, JSON-ready."""
         changed = self._changed()
-        return {name: _to_plain(changed.get(name)) for name in _SHARED}
+        shared: dict[str, object] = {name: _to_plain(changed.get(name)) for name in _SHARED}
+        options = self.out_of_memory_options  # each may write a snapshot of its own
+        return shared | {"out_of_memory": options.action, "max_parts": options.max_parts}
 
     def to_json(self) -> str:
         """Return the plan as a JSON object, defaults left out, classes and functions by name."""
