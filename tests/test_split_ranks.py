@@ -158,12 +158,18 @@ def test_what_never_fits_raises_on_all_ranks_and_they_go_on(strategy):
 
 def with_buffers(rank, strategy):
     trainer = make(strategy, {1: Planted(2 if rank == 1 else 99)}, with_norm=True)
-    trainer.step(batch_of(rank))
-    norm = trainer.model.norm
-    # Those of two parts, and not of the try that was dropped.
-    assert int(norm.num_batches_tracked) == 2
-    trainer.step(batch_of(rank, seed=1))
-    assert int(norm.num_batches_tracked) == 4
+    twin = make(strategy, {}, with_norm=True)
+    twin._step.memory._guard._limit = 4 * 5 * 2  # begins in parts
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for each in (trainer, twin):
+            each.step(batch_of(rank, seed=seed))
+        # Those of two parts in each step, and not of the try that was dropped.
+        assert int(trainer.model.norm.num_batches_tracked) == 2 * (seed + 1)
+        for buffer, expected in zip(trainer.model.buffers(), twin.model.buffers(), strict=True):
+            torch.testing.assert_close(buffer, expected)
+    assert "out_of_memory" not in twin.report().counters
+    assert_same(trainer, twin)
 
 
 @ALL
@@ -321,7 +327,7 @@ def with_a_known_size(rank, strategy):
     for seed in range(3):
         trainer.step(batch_of(rank, seed=seed))
     plant.fits = 2 if rank == 1 else 99
-    said = "a step of this size has fitted before"
+    said = "could not be told, since a step of this size has fitted"
     if rank == 0:
         with pytest.raises(RankError, match="rank 1: OutOfMemoryError: cpu is out of memory"):
             trainer.step(batch_of(rank))

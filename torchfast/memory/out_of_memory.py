@@ -216,7 +216,7 @@ class OutOfMemoryGuard:
                 ranks.drop()
             self._clean_up(keeps_gradients=False)
             if not is_told:
-                raise self._error(account, None if account is None else _why_alone(account))
+                raise self._error(account, _why_alone(account, is_shared=is_shared))
             before.put_back()
             del before
             wish = self._wish(group, pieces, counts, account)
@@ -434,11 +434,12 @@ class OutOfMemoryGuard:
         return notes
 
 
-def _why_alone(account: MemoryAccount) -> str | None:
-    """Return why the other ranks could not begin again; None where that needs no word."""
-    if account.stage not in _REPEATABLE:
+def _why_alone(account: MemoryAccount | None, *, is_shared: bool) -> str:
+    """Return why the other ranks could not begin again."""
+    if account is not None and account.stage not in _REPEATABLE:
         return f"it happened in the {account.stage}, not in forward or backward"
-    return "the other ranks could not be told, since a step of this size has fitted before"
+    why = "it was beside forward and backward" if is_shared else "a step of this size has fitted"
+    return f"the other ranks could not be told, since {why}"
 
 
 def _num_parts(pieces: Group) -> int:

@@ -58,7 +58,7 @@ class Wish:
     Attributes:
         wanted: In how many parts it wants each micro-batch.
         most: In how many each can be.
-        fitted: In how many they have fitted; None if they have not yet.
+        fitted: In how few they have fitted; None if they have not yet.
         account: What was in memory, if it has just run out of it.
         why_not: Why it cannot run in smaller parts, if so.
     """
@@ -98,7 +98,7 @@ class SplitRanks:
         wishes = self.ranks.gather(wish)
         # Where a rank cannot have as many, it may still fit.
         counts = tuple(map(min, wanted_by_all(wishes), _least_possible(wishes)))
-        return counts[: len(group)], all(w.fitted == counts[: len(w.most)] for w in wishes)
+        return counts[: len(group)], all(_covers(w.fitted, counts) for w in wishes)
 
     def fits(self, group: Group, counts: Counts) -> None:
         """Note that a step has gone through on all ranks.
@@ -109,7 +109,9 @@ class SplitRanks:
         if self._num_through > 1:
             if len(self._fitted) >= _MOST_KNOWN:
                 self._fitted.clear()
-            self._fitted[_sizes(group)] = counts
+            # What fits in few parts fits in more.
+            if not _covers(self._fitted.get(_sizes(group)), counts):
+                self._fitted[_sizes(group)] = counts
 
     def smaller(self, wish: Wish, max_parts: int) -> tuple[Counts, str, str | None]:
         """Return in how many parts to try again, what the ranks that ran out say, and why not."""
@@ -169,6 +171,10 @@ def wanted_by_all(wishes: list[Wish]) -> Counts:
     """Return the most parts of each micro-batch that a rank wants; some may have fewer of them."""
     columns = itertools.zip_longest(*(wish.wanted for wish in wishes), fillvalue=1)
     return tuple(max(column) for column in columns)
+
+
+def _covers(fitted: Counts | None, counts: Counts) -> bool:
+    return fitted is not None and all(a <= b for a, b in zip(fitted, counts, strict=False))
 
 
 def _least_possible(wishes: list[Wish]) -> Counts:

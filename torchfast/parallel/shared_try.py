@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar, final
 
 import torch
 
+from torchfast._core.errors import OutOfMemoryError
 from torchfast._core.no_context import NO_CONTEXT
 from torchfast._core.ran_out import OtherRankRanOut
 from torchfast._core.rank_group import RankGroup
@@ -93,8 +94,9 @@ class SharedTry:
         try:
             yield
             self.ask()  # for one that has run out behind its last collective
-        except errors:
-            if self._is_open:  # else the others have said it, and wait for no word
+        except errors as error:
+            # Else the others have said it; or it is that of a step within, which is not repeated.
+            if self._is_open and not isinstance(error, OutOfMemoryError):
                 self._is_open, self.is_told = False, True
                 self._group.all_agree(False)
             raise
