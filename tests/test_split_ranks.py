@@ -32,6 +32,7 @@ SHARDS = {
     "fsdp": ShardOptions(strategy="fsdp"),
     "hsdp": ShardOptions(strategy="hsdp", num_replicas=2),
 }
+SPLIT = OutOfMemoryOptions(action="split")
 ALL = pytest.mark.parametrize("strategy", SHARDS)
 
 
@@ -74,8 +75,9 @@ def batch_of(rank, size=4, seed=0):
 
 def make(strategy, plants, *, options=None, loss_fn=mean_loss, with_norm=False, **more):
     torch.manual_seed(0)
-    split = OutOfMemoryOptions(action="split") if options is None else options
-    plan = more.pop("plan", None) or Plan(shard=SHARDS[strategy], out_of_memory=split)
+    # Without plants it is what others are compared with, and as it always was.
+    options = options or (SPLIT if plants else OutOfMemoryOptions())
+    plan = Plan(shard=SHARDS[strategy], out_of_memory=options)
     net = Net(plants, with_norm=with_norm)
     return Trainer(
         net, lambda p: torch.optim.AdamW(p, lr=0.01), loss_fn, plan, max_grad_norm=1.0, **more
@@ -158,7 +160,7 @@ def test_what_never_fits_raises_on_all_ranks_and_they_go_on(strategy):
 
 def with_buffers(rank, strategy):
     trainer = make(strategy, {1: Planted(2 if rank == 1 else 99)}, with_norm=True)
-    twin = make(strategy, {}, with_norm=True)
+    twin = make(strategy, {}, with_norm=True, options=SPLIT)
     twin._step.memory._guard._limit = 4 * 5 * 2  # begins in parts
     for seed in range(3):
         torch.manual_seed(seed)
@@ -274,7 +276,7 @@ def with_unused(rank):
         return mean_loss(model, batch) + extra
 
     made = []
-    for options in (OutOfMemoryOptions(action="split"), OutOfMemoryOptions()):
+    for options in (SPLIT, OutOfMemoryOptions()):
         torch.manual_seed(0)
         fits = 2 if rank == 1 and options.action == "split" else 99
         model = Net({1: Planted(fits)})
@@ -316,7 +318,7 @@ def failing(model, batch):
 
 
 def with_another_error(rank, strategy):
-    trainer = make(strategy, {}, loss_fn=failing)
+    trainer = make(strategy, {}, loss_fn=failing, options=SPLIT)
     with pytest.raises(KeyError if rank == 1 else RankError, match="not memory"):
         trainer.step(batch_of(rank))
 
