@@ -229,12 +229,6 @@ def test_bad_values(value, kind, message):
         Plan(out_of_memory=value)
 
 
-def test_ranks_that_reduce_gradients_cannot_split():
-    with pytest.raises(PlanError, match="does not go with shard"):
-        Plan(out_of_memory="split", shard="ddp")
-    assert Plan(out_of_memory="raise", shard="ddp").shard == "ddp"
-
-
 class Replicas(nn.parallel.DistributedDataParallel):
     """As some derive it, to reach the attributes of the model."""
 

@@ -224,6 +224,7 @@ def test_ranks_come_together_in_the_backward_of_the_last_part_only(monkeypatch):
         def __init__(self, sharding):
             self.mean = sharding.mean
             self.end_backward = sharding.end_backward
+            self.shared = sharding.shared
             self.around_gradients = sharding.around_gradients
 
         def run(self, call, *, is_last):

@@ -78,12 +78,14 @@ class Gradients:
         with self._precision.step(), self._layout.measured(group), self._syncs:
             self._optimizer.zero_grad(set_to_none=True)
             self._guard.begin()
-            with self.sharding.around_gradients():
+            shared = self.sharding.shared
+            with self.sharding.around_gradients(), shared.opened():
                 parts = [
                     self._backward(micro_batch, divisor=len(group), is_last=number == len(group))
                     for number, micro_batch in enumerate(group, start=1)
                 ]
-            self.sharding.end_backward()
+            with shared.opened():
+                self.sharding.end_backward()
             loss, metrics = combine(
                 parts,
                 self.model,

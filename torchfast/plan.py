@@ -109,7 +109,7 @@ class Plan:
             name or `AllocatorConfig`. They are the process's, and stay.
         out_of_memory: What to do about a step that does not fit into memory: ``"raise"`` an
             `OutOfMemoryError` with an account; ``"split"``, which does the step again with its
-            micro-batches in parts, and is close; or `OutOfMemoryOptions`.
+            micro-batches in parts, on all ranks, and is close; or `OutOfMemoryOptions`.
 
     Raises:
         PlanError: A value that does not exist, or fields that contradict each other.
@@ -202,14 +202,6 @@ class Plan:
         out_of_memory = OutOfMemoryOptions.of(self.out_of_memory)
         if out_of_memory == OutOfMemoryOptions(action=out_of_memory.action):
             object.__setattr__(self, "out_of_memory", out_of_memory.action)
-        if out_of_memory.action == "split" and self.shard is not None:
-            # The others have begun to reduce gradients by then, and would take those of another
-            # try for the rest of the first.
-            raise PlanError(
-                "out_of_memory='split' does not go with shard=...: a backward that is done again "
-                "would meet what the other ranks began in the first one; take smaller batches and "
-                "accumulate"
-            )
 
     @classmethod
     def preset(cls, name: str) -> Plan:
@@ -329,7 +321,9 @@ class Plan:
     def shared(self) -> dict[str, object]:
         """What must be the same on all ranks, JSON-ready."""
         changed = self._changed()
-        return {name: _to_plain(changed.get(name)) for name in _SHARED}
+        shared: dict[str, object] = {name: _to_plain(changed.get(name)) for name in _SHARED}
+        options = self.out_of_memory_options  # each may write a snapshot of its own
+        return shared | {"out_of_memory": options.action, "max_parts": options.max_parts}
 
     def to_json(self) -> str:
         """Return the plan as a JSON object, defaults left out, classes and functions by name."""

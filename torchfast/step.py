@@ -309,6 +309,7 @@ class TrainStep:
         model = self.model
         given = {"accumulate": self.accumulate, "max_grad_norm": self.max_grad_norm}
         self.sharding.check_alike(self.plan.shared | given | {"ema": self._ema})
+        self.memory.check_ranks(model, self.sharding)
         self.optimizer, self.lr_scheduler, self._steps_scheduler, self._average = prepare(
             model,
             source,

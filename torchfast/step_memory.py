@@ -69,7 +69,7 @@ class StepMemory:
         loss_fn: The user's.
 
     Raises:
-        PlanError: Steps in parts for a model that reduces gradients with other ranks.
+        PlanError: Steps in parts for a model that is wrapped or sharded already on several ranks.
 
     Attributes:
         attention: Which attention the first forwards ran.
@@ -130,8 +130,26 @@ class StepMemory:
             others=others,
             after_failure=guard.forget,
             loss_of=lambda batch: gradients.compute_loss(batch, model),
+            ranks=gradients.sharding.shared if gradients.sharding.is_on else None,
         )
         self.run = guard_of_memory.run  # itself: a step would feel a call in between
+
+    def check_ranks(self, model: nn.Module, sharding: Sharding) -> None:
+        """Raise if a step in parts could not be begun again by all ranks.
+
+        Raises:
+            PlanError: A forward meets other ranks where they cannot be asked.
+        """
+        if self._plan.out_of_memory_options.action != "split" or not sharding.is_on:
+            return
+        found = [name for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+        if found:
+            raise PlanError(
+                f"out_of_memory='split' does not go with nn.SyncBatchNorm ({found[0]!r}) on "
+                f"{sharding.ranks.world_size} ranks: they meet within its forward, where a rank "
+                "that has run out of memory cannot tell the others; take nn.BatchNorm, or smaller "
+                "batches and accumulate"
+            )
 
     def run_update(self, update: Callable[[], R]) -> R:
         """Return ``update()``; gradients stay if it fails, so that it can be called again."""
@@ -220,5 +238,6 @@ def _check_alone(held: Iterable[object]) -> None:
         raise PlanError(
             f"out_of_memory='split' is for one rank alone, but the model is {what} on "
             f"{dist.get_world_size()} ranks: a backward that is done again would meet what the "
-            "other ranks began in the first one; take smaller batches and accumulate"
+            "other ranks began in the first one; give the plain model and Plan(shard=...), or take "
+            "smaller batches and accumulate"
         )

@@ -118,7 +118,7 @@ def _of_activations(found: Found, facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"all activations on the host, not only what hides: Plan(offload={word!r})"
     yield "a smaller batch with more of them in a step: accumulate=2 and half the batch size"
     action = getattr(facts.get("out_of_memory"), "action", facts.get("out_of_memory"))
-    if action == "raise" and facts.get("shard") is None:
+    if action == "raise":
         yield (
             "steps that do not fit run in parts, by themselves: Plan(out_of_memory='split'), for "
             "losses that are means or sums over samples"

@@ -16,6 +16,9 @@ copies of the buffers that each step then takes.
 
 An update that ran out is never tried again: it may have updated some parameters already.
 
+Where ranks train together, all of them drop the step of which one has run out, and begin again in
+equally many parts (see `split_ranks`).
+
 A capture that ran out has an account as well. Nothing was computed in it, so the step goes on
 eagerly, or `CaptureError` is raised, as the options of the graph say.
 """
@@ -26,8 +29,10 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import CodeType
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +41,22 @@ from torch.optim import Optimizer
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CaptureError, OutOfMemoryError
 from torchfast._core.loss import LossParts
+from torchfast._core.ran_out import OtherRankRanOut
 from torchfast.memory.account import MemoryAccount
 from torchfast.memory.before_step import BeforeStep
 from torchfast.memory.failure import AccountTaker, cause_of, let_go
 from torchfast.memory.moment import MomentSource, moments_of
 from torchfast.memory.out_of_memory_options import OutOfMemoryOptions
 from torchfast.memory.split_check import Verdict, check_split
+from torchfast.memory.split_ranks import (
+    Counts,
+    OtherRanks,
+    SplitRanks,
+    Wish,
+    counts_of,
+    most_parts,
+    pieces_of_all,
+)
 from torchfast.memory.splitting import SplitBatch, num_elements, parts_of, split, why_whole
 
 logger = logging.getLogger(__name__)
@@ -50,6 +65,12 @@ R = TypeVar("R")
 Group = tuple[Any, ...]
 
 _REPEATABLE = ("forward", "backward")  # before which nothing has been updated
+
+
+class _Failure(NamedTuple):
+    """That a try ran out of memory; with no account where it was another rank that did."""
+
+    account: MemoryAccount | None
 
 
 @final
@@ -68,9 +89,10 @@ class OutOfMemoryGuard:
         after_failure: Lets go of what the step has kept of a try.
         loss_of: Runs the loss function on a batch, to find out whether parts make the whole.
         source: Where moments come from, in place of the device.
+        ranks: Who runs each step together with this rank; None where nobody does.
 
     Numerics: Bitwise the step that is run; in parts, the same gradient within rounding.
-    Synchronizes: Only where memory ran out.
+    Synchronizes: Only where memory ran out; to split with ``ranks``, their hosts in each step.
     """
 
     def __init__(
@@ -86,7 +108,9 @@ class OutOfMemoryGuard:
         after_failure: Callable[[], None] = lambda: None,
         loss_of: Callable[[Any], LossParts] | None = None,
         source: MomentSource | None = None,
+        ranks: OtherRanks | None = None,
     ) -> None:
+        self._ranks = None if ranks is None else SplitRanks(ranks)
         self._model, self._optimizer, self._device = model, optimizer, device
         self._options = options
         self._after_failure = after_failure
@@ -136,17 +160,20 @@ class OutOfMemoryGuard:
             OutOfMemoryError: It does not fit, and splitting is not wanted or of no use.
         """
         splits = self._options.action == "split" and not keeps_gradients
+        if splits and self._ranks is not None:
+            return self._run_with_others(attempt, group, self._ranks, is_step=is_step)
         pieces = self._in_parts(group) if splits else group
         limit = self._limit
         while True:
             before = BeforeStep(self._model, self._device) if splits else None
-            result, account = self._try(attempt, pieces)
-            if account is None:
+            result, failure = self._try(attempt, pieces)
+            if failure is None:
                 self._num_split_steps += is_step and pieces is not group
                 return result  # type: ignore[return-value]  # a cast is a call, in every step
             # Out here, where the error that torch raised is no longer being handled.
             self._clean_up(keeps_gradients=keeps_gradients)
-            if before is None:
+            account = failure.account
+            if before is None or account is None:
                 raise self._error(account)
             if account.stage in _REPEATABLE:
                 before.put_back()
@@ -164,6 +191,49 @@ class OutOfMemoryGuard:
                 "out of memory in the %s; the step is done again in %d parts, and so are later "
                 "ones of its size%s",
                 account.stage,
+                num_parts,
+                self._not_alike(),
+            )
+
+    def _run_with_others(
+        self, attempt: Callable[[Group], R], group: Group, others: SplitRanks, *, is_step: bool
+    ) -> R:
+        """Return ``attempt(group)``, in as many parts as on the other ranks; see `split_ranks`."""
+        limit, ranks = self._limit, others.ranks
+        counts, has_fitted = others.begin(group, limit)
+        is_shared = is_step and not has_fitted
+        while True:
+            pieces = pieces_of_all(group, counts)
+            before = BeforeStep(self._model, self._device)
+            result, failure = self._try(attempt, pieces, ranks.on if is_shared else nullcontext)
+            if failure is None:
+                self._num_split_steps += is_step and pieces is not group
+                if is_shared:
+                    others.fits(group, counts)
+                return result  # type: ignore[return-value]
+            is_told, account = is_shared and ranks.is_told, failure.account
+            if is_told:
+                ranks.drop()
+            self._clean_up(keeps_gradients=False)
+            if not is_told:
+                raise self._error(account, _why_alone(account, is_shared=is_shared))
+            before.put_back()
+            del before
+            wish = self._wish(group, pieces, counts, account)
+            counts, accounts, why = others.smaller(wish, self._options.max_parts)
+            if why is None and self._loss_of is not None:
+                if self._verdict is None:
+                    self._verdict = others.check(self._check_of_ranks, group, counts)
+                why = self._verdict.why_not
+            if why is not None:
+                self._limit = limit
+                raise self._error(account, why, accounts)
+            num_parts = max(counts)
+            self._most_parts = max(self._most_parts, num_parts)
+            logger.warning(
+                "out of memory in the %s; the step is done again in %d parts, and so are later "
+                "ones of its size%s",
+                "step of another rank" if account is None else account.stage,
                 num_parts,
                 self._not_alike(),
             )
@@ -217,19 +287,29 @@ class OutOfMemoryGuard:
     # --- a try -----------------------------------------------------------------------------------
 
     def _try(
-        self, attempt: Callable[[Group], R], pieces: Group
-    ) -> tuple[R | None, MemoryAccount | None]:
-        """Return what the try returned, or what was in memory when it ran out of it."""
+        self,
+        attempt: Callable[[Group], R],
+        pieces: Group,
+        around: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> tuple[R | None, _Failure | None]:
+        """Return what the try returned, or that it ran out of memory, here or on another rank."""
         outer = self._outer = sys.exception()
         self._pieces = pieces
         self._moments.open()
         try:
-            return attempt(pieces), None
+            if around is None:
+                return attempt(pieces), None
+            with around():
+                return attempt(pieces), None
         except OutOfMemoryError:
             raise
         except torch.OutOfMemoryError as error:
             # While the frames of the try are still alive.
             account = self._last_account = self._accounts.take(error, pieces)
+            self._num_failures += 1
+            let_go(error, outer)
+        except OtherRankRanOut as error:
+            account = None
             self._num_failures += 1
             let_go(error, outer)
         except CaptureError as error:
@@ -248,7 +328,7 @@ class OutOfMemoryGuard:
         finally:
             self._pieces, self._outer = (), None
             self._moments.close()
-        return None, account
+        return None, _Failure(account)
 
     def _clean_up(self, *, keeps_gradients: bool) -> None:
         """Free what a failed try has left: half a gradient is of no use to anybody."""
@@ -259,11 +339,13 @@ class OutOfMemoryGuard:
         if self._device.type != "cpu":  # whose memory is not what is short
             gc.collect()
 
-    def _error(self, account: MemoryAccount, why: str | None = None) -> OutOfMemoryError:
-        parts = [str(account)]
+    def _error(
+        self, account: MemoryAccount | None, why: str | None = None, of_ranks: str = ""
+    ) -> OutOfMemoryError:
+        parts = [of_ranks or str(account)]
         if why is not None:
             parts.append(f"  out_of_memory='split' is of no use here: {why}")
-        if account.stage == "update":
+        if account is not None and account.stage == "update":
             parts.append(
                 "  the update was interrupted, so some parameters may be updated and others not: "
                 "load a checkpoint to go on"
@@ -271,6 +353,32 @@ class OutOfMemoryGuard:
         error = OutOfMemoryError("\n".join(parts))
         error.account = account
         return error
+
+    # --- with other ranks ------------------------------------------------------------------------
+
+    def _wish(
+        self, group: Group, pieces: Group, counts: Counts, account: MemoryAccount | None
+    ) -> Wish:
+        """Return what to say behind a try that was dropped: smaller parts, if it was for us."""
+        most = most_parts(group)
+        if account is None:
+            return Wish(wanted=counts, most=most)
+        largest = self._limit = max(num_elements(part) for p in pieces for part in parts_of(p))
+        wanted, why = tuple(map(max, counts_of(group, largest), counts)), None
+        for batch in group:
+            if num_elements(batch) >= largest and why is None:
+                why = why_whole(batch)
+        if why is None and wanted == counts:
+            why = "a single sample does not fit"
+        return Wish(wanted=wanted, most=most, account=str(account), why_not=why)
+
+    def _check_of_ranks(self, batch: Any, size: int) -> Verdict:
+        assert self._loss_of is not None
+        assert self._ranks is not None
+        opened = partial(self._ranks.ranks.opened, Exception)
+        return check_split(
+            self._loss_of, batch, self._model, self._device, size=size, around=opened
+        )
 
     # --- in parts --------------------------------------------------------------------------------
 
@@ -324,6 +432,14 @@ class OutOfMemoryGuard:
                 f"be tried out: {why}"
             )
         return notes
+
+
+def _why_alone(account: MemoryAccount | None, *, is_shared: bool) -> str:
+    """Return why the other ranks could not begin again."""
+    if account is not None and account.stage not in _REPEATABLE:
+        return f"it happened in the {account.stage}, not in forward or backward"
+    why = "it was beside forward and backward" if is_shared else "a step of this size has fitted"
+    return f"the other ranks could not be told, since {why}"
 
 
 def _num_parts(pieces: Group) -> int:

@@ -21,7 +21,8 @@ class OutOfMemoryOptions:
 
     Args:
         action: ``"raise"``: an `OutOfMemoryError` with an account. ``"split"``: do the step again
-            with its micro-batches in parts, and raise only if that is of no use.
+            with its micro-batches in parts, and raise only if that is of no use. Under
+            ``Plan(shard=...)`` all ranks do, when one has run out.
         max_parts: Most parts of a micro-batch.
         lines: Have torch note which line allocates each block, so that the account can tell lines
             and modules. Some microseconds for each allocation of an eager step.

@@ -9,6 +9,7 @@ one some samples are run as a whole and in parts of several sizes, without gradi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torchfast._core.batches import count_samples
 from torchfast._core.loss import LossParts
 from torchfast._core.modes import preserved_modes
+from torchfast._core.ran_out import OtherRankRanOut
 from torchfast._core.rng import get_rng_state, same_rng_state
 from torchfast.memory.before_step import BeforeStep
 from torchfast.memory.splitting import samples_of, split_at
@@ -41,7 +43,13 @@ class Verdict(NamedTuple):
 
 
 def check_split(
-    loss_of: Callable[[Any], LossParts], batch: Any, model: nn.Module, device: torch.device
+    loss_of: Callable[[Any], LossParts],
+    batch: Any,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    size: int | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Verdict:
     """Return whether parts of the first samples of a batch make what these make together.
 
@@ -51,27 +59,39 @@ def check_split(
         model: In eval mode meanwhile, for the masks of dropout differ; its buffers, and the random
             generators, are put back.
         device: Where it runs.
+        size: How many samples to take; None takes what `MOST_SAMPLES` and the batch allow.
+        around: Returns the context of the forwards, of which ranks run as many as each other; one
+            that runs fewer has to leave it by an error.
 
     Synchronizes: Yes.
     """
     num = count_samples(batch) or 1
-    size = min(MOST_SAMPLES, max(2, (num + 1) // 2))
+    if size is None:
+        size = min(MOST_SAMPLES, max(2, (num + 1) // 2))
     some = samples_of(batch, 0, size)
     before = BeforeStep(model, device)
     drawn_from = get_rng_state(device)
     try:
-        with torch.no_grad(), preserved_modes(model):
+        with torch.no_grad(), preserved_modes(model), around():
             model.eval()
             whole = loss_of(some)
             if not same_rng_state(drawn_from, get_rng_state(device)):
-                return Verdict(why_unknown="it draws random numbers")
+                raise _Draws
             parts = split_at(some, [place for place in _PLACES if place < size])
             together = parts.merge([_shared(loss_of(part), share) for part, share in parts])
-            return _compared(whole, together)
+        return _compared(whole, together)
+    except _Draws:
+        return Verdict(why_unknown="it draws random numbers")
+    except OtherRankRanOut:
+        return Verdict(why_unknown="another rank could not run it")
     except Exception as error:  # a model may have no loss in eval mode, or still not fit
         return Verdict(why_unknown=f"in eval mode it raises {type(error).__name__}")
     finally:
         before.put_back()
+
+
+class _Draws(Exception):  # noqa: N818
+    """Says so to whoever is around."""
 
 
 def _shared(parts: LossParts, share: float) -> LossParts:

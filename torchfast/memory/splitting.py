@@ -89,6 +89,21 @@ def split(batch: Any, limit: int) -> Any:
     return split_at(batch, [*itertools.accumulate(sizes)][:-1])
 
 
+def num_halved(batch: Any, limit: int) -> int:
+    """Return in how many parts `split` returns a batch."""
+    num = count_samples(batch) or 1
+    return sum(1 for _ in _sizes(num, num_elements(batch) / num, limit))
+
+
+def split_evenly(batch: Any, count: int) -> SplitBatch:
+    """Return a batch of at least as many samples in so many parts, which differ by one at most.
+
+    None is larger than the largest of as many parts that `split` returns.
+    """
+    num = count_samples(batch) or 1
+    return split_at(batch, [-(-num * number // count) for number in range(1, count)])
+
+
 def samples_of(batch: Any, start: int, size: int) -> Any:
     """Return so many samples of a batch of which `why_whole` returns None, beginning at one."""
     return map_batch(batch, lambda t: t.narrow(0, start, size) if t.dim() > 0 else t)

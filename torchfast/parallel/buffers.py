@@ -9,7 +9,7 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
@@ -37,8 +37,11 @@ class Buffers:
         # By module: a forward may put another tensor in the place of one.
         self._holders = [m for m in modules if next(m.buffers(recurse=False), None) is not None]
 
-    def send_from_first(self) -> None:
+    def send_from_first(self, ask: Callable[[], None] = lambda: None) -> None:
         """Make them on each rank what they are on the first, whose own are not written to.
+
+        Args:
+            ask: Called right before the ranks come together.
 
         Synchronizes: Never.
         """
@@ -51,6 +54,7 @@ class Buffers:
             # As bytes: of several dtypes, and to the bit.
             parts = [each.contiguous().flatten().view(torch.uint8) for each in found]
             flat = torch.cat(parts)
+            ask()
             with phase(COMMUNICATION):
                 dist.broadcast(flat, src=0)
             if dist.get_rank() == 0:

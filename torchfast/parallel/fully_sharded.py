@@ -37,6 +37,7 @@ from torchfast._core.errors import PlanError
 from torchfast._core.fsdp_pieces import own_pieces
 from torchfast._core.local import local
 from torchfast._core.selection import select_modules
+from torchfast.parallel.asked_shards import asked_before
 from torchfast.parallel.broken_pass import close_pass
 from torchfast.parallel.buffers import Buffers
 from torchfast.parallel.inner_backwards import InnerBackwards
@@ -66,6 +67,7 @@ class ShardedModel:
         ranks: Over which.
         device: Where it trains.
         gather_dtype: What ``"auto"`` means; None is the parameters' own.
+        ask: Called before collectives; see `SharedTry.ask`.
 
     Attributes:
         is_noted: Whether to note that of the steps that come.
@@ -87,7 +89,9 @@ class ShardedModel:
         ranks: Ranks,
         device: torch.device,
         gather_dtype: torch.dtype | None,
+        ask: Callable[[], None],
     ) -> None:
+        self._ask = ask
         if isinstance(model, FSDPModule):
             raise PlanError(
                 f"{type(model).__name__} is sharded already, so shard={options.strategy!r} cannot "
@@ -149,7 +153,7 @@ class ShardedModel:
         The model begins with the buffers of the first rank, as under replicas.
         """
         self.reduce_gradients(is_last)
-        self._buffers.send_from_first()
+        self._buffers.send_from_first(self._ask)
         model, step, forward = self._number
         self._begin_forward((model, step, forward + 1))
         with self._backwards.seen():
@@ -224,7 +228,17 @@ class ShardedModel:
                 for name, p in self._model.named_parameters()
                 if name not in whole and p.requires_grad and p.grad is None
             ]
-        self._whole.reduce()
+        self._whole.reduce(self._ask)
+
+    def shared(self, ask: Callable[[], None]) -> AbstractContextManager[None]:
+        """Return the context of a shared try; see `Shared`."""
+        return asked_before(self._model, ask)
+
+    def drop_try(self) -> None:
+        """End a shared try; the forwards of the next one are counted from the beginning."""
+        self.close_pass()
+        self.begin_step(self._number[0])
+        self.forget_used()
 
     def close_pass(self) -> None:
         """Make it as between steps, where one has ended in the middle."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -245,9 +245,13 @@ def send_from_first(ranks: RankGroup, tensors: Iterable[Tensor]) -> None:
             held.copy_(sent)
 
 
-def mean_over_ranks(value: Tensor) -> Tensor:
-    """Return the mean over the ranks of a tensor, on its device, without waiting for it."""
+def mean_over_ranks(value: Tensor, ask: Callable[[], None] = lambda: None) -> Tensor:
+    """Return the mean over the ranks of a tensor, on its device, without waiting for it.
+
+    ``ask`` is called right before the ranks come together.
+    """
     result = value.detach().clone()
+    ask()
     if result.device.type == "cpu":  # gloo has no mean
         with phase(COMMUNICATION):
             dist.all_reduce(result)

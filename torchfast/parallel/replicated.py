@@ -11,18 +11,21 @@ the user's object.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchfast._core.collectives import Observation
 from torchfast._core.errors import PlanError
+from torchfast._core.phases import COMMUNICATION, phase
 from torchfast._core.rank_group import RankGroup
 from torchfast.parallel.options import ShardOptions
 from torchfast.parallel.ranks import send_from_first
+from torchfast.parallel.shared_try import SharedTry
 
 if TYPE_CHECKING:
     from torchfast.parallel.observed_replicas import ObservedReplicas
@@ -51,13 +54,17 @@ class ReplicatedModel:
         model: The same on all ranks; its parameters and buffers become those of the first one.
         options: How.
         ranks: Who agree.
+        shared: Whether a step is a shared try. Its gradients are averaged behind the backward.
 
     Numerics: The mean of the ranks' gradients; sums in the order of the collective.
     Synchronizes: In `apply`, at the first step, and when parameters were replaced or others are
         trained.
     """
 
-    def __init__(self, model: nn.Module, options: ShardOptions, ranks: RankGroup) -> None:
+    def __init__(
+        self, model: nn.Module, options: ShardOptions, ranks: RankGroup, shared: SharedTry
+    ) -> None:
+        self._shared = shared
         self._model, self._options, self._ranks = model, options, ranks
         self._has_failed = False
         size = options.bucket_mb
@@ -73,15 +80,73 @@ class ReplicatedModel:
 
     def run(self, call: Callable[[], Any], *, is_last: bool) -> Any:
         """Call, within a forward that is in sync; only the ``is_last`` one reduces gradients."""
+        wrapped = self._settled()
+        if wrapped is None:  # no parameter is trained
+            return call()
+        if wrapped.require_forward_param_sync:  # the first forward sends buffers, the others not
+            self._shared.ask()
+        with nullcontext() if is_last and not self._shared.is_on else wrapped.no_sync():
+            return wrapped(call)
+
+    @contextmanager
+    def shared(self, ask: Callable[[], None]) -> Iterator[None]:  # noqa: ARG002
+        """Return the context of a shared try; see `Shared`. Each forward asks by itself."""
+        if (wrapped := self._settled()) is None:
+            yield
+            return
+        # A forward that is not to be reduced tells the next one that buffers need not be sent.
+        wrapped.require_forward_param_sync = True
+        try:
+            yield
+        finally:
+            wrapped.require_forward_param_sync = True
+
+    def drop_try(self) -> None:
+        """Do nothing: a shared try leaves what averages gradients alone."""
+
+    def end_backward(self) -> None:
+        """See to it that all gradients are averaged.
+
+        Raises:
+            PlanError: A trained parameter took no part in the loss.
+        """
+        if not self._shared.is_on:
+            self.check_reduced()
+        elif self._wrapped is not None:
+            self._average()
+
+    def _average(self) -> None:
+        """Average gradients as they lie, a bucket at a time, so that little is copied at once."""
+        assert self._wrapped is not None
+        ask, group = self._shared.ask, self._wrapped.process_group
+        ask()
+        of_ranks = self._ranks.gather([p.grad is not None for p in self._known])
+        if not self._options.unused_parameters and not all(map(all, of_ranks)):
+            raise self._unused()
+        is_used = [any(column) for column in zip(*of_ranks, strict=True)]
+        used = [p for p, is_one in zip(self._known, is_used, strict=True) if is_one]
+        for parameter in used:
+            if parameter.grad is None:  # here
+                parameter.grad = torch.zeros_like(parameter)
+        for gradients in _buckets([p.grad for p in used], self.bucket_mb * 2**20):
+            flat = gradients[0]
+            if not flat.is_sparse:
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+            ask()
+            with phase(COMMUNICATION):
+                dist.all_reduce(flat, group=group)
+            flat.div_(dist.get_world_size(group))
+            if not flat.is_sparse:
+                parts = flat.split([gradient.numel() for gradient in gradients])
+                for gradient, part in zip(gradients, parts, strict=True):
+                    gradient.copy_(part.view_as(gradient))
+
+    def _settled(self) -> DistributedDataParallel | None:
         if self._has_failed:
             self._has_failed = False
             if not self._ranks.all_agree(self._is_through()):
                 self.use_buckets(self.bucket_mb)
-        wrapped = self._current()
-        if wrapped is None:  # no parameter is trained
-            return call()
-        with nullcontext() if is_last else wrapped.no_sync():
-            return wrapped(call)
+        return self._current()
 
     def after_failure(self) -> None:
         """Look at the next call whether a backward ended in the middle; all ranks are told.
@@ -114,14 +179,17 @@ class ReplicatedModel:
         try:
             self._check_through()
         except RuntimeError as error:
-            named = self._model.named_parameters()
-            odd = [name for name, p in named if p.requires_grad and p.grad is None]
-            raise PlanError(
-                f"the loss did not use all trained parameters ({', '.join(odd[:3]) or 'unknown'}), "
-                "so gradients were not averaged over the ranks; give "
-                "ShardOptions(unused_parameters=True), requires_grad_(False) what is never used, "
-                "and detach what loss_fn returns besides the loss"
-            ) from error
+            raise self._unused() from error
+
+    def _unused(self) -> PlanError:
+        named = self._model.named_parameters()
+        odd = [name for name, p in named if p.requires_grad and p.grad is None]
+        return PlanError(
+            f"the loss did not use all trained parameters ({', '.join(odd[:3]) or 'unknown'}), "
+            "so gradients were not averaged over the ranks; give "
+            "ShardOptions(unused_parameters=True), requires_grad_(False) what is never used, "
+            "and detach what loss_fn returns besides the loss"
+        )
 
     def _check_through(self) -> None:
         if self._wrapped is not None:
@@ -166,6 +234,20 @@ class ReplicatedModel:
                 self.observe(self._observation)
         self._known = now
         return self._wrapped
+
+
+def _buckets(gradients: list[Any], size: float) -> Iterator[list[torch.Tensor]]:
+    """Yield what is reduced at once: of one dtype and device, sparse ones each by itself."""
+    open_ones: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.is_sparse:
+            yield [gradient]
+            continue
+        bucket = open_ones.setdefault((gradient.dtype, gradient.device), [])
+        bucket.append(gradient)
+        if sum(each.nbytes for each in bucket) >= size:
+            yield open_ones.pop((gradient.dtype, gradient.device))
+    yield from open_ones.values()
 
 
 def _trained(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -39,6 +39,7 @@ from torchfast.parallel.options import ShardOptions, shard_decision
 from torchfast.parallel.ranks import Ranks, largest_over_ranks, mean_over_ranks
 from torchfast.parallel.replicated import BUCKETS_MB, ReplicatedModel
 from torchfast.parallel.seeds import part_seeds
+from torchfast.parallel.shared_try import SharedTry
 from torchfast.parallel.tuning import Tuned, tune
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Sharding:
 
     Attributes:
         device: As given.
+        shared: What ends a step on all ranks where one runs out of memory.
 
     Raises:
         PlanError: The model cannot be sharded so.
@@ -88,6 +90,7 @@ class Sharding:
         self._names: list[str] = []  # of the metrics, as all ranks have them
         self._tuned: Tuned[Any] | None = None
         self._num_counted = 0  # steps
+        self.shared = SharedTry(ranks.group)
         self.is_on = options is not None and ranks.are_many
         # Entered around the forwards and backwards of a step.
         self.around_gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -106,12 +109,14 @@ class Sharding:
         if options.is_sharded:
             from torchfast.parallel.fully_sharded import ShardedModel  # takes long to import
 
-            self._sharded = ShardedModel(model, options, ranks, device, gather_dtype)
+            ask = self.shared.ask
+            self._sharded = ShardedModel(model, options, ranks, device, gather_dtype, ask)
             self.collectives.issued_by(self._sharded.observe)
         else:
             check_mesh(options, ranks, device)
-            self._replicated = ReplicatedModel(model, options, ranks.group)
+            self._replicated = ReplicatedModel(model, options, ranks.group, self.shared)
             self.collectives.issued_by(self._replicated.observe)
+        self.shared.model = self._sharded or self._replicated
 
     @property
     def is_sharded(self) -> bool:
@@ -266,7 +271,7 @@ class Sharding:
             PlanError: Some cannot be.
         """
         if self._replicated is not None:
-            self._replicated.check_reduced()
+            self._replicated.end_backward()
         if self._sharded is not None:
             self._sharded.end_backward()
 

@@ -11,6 +11,7 @@ give to one kernel. torch takes the whole ones for replicated there if it is tol
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -80,10 +81,13 @@ class WholeParameters:
             if tensor.device != device and tensor.device.type != "meta":
                 tensor.data = tensor.data.to(device)
 
-    def reduce(self) -> None:
+    def reduce(self, ask: Callable[[], None] = lambda: None) -> None:
         """Average their gradients over the ranks; one that no rank has becomes zero.
 
         Parameters that are DTensors already, of some other parallelism, are the user's.
+
+        Args:
+            ask: Called right before the ranks come together.
 
         Raises:
             PlanError: A gradient is sparse.
@@ -108,7 +112,8 @@ class WholeParameters:
                 )
             gradients.append(parameter.grad)
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        mean = mean_over_ranks(flat if self._reduce_dtype is None else flat.to(self._reduce_dtype))
+        reduced = flat if self._reduce_dtype is None else flat.to(self._reduce_dtype)
+        mean = mean_over_ranks(reduced, ask)
         parts = mean.split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
