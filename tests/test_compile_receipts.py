@@ -357,3 +357,18 @@ def test_the_machine_says_what_compiles_for_it():
     assert machine["torch"].startswith(torch.__version__)
     assert set(machine) >= {"device", "triton", "cuda", "python", "threads", "capability"}
     assert all(isinstance(value, str) and value for value in machine.values())
+
+
+def test_the_number_formats_in_force_count():
+    found = [machine_of(CPU)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(machine_of(CPU))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    found.append(machine_of(CPU))
+    torch.set_float32_matmul_precision(before)
+    torch.use_deterministic_algorithms(True)
+    found.append(machine_of(CPU))
+    torch.use_deterministic_algorithms(False)
+    assert len({each["precision"] for each in found}) == 4
+    assert machine_of(CPU) == found[0]

@@ -16,7 +16,7 @@ import pytest
 
 from compile_stores import Compiler, folder_with_one, key, needs_root, process, stored
 from torchfast.compiler.store import CacheStore
-from torchfast.compiler.store_artifacts import TorchArtifacts, join
+from torchfast.compiler.store_artifacts import TorchArtifacts, join, split
 from torchfast.compiler.store_entry import MAGIC, EntryHeader, encode
 
 
@@ -322,6 +322,30 @@ def test_what_torch_cannot_read(folder, caplog):
     store = CacheStore(folder, artifacts=Old())
     assert "torch cannot read" in store.load(key()).detail
     assert len(caplog.records) == 1
+
+
+def test_what_torch_cannot_read_is_replaced_though_nothing_was_compiled_anew(folder, entry):
+    """Where torch's own cache of this machine has it all."""
+    payload = b"nothing that torch reads"
+    header = EntryHeader(
+        work=dict(key().work),
+        machine=dict(key().machine),
+        artifacts={},
+        payload_bytes=len(payload),
+        payload_sha256=hashlib.sha256(payload).hexdigest(),
+        written_at="",
+        torchfast="",
+    )
+    entry.write_bytes(b"".join(encode(header, payload)))
+    compiler = Compiler()
+    compiler.load = lambda payload: None if split(payload) is None else 1
+    store = CacheStore(folder, artifacts=compiler)
+    assert "torch cannot read" in store.load(key()).detail
+    compiler.known = {"a": (b"of torch's own cache",)}
+    compiler.compile("a")
+    assert compiler.misses == 0
+    assert store.save(key()).status == "saved"
+    assert stored(folder) == {"a"}
 
 
 @pytest.mark.parametrize("method", ["load", "save", "counts", "switched_off"])

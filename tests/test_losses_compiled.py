@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
@@ -285,3 +286,25 @@ def test_what_is_compiled_is_found_again(functions):
     if functions:
         assert second["autograd_cache_hit"] == 1
         assert not any(seen.get("autograd_cache_bypass") for seen in found)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "sizes", "most"),
+    [(64, (4, 6, 9, 11, 17, 23, 29, 31, 37, 41), 2), (8, (18, 19, 21, 22, 23), 2)],
+    ids=["one chunk", "two and a rest"],
+)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_other_numbers_of_tokens_are_not_compiled_anew(dynamic, chunk_size, sizes, most):
+    """As batches of other lengths have them; each number of chunks is compiled once."""
+    counter = CompileCounter()
+    loss = partial(linear_cross_entropy, chunk_size=chunk_size)
+    compiled = torch.compile(loss, backend=counter, dynamic=dynamic)
+    torch.manual_seed(0)
+    weight = torch.randn(50, 8, requires_grad=True)
+    for size in sizes:
+        hidden, targets = torch.randn(size, 8, requires_grad=True), torch.randint(50, (size,))
+        found, expected = compiled(hidden, weight, targets), loss(hidden, weight, targets)
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(each, (hidden, weight)) for each in (found, expected)]
+        torch.testing.assert_close(*gradients)
+    assert counter.frame_count <= most

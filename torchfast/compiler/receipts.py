@@ -355,6 +355,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
         "triton": _version_of("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm"),
         "cuda": str(torch.version.cuda or torch.version.hip),
         "python": platform.python_version(),
+        "precision": _precision(device),
     }
     if device.type == "cpu":
         machine["capability"] = torch.backends.cpu.get_cpu_capability()
@@ -365,6 +366,17 @@ def machine_of(device: torch.device) -> dict[str, str]:
     else:
         machine["device"] = device.type
     return machine
+
+
+def _precision(device: torch.device) -> str:
+    """Return the number formats in force, in which another way may be the fastest and right."""
+    products = "mixed settings"
+    with suppress(RuntimeError):  # torch's old and new switches were used side by side
+        products = torch.get_float32_matmul_precision()
+    kind = device.type
+    autocast = f"{torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else "none"
+    exact = torch.are_deterministic_algorithms_enabled()
+    return f"autocast {autocast}, matmul {products}, deterministic {exact}"
 
 
 def _version_of(*distributions: str) -> str:

@@ -278,7 +278,10 @@ class CacheStore:
         mine = split(own)
         theirs = {} if stored is None else split(stored)
         if mine is None or theirs is None:
-            # Bytes of a form that is not known: all or nothing.
+            # Bytes of a form that is not known: all or nothing. What torch cannot read, where it
+            # reads ours, is of no use to anybody.
+            if theirs is None and mine is not None:
+                return own, None
             new = self._source.counts().since(self._before).misses > 0
             return (own if new or stored is None else stored), None
         artifacts = merged(theirs, mine, self._loaded)

@@ -13,6 +13,7 @@ weights c, and z the factor of the z-loss, with p the softmax and lse the logsum
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,22 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    """Yield the rows of each chunk.
+
+    Counted by chunks, and not by rows: a compiler takes what is iterated for a constant, and would
+    compile anew for each number of rows in place of each number of chunks.
+    """
+    if 0 < count <= size:
+        yield slice(None)
+        return
+    whole = count // size
+    for number in range(whole):
+        yield slice(number * size, (number + 1) * size)
+    if count % size:
+        yield slice(whole * size, None)
+
+
 def run_chunks(
     hidden: Tensor,
     weight: Tensor,
@@ -102,8 +119,7 @@ def run_chunks(
     grad_hidden: list[Tensor] = []
     grad_weight: Tensor | None = None
     grad_bias: Tensor | None = None
-    for start in range(0, hidden.shape[0], num_rows):
-        rows = slice(start, start + num_rows)
+    for rows in _chunks(hidden.shape[0], num_rows):
         part = hidden[rows]
         loss, grad = _chunk(
             F.linear(part, weight, bias),
