@@ -45,6 +45,22 @@ def mean_loss(model, batch):
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
+def leaving_out(at, step):
+    """Return a mean loss with which one block is left out in one call."""
+    steps = []
+
+    def loss_fn(model, batch):
+        tokens, targets = batch
+        steps.append(batch)
+        x = model.embedding(tokens)
+        for number, block in enumerate(model.blocks):
+            if not (number == at and len(steps) == step):
+                x = block(x)
+        return F.cross_entropy(model.head(x).flatten(0, 1), targets.flatten())
+
+    return loss_fn, steps
+
+
 def summed_loss(model, batch):
     tokens, targets = batch
     loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ranks
-from parallel_training import OPTIMIZERS, batches, fresh, mean_loss
+from parallel_training import OPTIMIZERS, batches, fresh, leaving_out, mean_loss
 from torchfast import MicroBatches, Plan, RankError, Trainer
 from torchfast.parallel import last_words
 from torchfast.parallel.fully_sharded import ShardedModel
@@ -16,18 +16,8 @@ from torchfast.parallel.used_parts import Used, UsedParts
 
 
 def skipping(rank, at):
-    """From the third step on the second rank leaves a block out."""
-    steps = []
-
-    def loss_fn(model, batch):
-        tokens, targets = batch
-        steps.append(batch)
-        x = model.embedding(tokens)
-        for number, block in enumerate(model.blocks):
-            if not (rank == 1 and number == at and len(steps) == 3):
-                x = block(x)
-        return F.cross_entropy(model.head(x).flatten(0, 1), targets.flatten())
-
+    """In the third step the second rank leaves a block out."""
+    loss_fn, steps = leaving_out(at, 3 if rank == 1 else 0)
     trainer = Trainer(fresh(), OPTIMIZERS["sgd"], loss_fn, Plan(shard="fsdp"))
     began = time.monotonic()
     first, *rest = batches(rank)

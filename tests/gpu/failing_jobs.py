@@ -12,29 +12,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
-from parallel_training import batches, fresh, mean_loss
+from parallel_training import batches, fresh, leaving_out, mean_loss
 from torchfast import Plan, RankError, Trainer
 
 STEPS, FAILS_AT, GROUP_TIMEOUT_S = 60, 40, 120
 FAILS = 1
-
-
-def skipping(rank, at):
-    """Return a loss function with which one rank leaves out a block in one step."""
-    steps = []
-
-    def loss_fn(model, batch):
-        tokens, targets = batch
-        steps.append(None)
-        x = model.embedding(tokens)
-        for number, block in enumerate(model.blocks):
-            if not (rank == FAILS and number == at and len(steps) == FAILS_AT):
-                x = block(x)
-        return F.cross_entropy(model.head(x).flatten(0, 1), targets.flatten())
-
-    return loss_fn
 
 
 def run(rank, shard, is_captured, store, folder, leaves_out=None):
@@ -52,7 +35,9 @@ def run(rank, shard, is_captured, store, folder, leaves_out=None):
     trainer = Trainer(
         fresh(16).to("cuda"),
         lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01), fused=True, capturable=True),
-        mean_loss if leaves_out is None else skipping(rank, leaves_out),
+        mean_loss
+        if leaves_out is None
+        else leaving_out(leaves_out, FAILS_AT if rank == FAILS else 0)[0],
         Plan(shard=shard, cuda_graph=is_captured),
         device="cuda",
     )

@@ -185,15 +185,7 @@ class OutOfMemoryGuard:
                 self._limit = limit  # or steps that do fit would run in parts from now on
                 raise self._error(account, smaller)
             pieces = smaller
-            num_parts = _num_parts(pieces)
-            self._most_parts = max(self._most_parts, num_parts)
-            logger.warning(
-                "out of memory in the %s; the step is done again in %d parts, and so are later "
-                "ones of its size%s",
-                account.stage,
-                num_parts,
-                self._not_alike(),
-            )
+            self._say_again(account.stage, _num_parts(pieces))
 
     def _run_with_others(
         self, attempt: Callable[[Group], R], group: Group, others: SplitRanks, *, is_step: bool
@@ -228,15 +220,8 @@ class OutOfMemoryGuard:
             if why is not None:
                 self._limit = limit
                 raise self._error(account, why, accounts)
-            num_parts = max(counts)
-            self._most_parts = max(self._most_parts, num_parts)
-            logger.warning(
-                "out of memory in the %s; the step is done again in %d parts, and so are later "
-                "ones of its size%s",
-                "step of another rank" if account is None else account.stage,
-                num_parts,
-                self._not_alike(),
-            )
+            stage = "step of another rank" if account is None else account.stage
+            self._say_again(stage, max(counts))
 
     def after_failed_capture(self) -> None:
         """Take an account if it was memory that a capture has run out of; call as it is handled."""
@@ -394,8 +379,8 @@ class OutOfMemoryGuard:
 
     def _smaller(self, group: Group, pieces: Group, account: MemoryAccount) -> Group | str:
         """Return the group in smaller parts than those that failed, or why that cannot be."""
-        if account.stage not in _REPEATABLE:
-            return f"it happened in the {account.stage}, not in forward or backward"
+        if (why := _why_never(account)) is not None:
+            return why
         largest = max(num_elements(part) for piece in pieces for part in parts_of(piece))
         self._limit = largest
         for batch in group:
@@ -420,6 +405,16 @@ class OutOfMemoryGuard:
             self._verdict = check_split(self._loss_of, in_parts, self._model, self._device)
         return self._verdict.why_not
 
+    def _say_again(self, stage: str, num_parts: int) -> None:
+        self._most_parts = max(self._most_parts, num_parts)
+        logger.warning(
+            "out of memory in the %s; the step is done again in %d parts, and so are later ones of "
+            "its size%s",
+            stage,
+            num_parts,
+            self._not_alike(),
+        )
+
     def _not_alike(self) -> str:
         """Say in what parts differ from the whole, or might."""
         notes = ""
@@ -434,10 +429,16 @@ class OutOfMemoryGuard:
         return notes
 
 
+def _why_never(account: MemoryAccount) -> str | None:
+    if account.stage in _REPEATABLE:
+        return None
+    return f"it happened in the {account.stage}, not in forward or backward"
+
+
 def _why_alone(account: MemoryAccount | None, *, is_shared: bool) -> str:
     """Return why the other ranks could not begin again."""
-    if account is not None and account.stage not in _REPEATABLE:
-        return f"it happened in the {account.stage}, not in forward or backward"
+    if account is not None and (never := _why_never(account)) is not None:
+        return never
     why = "it was beside forward and backward" if is_shared else "a step of this size has fitted"
     return f"the other ranks could not be told, since {why}"
 

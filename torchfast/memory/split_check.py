@@ -42,6 +42,11 @@ class Verdict(NamedTuple):
     why_unknown: str | None = None
 
 
+def num_tried(num: int) -> int:
+    """Return how many samples are taken of a batch of so many."""
+    return min(MOST_SAMPLES, max(2, (num + 1) // 2))
+
+
 def check_split(
     loss_of: Callable[[Any], LossParts],
     batch: Any,
@@ -59,15 +64,14 @@ def check_split(
         model: In eval mode meanwhile, for the masks of dropout differ; its buffers, and the random
             generators, are put back.
         device: Where it runs.
-        size: How many samples to take; None takes what `MOST_SAMPLES` and the batch allow.
+        size: How many samples to take; None takes as many as `num_tried` says.
         around: Returns the context of the forwards, of which ranks run as many as each other; one
             that runs fewer has to leave it by an error.
 
     Synchronizes: Yes.
     """
-    num = count_samples(batch) or 1
     if size is None:
-        size = min(MOST_SAMPLES, max(2, (num + 1) // 2))
+        size = num_tried(count_samples(batch) or 1)
     some = samples_of(batch, 0, size)
     before = BeforeStep(model, device)
     drawn_from = get_rng_state(device)

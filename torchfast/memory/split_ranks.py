@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar, final
 
 from torchfast._core.batches import count_samples
-from torchfast.memory.split_check import MOST_SAMPLES, Verdict
+from torchfast.memory.split_check import MOST_SAMPLES, Verdict, num_tried
 from torchfast.memory.splitting import num_elements, num_halved, split_evenly, why_whole
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ class SplitRanks:
         batch = next((b for b, count in zip(group, counts, strict=True) if count > 1), None)
         num = 2 * MOST_SAMPLES if batch is None else count_samples(batch) or 1
         # Shards are gathered in each forward, so all ranks run equally many.
-        size = min(min(MOST_SAMPLES, max(2, (n + 1) // 2)) for n in self.ranks.gather(num))
+        size = min(map(num_tried, self.ranks.gather(num)))
         with self.ranks.on():
             own = _of_nothing(self.ranks) if batch is None else check(batch, size)
         self.ranks.drop()

@@ -235,9 +235,8 @@ class ShardedModel:
         return asked_before(self._model, ask)
 
     def drop_try(self) -> None:
-        """End a shared try; the forwards of the next one are counted from the beginning."""
+        """End a shared try, which each rank may have left in another place."""
         self.close_pass()
-        self.begin_step(self._number[0])
         self.forget_used()
 
     def close_pass(self) -> None:
