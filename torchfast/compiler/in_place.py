@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from types import FunctionType
@@ -34,6 +35,7 @@ from torch.nn.modules import module as torch_module
 
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CompileError
+from torchfast._core.left_to_python import leave_to_python
 from torchfast._core.stand_in import StandIn
 from torchfast.compiler.causes import explained
 from torchfast.compiler.conversion import (
@@ -43,6 +45,7 @@ from torchfast.compiler.conversion import (
     is_graph_break,
     why_off,
 )
+from torchfast.compiler.copied import called_in, leave_copies_alone
 from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.refusal import run_refusing, stance_forbids
@@ -65,6 +68,11 @@ _SKIPPED = {
 _NOTHING_AROUND = (
     "no graph came of it: what stands around the blocks is in the function with the loop over "
     "them, or compiled by somebody else; move the loop to a method of its own"
+)
+_COPIED = (
+    "a shallow copy of it was called, such as nn.DataParallel makes for each device, and those run "
+    "eagerly: train on several devices by DistributedDataParallel, and compile what a copy holds "
+    "by a CompiledModule of its own"
 )
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
@@ -145,6 +153,9 @@ class RegionKind:
         self._cause: BaseException | None = None  # of what is raised from then on
         self._eager: Callable[..., Any] = template
         self._is_watched = False
+        # A trace that began there would not know who has called, and follow all that is done to
+        # compile the region.
+        leave_to_python(Region.__call__.__code__)
         self._compiled: Callable[..., Any] = template
         self._function = FunctionType(code, template.__globals__, self.code_name)
         try:
@@ -169,7 +180,7 @@ class RegionKind:
 
     def run(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
         """Call a region of this kind; ``region`` is what is to know what came of it."""
-        if self.eager_because is not None or _has_global_hooks():
+        if self.eager_because is not None or has_global_hooks():
             return self._run_eagerly(region, target, args, kwargs)
         conversion = self.conversion
         if self._sizes is not None and self._sizes.dimensions:
@@ -196,6 +207,10 @@ class RegionKind:
         if conversion.has_news or (region is not None and region.state != "compiled"):
             self._settle(region)
         return result
+
+    def note_copy(self) -> None:
+        """Note that a shallow copy of a region is called as it is."""
+        self._remark(_COPIED)
 
     def _run_eagerly(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
         if self._raises:
@@ -317,10 +332,16 @@ class Region(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         module: Any = self._module()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # As a part of something larger it is compiled with that.
+            leave_copies_alone()
             return module._call_impl(*args, **kwargs)
-        return self.kind.run(self, module, args, kwargs)
+        called = called_in(sys._getframe(1), module)
+        if called is module and not torch.compiler.is_compiling():
+            return self.kind.run(self, module, args, kwargs)
+        if called is not module:
+            self.kind.note_copy()
+        return called._call_impl(*args, **kwargs)
 
     @property
     def was_compiled_by_user(self) -> bool:
@@ -377,7 +398,8 @@ def region_of(module: nn.Module) -> Region | None:
     return there if isinstance(there, Region) else None
 
 
-def _has_global_hooks() -> bool:
+def has_global_hooks() -> bool:
+    """Whether there are hooks for which regions run eagerly."""
     first, second, third, fourth = _GLOBAL_HOOKS
     return bool(first or second or third or fourth)
 
