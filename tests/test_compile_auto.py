@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import optim
 from torch._dynamo.callback import callback_handler
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from compiled_training import BATCHES, Deep, compiled_in, counter
 from models import mean_loss
@@ -42,7 +45,8 @@ def searching(monkeypatch):
                 with candidate.in_force():
                     loss = float(work())
                     tried.append((candidate.name, loss, candidate.failure()))
-        results = [CandidateResult(name=c.name, status="measured") for c in candidates]
+        ratios = dict.fromkeys(("ratio", "ratio_low", "ratio_high"), 1.0)
+        results = [CandidateResult(name=c.name, status="measured", **ratios) for c in candidates]
         return Receipt(
             key=key,
             model_name="Deep",
@@ -332,3 +336,92 @@ def test_what_another_mode_compiles_is_not_searched():
         pytest.raises(ValueError, match="this is compiled as 'default'"),
     ):
         compiled.search(mean_loss, BATCHES[0])
+
+
+# -- No answer -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def really(monkeypatch):
+    """Search for real, with a backend of the test's; count the searches."""
+    state = SimpleNamespace(num_searches=0, backend="eager")
+    search, compile_ = mode_search.search, torch.compile
+
+    def counted(*args, **kwargs):
+        state.num_searches += 1
+        return search(*args, **kwargs)
+
+    def compiled_by(function, *, backend, mode=None, **options):
+        return compile_(function, backend=state.backend, **options)
+
+    monkeypatch.setattr(mode_search, "search", counted)
+    monkeypatch.setattr(torch, "compile", compiled_by)
+    return state
+
+
+def searched(kind, folder, **options):
+    """Search in a handle or in a plan; return what is said of it."""
+    if kind == "handle":
+        model = Deep()
+        with CompiledModule(model, mode="auto", cache=folder, **options) as compiled:
+            compiled.search(mean_loss, BATCHES[0])
+            return compiled.decisions()[0]
+    plan = Plan(compile=CompileOptions(mode="auto", cache=str(folder), **options))
+    with make_trainer(net=Deep, plan=plan) as trainer:
+        trainer.step(BATCHES[0])
+        return compiled_in(trainer)[0]
+
+
+@pytest.mark.parametrize("kind", ["handle", "plan"])
+def test_a_budget_that_does_not_suffice_is_no_answer(really, tmp_path, caplog, kind):
+    for run in (1, 2):
+        caplog.clear()
+        decision = searched(kind, tmp_path, budget_s=1e-3)
+        assert really.num_searches == run
+        assert decision.outcome == "stepped aside"
+        assert "found no answer, so eager is in force" in decision.detail
+        assert "nothing could be compared with eager within budget_s=0.001" in decision.detail
+        assert "whole: default and" in decision.detail
+        assert "left out: no time was left to compile it" in decision.detail
+        assert "the next run searches again" in caplog.text
+    assert [*tmp_path.glob("receipt-*.json")] == []
+
+
+@contextmanager
+def global_hooks():
+    hook = register_module_forward_pre_hook(lambda *_: None)
+    yield
+    hook.remove()
+
+
+def switched_off():
+    return torch._dynamo.config.patch(disable=True)
+
+
+@pytest.mark.parametrize(
+    ("off", "words"),
+    [(global_hooks, "global module hooks"), (switched_off, "the compiler is switched off")],
+)
+def test_a_compiler_that_is_off_for_now_is_no_answer(really, tmp_path, off, words):
+    with off():
+        decision = searched("handle", tmp_path, budget_s=60.0)
+    assert "nothing could be compared with eager: " in decision.detail
+    assert f"not now: the whole model (Deep) runs eagerly: {words}" in decision.detail
+    assert "budget_s" not in decision.detail
+    decision = searched("handle", tmp_path, budget_s=5.0)
+    assert "mode 'auto' took" in decision.detail
+
+
+def test_ways_that_all_fail_are_an_answer(really, tmp_path):
+    def broken(graph, inputs):
+        raise RuntimeError("no kernel")
+
+    really.backend = broken
+    for when in ("measured now", "from its receipt"):
+        decision = searched("handle", tmp_path, budget_s=60.0)
+        assert decision.outcome == "applied"
+        assert when in decision.detail
+        assert "nothing but eager ran and was right: " in decision.detail
+        assert "failed: " in decision.detail
+        assert "RuntimeError: no kernel" in decision.detail
+    assert really.num_searches == 1

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchfast.compiler import receipts
+from torchfast.compiler.machine import machine_of
 from torchfast.compiler.receipts import (
     CandidateResult,
     Receipt,
     ReceiptKey,
     find_receipt,
-    machine_of,
     save_receipt,
 )
 
@@ -259,6 +259,51 @@ def test_what_is_no_file_of_ours_is_passed_over(tmp_path, plant, words):
 def test_no_folder_is_no_receipt(tmp_path):
     found = find_receipt(tmp_path / "none", make_key(), NAMES)
     assert found == (None, f"no receipt of this model is in {tmp_path / 'none'}")
+
+
+# -- No answer -------------------------------------------------------------------------------------
+
+
+def with_fates(*fates):
+    """Return a receipt that chose eager, as nothing else was told to be faster."""
+    others = [
+        CandidateResult(name=name, **fate) for name, fate in zip(NAMES[1:], fates, strict=True)
+    ]
+    first = CandidateResult(name="eager", status="measured", compile_s=0.0, median_ms=12.5)
+    return make_receipt(candidates=(first, *others), choice="eager")
+
+
+COMPARED = {"status": "measured", "ratio": 1.2, "ratio_low": 1.1, "ratio_high": 1.3}
+# Of two rounds there is a ratio, and no interval.
+TWO_ROUNDS = {"status": "measured", "ratio": 1.2, "ratio_low": 0.0, "ratio_high": float("inf")}
+FAILED, WRONG = {"status": "failed"}, {"status": "wrong"}
+TIMED_OUT, LEFT_OUT, NOT_NOW = ({"status": s} for s in ("timed out", "left out", "not now"))
+
+
+@pytest.mark.parametrize("fates", [(COMPARED, LEFT_OUT), (FAILED, COMPARED), (FAILED, WRONG)])
+def test_what_the_next_run_would_find_too_is_an_answer(tmp_path, fates):
+    receipt = with_fates(*fates)
+    assert receipt.is_answer
+    assert save_receipt(tmp_path, receipt) is not None
+    assert find_receipt(tmp_path, make_key(), NAMES).receipt == receipt
+
+
+@pytest.mark.parametrize(
+    "fates",
+    [(LEFT_OUT, LEFT_OUT), (TIMED_OUT, FAILED), (TWO_ROUNDS, WRONG), (NOT_NOW, NOT_NOW)],
+)
+def test_what_is_no_answer_is_neither_kept_nor_used(tmp_path, fates):
+    receipt = with_fates(*fates)
+    assert not receipt.is_answer
+    assert save_receipt(tmp_path, receipt) is None
+    assert [*tmp_path.iterdir()] == []
+    # As an earlier version has left it.
+    path = tmp_path / make_key().file_name
+    path.write_text(receipt.to_json())
+    assert find_receipt(tmp_path, make_key(), NAMES) == (
+        None,
+        f"{path} is ignored: nothing was compared for it",
+    )
 
 
 # -- Writing ---------------------------------------------------------------------------------------

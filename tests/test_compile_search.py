@@ -181,18 +181,22 @@ def test_an_interruption_that_is_no_limit_is_not_swallowed():
         lab.search(lab.candidate("other", doing=other))
 
 
+def fail():
+    raise RuntimeError("no kernel\nfor this")
+
+
 def test_a_candidate_that_raises_is_recorded_with_its_reason():
     lab = Lab()
 
-    def fail():
+    def fail_late():
         lab.now += 3.0
-        raise RuntimeError("no kernel\nfor this")
+        fail()
 
     def cannot():
         raise ValueError("cannot be put in force")
 
     receipt = lab.search(
-        lab.candidate("fails", doing=fail),
+        lab.candidate("fails", doing=fail_late),
         Candidate(name="refuses", apply=cannot),
         Candidate(
             name="pretends", apply=lab.candidate("x").apply, failure=lambda: "nothing was compiled"
@@ -230,6 +234,56 @@ def test_what_would_take_longer_than_is_left_is_left_out_and_said():
     assert "raise budget_s" in receipt["b"].reason
     assert receipt.choice == "a"
     assert receipt.elapsed_s <= 140
+
+
+def test_a_budget_that_is_used_up_is_said():
+    lab = Lab()
+    receipt = lab.search(lab.candidate("a", 0.5), lab.candidate("b", 0.5), budget_s=2.5)
+    assert receipt.choice == "eager"
+    assert not receipt.is_answer
+    assert "nothing could be compared with eager within budget_s=2.5 (" in receipt.why
+    assert f"({receipt.elapsed_s:.3g} s were used)" in receipt.why
+    assert "a and b left out: no time was left to compile it (0 s); raise budget_s" in receipt.why
+
+
+def test_what_ran_and_was_not_timed_is_said():
+    lab = Lab()
+    receipt = lab.search(
+        lab.candidate("fails", doing=fail), lab.candidate("slow", 20.0, 1.0), budget_s=180.0
+    )
+    assert statuses(receipt) == {"eager": "measured", "fails": "failed", "slow": "measured"}
+    assert receipt["slow"].ratio_high is None
+    assert not receipt.is_answer
+    assert "within budget_s=180" in receipt.why
+    assert (
+        "slow ran and was right, but too little time was left to time it; raise budget_s"
+        in receipt.why
+    )
+    assert "fails failed: RuntimeError: no kernel" in receipt.why
+
+
+def test_failures_are_an_answer_and_said():
+    lab = Lab()
+    receipt = lab.search(
+        lab.candidate("fails", doing=fail), lab.candidate("wrong", 0.5, damage=off_by(2.0))
+    )
+    assert receipt.is_answer
+    assert receipt.why.startswith("nothing but eager ran and was right: fails failed: RuntimeError")
+    assert "; wrong wrong: its loss is off by" in receipt.why
+    assert lab.search().why == "nothing but eager was there to be tried"
+
+
+def test_beside_what_was_compared_what_was_not_is_said():
+    lab = Lab()
+    receipt = lab.search(
+        lab.candidate("a", 1.2, 50.0), lab.candidate("b", 0.5, 60.0), budget_s=140.0
+    )
+    assert receipt.choice == "eager"
+    assert receipt.is_answer
+    assert receipt.why.startswith(
+        "nothing was faster than eager by more than the noise; b left out"
+    )
+    assert "raise budget_s" in receipt.why
 
 
 def test_what_compiles_each_time_it_is_put_in_force_is_out():

@@ -74,6 +74,11 @@ def test_what_was_not_measured_is_not_remembered(monkeypatch, tmp_path):
     assert "it takes 0.500" in trained(tmp_path).detail
 
 
+def test_time_that_did_not_suffice_is_said_and_not_remembered(monkeypatch, tmp_path):
+    assert "not measured, as 1e-09 s did not suffice" in trained(tmp_path, budget_s=1e-9).detail
+    assert [*tmp_path.glob("receipt-*.json")] == []
+
+
 def test_a_fingerprint_tells_updates_apart():
     def of(change=lambda _: None, make=ADAMW, size=3):
         optimizer = make([torch.ones(size, requires_grad=True)])

@@ -58,6 +58,22 @@ def test_offloading_that_sends_more_is_advised():
         assert found == ([] if more is None else [f"Plan(offload={more!r})"])
 
 
+def test_offloading_that_takes_a_little_time_is_advised_before_that_of_all():
+    """In the options that the plan has, but for those that have it already."""
+    both = OffloadOptions(activations="auto", optimizer=True)
+    told = advised(block(FAR, MB), facts=FACTS | {"offload": both})
+    found = [text for text in told if "on the host" in text]
+    plan = "Plan(offload=OffloadOptions(activations='auto', optimizer=True, max_slowdown=0.05))"
+    assert found[0].endswith(f"no longer than 5% of its time: {plan}")
+    assert found[1].endswith("Plan(offload='all')")
+    slower = OffloadOptions(activations="auto", max_slowdown=0.1)
+    told = advised(block(FAR, MB), facts=FACTS | {"offload": slower})
+    assert [text for text in told if "on the host" in text] == [
+        "all activations on the host, not only what hides and may be waited for: "
+        "Plan(offload='activations')"
+    ]
+
+
 def test_logits_and_states_and_graphs():
     logits = Owner(FAR, MB, "", "", "(8, 512, 50257) float32")
     now = moment_of(segment(block(FAR, MB)))

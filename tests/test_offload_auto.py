@@ -9,60 +9,30 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offloading import ITEM, Chain, reference, same, start, stepped
+from offloading import (
+    ALL,
+    DEPTH,
+    ITEM,
+    WINDOW,
+    Chain,
+    auto,
+    on,
+    plain_s,
+    reference,
+    same,
+    settled,
+    start,
+    step,
+    stepped,
+)
 from simulated_copies import CopyingDevice, TimedCopies
-from torchfast.memory import ActivationOffload, activation_offload, host_pool
+from torchfast.memory import ActivationOffload, host_pool
 from torchfast.memory.offload_timeline import Timeline
-
-DEPTH = 24
-WINDOW = 4 * ITEM
-ALL = 2 * DEPTH * ITEM
 
 
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch):
     monkeypatch.setattr(host_pool, "SLAB_BYTES", 1 << 17)
-
-
-def on(monkeypatch, side):
-    monkeypatch.setattr(activation_offload, "copy_streams_for", lambda _: side)
-    return side
-
-
-def auto(model, **options):
-    return ActivationOffload(
-        model, **{"min_bytes": ITEM, "window_bytes": WINDOW, "auto": True, **options}
-    )
-
-
-def step(side, model, offload, x=None):
-    """Return the gradients of a step and the seconds that it took."""
-    before = side.main.now
-    with side:
-        x = (start() if x is None else x).clone().requires_grad_()
-        with offload:
-            loss = model(x).sum()
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-    return grads, side.main.now - before
-
-
-def settled(side, model, offload, **options):
-    """Return how long a step takes once nothing is looked at any more."""
-    expected = reference(model, start())
-    for _ in range(8):
-        grads, took_s = step(side, model, offload, **options)
-        assert all(map(torch.equal, grads, expected))
-    assert offload.choice.is_settled
-    return took_s
-
-
-def plain_s():
-    """Return how long the step takes without copies."""
-    side, model = TimedCopies(1e9), Chain(DEPTH)
-    with side:
-        loss = model(start().requires_grad_()).sum()
-        torch.autograd.grad(loss, list(model.parameters()))
-    return side.main.now
 
 
 @pytest.mark.parametrize("speed", [20.0, 1.0, 0.5, 0.3])

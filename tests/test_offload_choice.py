@@ -4,38 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from offloading import timed
 from torchfast.memory import OffloadChoice
 from torchfast.memory.offload_choice import KindOfForward, choose
-from torchfast.memory.offload_timeline import At, StepTiming
-
-
-def timed(sizes, window=2, *, waited_s=0.0, pace=1.0, backward=2.0, last=0.0):
-    """Return a step that saves one storage a second, uses each once, and pushes as a window does.
-
-    Backward takes ``backward`` seconds for each, and ``last`` before the first of them.
-    """
-    pushed, inside = [], 0
-    waiting = []
-    for index, size in enumerate(sizes):
-        waiting.append(index)
-        inside += size
-        while inside > window and waiting[0] != index:
-            oldest = waiting.pop(0)
-            inside -= sizes[oldest]
-            pushed.append(At(oldest, index * pace))
-    end = (len(sizes) - 1) * pace + last
-    order = reversed(range(len(sizes)))
-    used = [At(index, end + place * backward) for place, index in enumerate(order)]
-    compute_s = end + len(sizes) * backward
-    return StepTiming(
-        sizes=tuple(sizes),
-        pushed=tuple(pushed),
-        used=tuple(used),
-        compute_s=compute_s,
-        waited_s=waited_s,
-        out_bytes_per_s=None,
-        back_bytes_per_s=None,
-    )
+from torchfast.memory.offload_timeline import StepTiming
 
 
 def chosen(timing, out, back=None, window=2, **options):

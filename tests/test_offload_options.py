@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -100,16 +101,19 @@ def test_offloaded_activations_leave_every_bit(copies, options, window):
 
 
 AUTO = OffloadOptions(activations="auto", min_bytes=1, window_bytes=3000)
+SLOWER = replace(AUTO, max_slowdown=0.25)
 
 
+@pytest.mark.parametrize("offload", [AUTO, SLOWER])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"recompute": True}])
-def test_activations_chosen_by_measurement_leave_every_bit(copies, options):
+def test_activations_chosen_by_measurement_leave_every_bit(copies, options, offload):
     expected, _ = run(Plan(), steps=8, **options)
-    found, report = run(Plan(offload=AUTO), steps=8, **options)
+    found, report = run(Plan(offload=offload), steps=8, **options)
     assert all(map(torch.equal, expected, found))
     assert report.counters["offload_sent_bytes"] > 0
     (made,) = decision(report)
     assert "GB/s to the host" in made.detail
+    assert ("at most 25% of its time" in made.detail) is (offload is SLOWER)
 
 
 def test_under_autocast(copies):
@@ -119,7 +123,7 @@ def test_under_autocast(copies):
     assert report.counters["offload_sent_bytes"] > 0
 
 
-@pytest.mark.parametrize("offload", [ALL, AUTO])
+@pytest.mark.parametrize("offload", [ALL, AUTO, SLOWER])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 def test_a_graph_holds_the_copies(copies, tape, monkeypatch, options, offload):
     def is_capturing():
@@ -222,6 +226,8 @@ def test_on_the_cpu_it_steps_aside(caplog):
         ("auto", "auto"),
         (OffloadOptions(activations="auto"), "auto"),
         (OffloadOptions(activations="auto", optimizer=True),) * 2,
+        (OffloadOptions(activations="auto", max_slowdown=0), "auto"),
+        (OffloadOptions(activations="auto", max_slowdown=0.05),) * 2,
         ("optimizer", "optimizer"),
         ("all", "all"),
         (OffloadOptions(), "activations"),
@@ -236,6 +242,11 @@ def test_a_plan_is_written_in_one_way(given, kept):
     assert eval(repr(plan), {"Plan": Plan, "OffloadOptions": OffloadOptions}) == plan
 
 
+def test_any_number_is_written_as_json():
+    options = OffloadOptions(activations="auto", max_slowdown=torch.ones((1,)).numpy()[0])
+    assert '"max_slowdown": 1.0' in Plan(offload=options).to_json()
+
+
 def test_what_is_refused():
     with pytest.raises(PlanError, match="offload must be one of"):
         Plan(offload="activation")
@@ -247,6 +258,13 @@ def test_what_is_refused():
         OffloadOptions(activations="half")
     with pytest.raises(ValueError, match="max_bytes must be >= 0"):
         OffloadOptions(max_bytes=-1)
+    with pytest.raises(TypeError, match="max_slowdown must be a number >= 0, got '5%'"):
+        OffloadOptions(activations="auto", max_slowdown="5%")
+    with pytest.raises(ValueError, match="max_slowdown must be a finite number >= 0, got -1"):
+        OffloadOptions(activations="auto", max_slowdown=-1)
+    for activations in (True, False):
+        with pytest.raises(PlanError, match=f"='auto' only, got activations={activations}"):
+            OffloadOptions(activations=activations, optimizer=True, max_slowdown=0.05)
     with pytest.raises(PlanError, match="does not go with precision='fp16'"):
         Plan(offload="optimizer", precision="fp16")
     with pytest.raises(PlanError, match="does not go with nonfinite='skip'"):

@@ -227,13 +227,14 @@ def test_parameters_on_the_host_are_not_trained_in_a_graph():
     assert found == [{"arm": "offload parameters", "left_out": "no graph can hold it"}]
 
 
+@pytest.mark.parametrize("name", ["offload auto", "offload auto, 10%"])
 @pytest.mark.parametrize(("saved", "allowed"), [(10**9, 10**9), (10**12, 5 * 10**9), (0, None)])
-def test_what_the_bus_allows_is_no_more_than_is_saved(saved, allowed):
+def test_what_the_bus_allows_is_no_more_than_is_saved(saved, allowed, name):
     losses = [torch.ones(())]
     figures = {"times_ms": [1.0], "peak_bytes": None, "mode": "eager"}
     figures |= {"losses": losses, "norms": losses}
     plain = SimpleNamespace(name="plain", sent_bytes=0, **figures)
-    arm = SimpleNamespace(name="offload auto", sent_bytes=10**9, **figures)
+    arm = SimpleNamespace(name=name, sent_bytes=10**9, **figures)
     found = offload_training.row(arm, plain, 50e9, (0.1, 0.2), saved)
     assert found["allowed_bytes"] == allowed
     assert found["of_allowed"] == (None if allowed is None else 10**9 / allowed)

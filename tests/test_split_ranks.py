@@ -24,6 +24,7 @@ from torchfast import (
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.together import Together
 from torchfast.memory.split_ranks import SplitRanks
+from torchfast.parallel import replicated
 from torchfast.parallel.shared_try import SharedTry
 
 SHARDS = {
@@ -424,3 +425,23 @@ def test_steps_of_a_size_that_has_fitted_are_captured():
         assert counters["split_steps"] == 8
         assert counters["graphs"] == 1
         assert counters["replays"] >= 3
+
+
+def built_on(rank):
+    """A step that is asked about is begun outside of what runs it, which makes the wrapper."""
+    seen, make_wrapper = [], replicated.DistributedDataParallel
+
+    def watched(*arguments, **named):
+        seen.append(trainer._step._graph._graph.backend.on_side_stream)
+        return make_wrapper(*arguments, **named)
+
+    replicated.DistributedDataParallel = watched
+    plan = Plan(shard="ddp", out_of_memory="split", cuda_graph=True)
+    trainer = Trainer(Net({}), lambda p: torch.optim.SGD(p, lr=0.1), mean_loss, plan)
+    trainer.step(batch_of(rank))
+    assert seen == [1]
+
+
+@pytest.mark.usefixtures("tape")
+def test_what_averages_gradients_is_built_on_the_stream_of_the_capture():
+    ranks.run(built_on)

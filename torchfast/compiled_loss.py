@@ -155,10 +155,8 @@ class CompiledLoss(Closing):
             graphs=None if graph is None else graph.trials(gradients, group),
         )
         self._undecided = None  # not before: an error of the user's leaves it to the next step
-        receipt = found.receipt
-        why = f"mode 'auto' took {receipt.choice}, {found.when}: {receipt.why}"
-        self._decisions.append(compile_decision("applied", why))
-        logger.info("%s", receipt)
+        self._decisions.append(compile_decision(found.outcome, str(found)))
+        logger.info("%s", found.receipt)
 
     def begin(self, *, is_step: bool = True) -> None:
         """Note that a step or an evaluation of a batch begins.

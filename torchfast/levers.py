@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchfast._core.decisions import Decision
-from torchfast._core.rank_group import RankGroup
 from torchfast.graphs import (
     CUDAGraphOptions,
     GraphedUpdate,
@@ -27,6 +26,7 @@ from torchfast.graphs import (
 )
 from torchfast.graphs.graph_form import Numerics
 from torchfast.graphs.graphed_update import Half
+from torchfast.parallel import Sharding
 from torchfast.plan import Plan
 from torchfast.precision import as_low_bit
 
@@ -61,12 +61,12 @@ class Levers(NamedTuple):
         loss_fn: Callable[..., Any],
         after_failure: Callable[[], None],
         after_trial: Callable[[], None],
-        ranks: RankGroup,
+        sharding: Sharding,
     ) -> GraphedUpdate | None:
         """Return what runs a step through a graph, or None if nothing is captured."""
         if self.options is None:
             return None
-        return GraphedUpdate(
+        graphed = GraphedUpdate(
             whole,
             until_update,
             model=model,
@@ -78,8 +78,10 @@ class Levers(NamedTuple):
             device=next(model.parameters()).device,
             after_failure=after_failure,
             after_trial=after_trial,
-            ranks=ranks,
+            ranks=sharding.ranks.group,
         )
+        sharding.build_on(graphed.side_stream)
+        return graphed
 
 
 def apply_levers(

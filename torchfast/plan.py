@@ -100,7 +100,8 @@ class Plan:
         offload: Keep in the host's memory what the device does not need yet: ``"activations"``,
             ``"auto"`` (those whose copies hide behind the computation), ``"optimizer"`` (its state,
             with the update), ``"all"`` (activations and state), ``"parameters"`` (those of blocks
-            that are not computed, with state and update), `OffloadOptions`, or None.
+            that are not computed, with state and update), `OffloadOptions`, which can let copies
+            hold up the computation for a stated part of its time, or None.
         shard: Train on several ranks: ``"ddp"``, ``"fsdp"``, ``"hsdp"``, `ShardOptions`, or None,
             in which case each process trains by itself.
         sync_guard: Find the lines that make the host wait for the device: ``"off"``, ``"record"``

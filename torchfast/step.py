@@ -385,7 +385,7 @@ class TrainStep:
             loss_fn,
             self.memory.after_failed_capture,
             self.memory.after_trial,
-            self.ranks.group,
+            self.sharding,
         )
         self._update.graph = self._graph
         self._inputs = StepInputs(

@@ -13,12 +13,12 @@ from torchfast._core.fingerprint import optimizer_fingerprint
 from torchfast._core.measure import Measurement
 from torchfast._core.option_fields import json_ready
 from torchfast.compiler import CompileOptions
+from torchfast.compiler.machine import machine_of
 from torchfast.compiler.receipts import (
     CandidateResult,
     Receipt,
     ReceiptKey,
     find_receipt,
-    machine_of,
     new_date,
     save_receipt,
 )

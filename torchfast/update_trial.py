@@ -9,6 +9,7 @@ it will be there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -144,6 +145,10 @@ def _compare(
     if "compiled" in measured.failed:
         return UpdateTrial(False, f"compiled it failed: {measured.failed['compiled']}")
     ratio = measured.ratio("compiled")
+    if math.isinf(ratio.high):
+        return UpdateTrial(
+            False, f"not measured, as {budget_s:g} s did not suffice to tell; True compiles it"
+        )
     figures = f"{ratio.ratio:.3f} of the time as it is ({ratio.low:.3f} to {ratio.high:.3f})"
     if ratio.verdict == "faster":
         return UpdateTrial(True, f"it takes {figures}", measured)

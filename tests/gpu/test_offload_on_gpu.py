@@ -326,6 +326,34 @@ def test_beside_long_work_all_but_the_last_hides():
     assert offload.choice.share > 0.4
 
 
+def test_more_goes_if_the_step_may_take_longer():
+    """With operations that are over long before what they save is on the host."""
+
+    def waves(model, x):
+        x = x.repeat(16, 1)
+        for block in model:
+            x = (x * block.norm.weight).sin()
+        return x
+
+    plain = built()
+    expected = trained(plain, Nothing(), steps=10, call=partial(waves, plain))
+    sent = []
+    for max_slowdown in (0.0, 1000.0):  # as long as it likes
+        model = built()
+        call = partial(waves, model)
+        offload = ActivationOffload(model, auto=True, max_slowdown=max_slowdown)
+        assert all(map(torch.equal, expected, trained(model, offload, steps=10, call=call)))
+        assert offload.choice.is_settled
+        before = offload.counters()["offload_sent_bytes"]
+        trained(model, offload, steps=1, call=call)
+        sent.append(offload.counters()["offload_sent_bytes"] - before)
+        assert sent[-1] == offload.choice.sent_bytes
+    assert sent[1] > sent[0]
+    assert offload.choice.share > 0.6  # all but the last
+    assert offload.choice.is_allowed
+    assert offload.choice.is_hidden is False
+
+
 def updated(make, steps=4, **options):
     """Return parameters after some steps of a model, its optimizer and its peak memory."""
     model = built()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Literal, ParamSpec, TypeVar
@@ -51,6 +52,16 @@ def check_positive(name: str, value: object) -> float:
     number = float(value)
     if not number > 0:  # false of NaN, too; math.isnan is nothing that Dynamo could trace
         raise ValueError(f"{name} must be > 0, got {value}")
+    return number
+
+
+def check_not_negative(name: str, value: object) -> float:
+    """Return ``value`` as a float if it is a finite real number of at least zero."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number >= 0, got {describe(value)}")
+    number = float(value)
+    if not 0.0 <= number < math.inf:  # false of NaN, too
+        raise ValueError(f"{name} must be a finite number >= 0, got {value}")
     return number
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,8 @@ def _tensor_difference(key: str, old: Tensor, new: Tensor) -> Difference | None:
     return Difference(key=key, detail=detail, distance=float(gap.max()))
 
 
-def same_objects(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    """Whether two lists hold the very same objects; no value is compared."""
+def same_objects(now: Collection[Any], then: Collection[Any]) -> bool:
+    """Whether two collections hold the very same objects in one order; no value is compared."""
     return len(now) == len(then) and all(map(operator.is_, now, then))
 
 

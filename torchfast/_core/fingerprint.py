@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torchfast._core.proxies import is_dead
+
 DEPTH = 4
 LONGEST = 256  # of longer containers only the kind and the length are told
 # The file that a model of transformers was loaded from: another one after each checkpoint.
@@ -137,6 +139,8 @@ def model_lines(root: nn.Module, *, code: bool) -> Iterator[str]:
 
 def described(value: Any, depth: int = DEPTH) -> str:
     """Return a plain value as text; of others the class and the plain fields."""
+    if is_dead(value):
+        return _name(type(value))
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
     if isinstance(value, _PLAIN):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchfast._core.reachable import held_of_kinds
+from torchfast._core.reachable import KINDS, held_of_kinds
 
 if TYPE_CHECKING:  # numpy.random is imported where it is first asked for
     Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
@@ -54,6 +54,15 @@ def state_of(generator: Generator) -> Any:
     return generator.bit_generator.state
 
 
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two states, as `state_of` returns them, are one."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return all(same_state(a[key], b[key]) for key in a)
+    return bool(np.all(a == b))
+
+
 def set_state(generator: Generator, state: Any) -> None:
     """Bring a generator to where `state_of` found it."""
     if isinstance(generator, torch.Generator):
@@ -85,9 +94,14 @@ def preserved_generators(
             set_state(generator, state)
 
 
+def held_with_generators(function: Callable[..., Any]) -> list[Any]:
+    """Return what `held_by` returns, with generators of the host."""
+    of_host = (np.random.Generator, np.random.RandomState, random.Random)
+    return held_of_kinds(function, (*KINDS, *of_host))
+
+
 def _held(model: nn.Module, function: Callable[..., Any] | None) -> Iterable[Any]:
-    kinds = (nn.Module, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    held = [model] if function is None else [model, *held_of_kinds(function, kinds)]
+    held = [model] if function is None else [model, *held_with_generators(function)]
     modules = dict.fromkeys(m for h in held if isinstance(h, nn.Module) for m in h.modules())
     values = [*held, *(value for module in modules for value in vars(module).values())]
     return {id(value): value for value in values if has_state(value)}.values()

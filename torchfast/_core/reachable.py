@@ -19,8 +19,8 @@ from torchfast._core.proxies import is_dead
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_KINDS = (nn.Module, Tensor, torch.Generator, LRScheduler)
-_KINDS_OF_STEPS = (*_KINDS, Optimizer, torch.amp.GradScaler)
+KINDS = (nn.Module, Tensor, torch.Generator, LRScheduler)
+_KINDS_OF_STEPS = (*KINDS, Optimizer, torch.amp.GradScaler)
 _DEPTH = 3
 _LONGEST = 256  # containers of more are data
 
@@ -31,7 +31,7 @@ def held_by(function: Any) -> list[Any]:
     Looked through are closures, default values, ``functools.partial``, the object of a bound
     method, and containers; not global names.
     """
-    return held_of_kinds(function, _KINDS)
+    return held_of_kinds(function, KINDS)
 
 
 def held_of_kinds(function: Any, kinds: tuple[type, ...]) -> list[Any]:

@@ -38,12 +38,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Protocol, final
 
 import torch
 
 from torchfast._core.errors import UnsupportedDeviceError
+from torchfast._core.left_to_python import leave_to_python
 from torchfast._core.sync_calls import NO, SURE, UNHEARD, SyncCall, kind_of_copy, sync_calls
 from torchfast._core.sync_net import SyncNet
 from torchfast._core.sync_places import SyncPlace
@@ -109,7 +110,7 @@ class SyncWatch:
         self._call = _Call()
         self._filter = _SyncFilter(self)
         self._old_mode: int | None = None
-        self._net = SyncNet(self, _leave_to_python) if calls is None else None
+        self._net = SyncNet(self, leave_to_python) if calls is None else None
 
     def hold(self, device_type: str) -> None:
         """Put the replacements in place, until as many `release` as `hold`."""
@@ -379,7 +380,7 @@ class _SyncFilter:
 
     def __init__(self, watch: SyncWatch) -> None:
         self._watch = watch
-        _leave_to_python(_SyncFilter.match.__code__)  # torch warns also from within compiled code
+        leave_to_python(_SyncFilter.match.__code__)  # torch warns also from within compiled code
         self._entry: Entry = ("ignore", self, UserWarning, None, 0)
 
     def match(self, text: str) -> bool:
@@ -425,17 +426,7 @@ def _caller() -> FrameType | None:
 def _keep_out_of_graphs(listening: Any, original: Any) -> None:
     """Let torch.compile see the original where it follows the code, and run ours as it is."""
     listening._torchdynamo_inline = original
-    _leave_to_python(listening.__code__)  # which all closures share
-
-
-def _leave_to_python(code: CodeType) -> None:
-    """Let torch.compile run a function as it is, with all that it calls."""
-    try:
-        frames: Any = torch._C._dynamo.eval_frame
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError):  # another torch: it then compiles around the call
-        pass
+    leave_to_python(listening.__code__)  # which all closures share
 
 
 def _remove_last(listeners: list[SyncListener], listener: SyncListener) -> None:

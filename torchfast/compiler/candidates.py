@@ -74,7 +74,7 @@ class Candidate:
             many times: what was compiled the first time has to be used again. If it raises,
             nothing is in force. It should compile nothing itself: no time limit interrupts it.
         failure: Asked once it has run: why it is not what its name says, such as that nothing was
-            compiled; None if it is.
+            compiled; None if it is. Raises `OutError` where that is no failure of its own.
     """
 
     name: str

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from torchfast._core.arguments import check_callable, explain_keywords
 from torchfast._core.closing import Closing
-from torchfast._core.decisions import Decision, Report
+from torchfast._core.decisions import Decision, Outcome, Report
 from torchfast._core.errors import ClosedError
 from torchfast._core.function_fingerprint import function_fingerprint
 from torchfast.compiler.account import CompileAccount
@@ -129,6 +129,7 @@ class CompiledModule(Closing):
         self._kinds: tuple[RegionKind, ...] = ()
         self._regions: tuple[Region, ...] = ()
         self._is_undecided = mode == "auto"
+        self._outcome: Outcome = "applied"
         if self._is_undecided:
             # What is found has an account of its own.
             self._account = CompileAccount(model, replace(self.options, cache=None))
@@ -246,9 +247,8 @@ class CompiledModule(Closing):
             loss=function_fingerprint(loss_fn),
         )
         self._take(in_force[0])
-        receipt = found.receipt
-        self._explanation = f"mode 'auto' took {receipt.choice}, {found.when}: {receipt.why}"
-        return receipt
+        self._explanation, self._outcome = str(found), found.outcome
+        return found.receipt
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile what a function does besides calling the regions.
@@ -276,7 +276,7 @@ class CompiledModule(Closing):
         if any(region.was_compiled_by_user for region in self._regions):
             asked += "; what model.compile() had made is set aside until close()"
         return [
-            compile_decision("applied" if self._is_applied else "stepped aside", asked),
+            compile_decision(self._outcome if self._is_applied else "stepped aside", asked),
             *(decision_of(kind, there) for kind in self._kinds if (there := self._of(kind))),
             *(
                 compile_decision("stepped aside", told_of_place(region.path, missing))

@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from types import FunctionType
@@ -34,12 +35,22 @@ from torch.nn.modules import module as torch_module
 
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CompileError
+from torchfast._core.left_to_python import leave_to_python
 from torchfast._core.stand_in import StandIn
 from torchfast.compiler.causes import explained
 from torchfast.compiler.conversion import FrameConversion, GaveUpError, is_graph_break
+from torchfast.compiler.copied import called_in, leave_copies_alone
 from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.refusal import run_refusing, stance_forbids
+from torchfast.compiler.remarks import (
+    AT_LIMIT,
+    COPIED,
+    HOOKED,
+    NOTHING,
+    NOTHING_AROUND,
+    SKIPPED,
+)
 from torchfast.compiler.steady_watch import SteadyWatch
 from torchfast.compiler.switched_off import why_bypassed, why_off
 from torchfast.compiler.while_converting import Apart
@@ -49,28 +60,6 @@ logger = logging.getLogger(__name__)
 State: TypeAlias = Literal["not called", "compiled", "compiled as a part of what calls it", "eager"]
 _AS_A_PART: State = "compiled as a part of what calls it"
 
-_NOTHING = (
-    "no graph came of it, as where its forward is kept out by torch.compiler.disable, where it is "
-    "an nn.LSTM or nn.GRU, which torch.compile cannot follow, or where a graph break lies within a "
-    "module of torch's own class, such as Sequential, whose frames torch leaves alone"
-)
-# What torch says of frames that it leaves alone, where that says little.
-_SKIPPED = {
-    "an error was suppressed during compilation": "torch.compile cannot follow it, as it cannot "
-    "nn.LSTM and nn.GRU or a ScriptModule"
-}
-_NOTHING_AROUND = (
-    "no graph came of it: what stands around the blocks is in the function with the loop over "
-    "them, or compiled by somebody else; move the loop to a method of its own"
-)
-_AT_LIMIT = (
-    "the recompile limit is reached, and what differs from the calls compiled so far runs eagerly: "
-    "give it fewer different sizes and values, or dynamic=True"
-)
-_HOOKED = (
-    "global module hooks are registered, and while they are regions run eagerly: register hooks on "
-    "modules instead"
-)
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
     torch_module._global_forward_pre_hooks,
@@ -151,6 +140,9 @@ class RegionKind:
         self._cause: BaseException | None = None  # of what is raised from then on
         self._eager: Callable[..., Any] = template
         self._is_watched = False
+        # A trace that began there would not know who has called, and follow all that is done to
+        # compile the region.
+        leave_to_python(Region.__call__.__code__)
         self._compiled: Callable[..., Any] = template
         self._function = FunctionType(code, template.__globals__, self.code_name)
         try:
@@ -169,7 +161,7 @@ class RegionKind:
     @property
     def why_bypassed(self) -> str | None:
         """What keeps code that is compiled from being run at this moment; None if nothing does."""
-        return _HOOKED if _has_global_hooks() else why_bypassed()
+        return HOOKED if has_global_hooks() else why_bypassed()
 
     def close(self) -> None:
         """Free what was compiled; a call after that compiles anew."""
@@ -180,7 +172,7 @@ class RegionKind:
 
     def run(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
         """Call a region of this kind; ``region`` is what is to know what came of it."""
-        if self.eager_because is not None or _has_global_hooks():
+        if self.eager_because is not None or has_global_hooks():
             return self._run_eagerly(region, target, args, kwargs)
         conversion = self.conversion
         if self._sizes is not None and self._sizes.dimensions:
@@ -210,11 +202,15 @@ class RegionKind:
             self._settle(region)
         return result
 
+    def note_copy(self) -> None:
+        """Note that a shallow copy of a region is called as it is."""
+        self._remark(COPIED)
+
     def _run_eagerly(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
         if self._raises:
             raise self._error() from self._cause
         if self.eager_because is None:
-            self._leave_for_now(region, _HOOKED)
+            self._leave_for_now(region, HOOKED)
         elif region is not None:
             region.state = "eager"
         return self._eager(target, *args, **kwargs)
@@ -251,8 +247,8 @@ class RegionKind:
                 region.state = "eager"
             # The further lines of torch's are for its own developers.
             reason = (conversion.skip_reason or "").partition("\n")[0]
-            around = _NOTHING_AROUND + (f" (torch: {reason})" if reason else "")
-            reason = _SKIPPED.get(reason, reason) or _NOTHING
+            around = NOTHING_AROUND + (f" (torch: {reason})" if reason else "")
+            reason = SKIPPED.get(reason, reason) or NOTHING
             self.eager_because = f"{reason}. Remedy: compile other regions, to leave it out"
             self.is_empty = self._is_around  # where regions are all that there is, all is well
             if self.is_empty:
@@ -260,10 +256,10 @@ class RegionKind:
             else:
                 logger.warning("%s is not compiled: %s.", self, self.eager_because)
         elif ran_as_it_is:
-            self._leave_for_now(region, _AT_LIMIT)
+            self._leave_for_now(region, AT_LIMIT)
         else:
             if reached_limit:
-                self._remark(_AT_LIMIT)
+                self._remark(AT_LIMIT)
             self.eager_for_now = None
             if region is not None:
                 region.state = "compiled"
@@ -328,10 +324,16 @@ class Region(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         module: Any = self._module()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # As a part of something larger it is compiled with that.
+            leave_copies_alone()
             return module._call_impl(*args, **kwargs)
-        return self.kind.run(self, module, args, kwargs)
+        called = called_in(sys._getframe(1), module)
+        if called is module and not torch.compiler.is_compiling():
+            return self.kind.run(self, module, args, kwargs)
+        if called is not module:
+            self.kind.note_copy()
+        return called._call_impl(*args, **kwargs)
 
     @property
     def was_compiled_by_user(self) -> bool:
@@ -399,7 +401,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def _note_part(module: nn.Module) -> None:
     region = region_of(module)
-    if region is not None and region.state == "not called":
+    # A shallow copy has the region of the module that it is of.
+    if region is not None and region.module is module and region.state == "not called":
         region.state = _AS_A_PART
 
 
@@ -413,7 +416,8 @@ def region_of(module: nn.Module) -> Region | None:
     return there if isinstance(there, Region) else None
 
 
-def _has_global_hooks() -> bool:
+def has_global_hooks() -> bool:
+    """Whether there are hooks for which regions run eagerly."""
     first, second, third, fourth = _GLOBAL_HOOKS
     return bool(first or second or third or fourth)
 

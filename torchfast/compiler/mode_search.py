@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
@@ -20,20 +21,25 @@ import torch
 from torch import Tensor, nn
 
 from torchfast._core.blocks import find_blocks
+from torchfast._core.decisions import Outcome
 from torchfast.compiler import Compiled, CompileOptions
-from torchfast.compiler.candidates import Candidate, ModeChoice, mode_choices
+from torchfast.compiler.candidates import Candidate, ModeChoice, OutError, mode_choices
+from torchfast.compiler.in_place import has_global_hooks
 from torchfast.compiler.options import WHERE_AND_IF
 from torchfast.compiler.receipts import Receipt, ReceiptKey, find_receipt, save_receipt
 from torchfast.compiler.replays import Graphs
 from torchfast.compiler.search import search
+from torchfast.compiler.switched_off import why_off
 from torchfast.compiler.timeout import call_within
+
+logger = logging.getLogger(__name__)
 
 Make = Callable[[CompileOptions], Compiled]
 Use = Callable[[Compiled | None], None]
 
 
 class Found(NamedTuple):
-    """The answer of a search.
+    """What a search has found.
 
     Attributes:
         receipt: What was measured, now or in an earlier run.
@@ -42,6 +48,18 @@ class Found(NamedTuple):
 
     receipt: Receipt
     when: str
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of ``mode="auto"``."""
+        return "applied" if self.receipt.is_answer else "stepped aside"
+
+    def __str__(self) -> str:
+        """Return what is in force, and why that."""
+        receipt = self.receipt
+        if receipt.is_answer:
+            return f"mode 'auto' took {receipt.choice}, {self.when}: {receipt.why}"
+        return f"mode 'auto' found no answer, so {receipt.choice} is in force: {receipt.why}"
 
 
 @final
@@ -69,11 +87,19 @@ class _Way:
         self._use(None)
 
     def failure(self) -> str | None:
-        """Return why it is not what it is called, if it is not."""
+        """Return why it is not what it is called, if it is not.
+
+        Raises:
+            OutError: It may be another time.
+        """
         assert self.compiled is not None
+        if self.compiled.is_compiled:
+            return None
         aside = [d.detail for d in self.compiled.decisions() if d.outcome == "stepped aside"]
-        is_compiled = self.compiled.is_compiled
-        return None if is_compiled else "; ".join(aside) or "nothing was compiled"
+        reason = "; ".join(aside) or "nothing was compiled"
+        if why_off() is not None or has_global_hooks():
+            raise OutError("not now", reason)
+        return reason
 
 
 def search_mode(
@@ -145,7 +171,10 @@ def search_mode(
         save_receipt(options.cache, receipt)
     _close_all_but(receipt.choice, ways)
     _put_in_force(ways, receipt.choice)
-    return Found(receipt, when)
+    found = Found(receipt, when)
+    if not receipt.is_answer:
+        logger.warning("%s. It is not kept: the next run searches again.", found)
+    return found
 
 
 def _choices(

@@ -42,6 +42,9 @@ def check_places(model: object) -> None:
         region = region_of(module)
         if region is None:
             continue
+        if region.module is not module:  # a shallow copy, which has taken it along
+            delattr(module, Region.ATTRIBUTE)
+            continue
         if not region.is_abandoned:
             raise ValueError(
                 f"model is compiled by another CompiledModule already ({where}); close that, or "

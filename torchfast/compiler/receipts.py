@@ -10,6 +10,9 @@ the caller has anyway; a name that is not among them chooses nothing. A file tha
 measured elsewhere or is of another format is not an error: it is passed over, and `Found.reason`
 says why. Delete the file, or give another folder, to have the search run again.
 
+Only an answer is written down. Where the time was used up before anything was compared, or the
+compiler was switched off, the next run has to search again (`Receipt.is_answer`).
+
 Writing is atomic, so that of several processes that write the same receipt the last one wins whole.
 """
 
@@ -18,12 +21,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
 import stat
 import uuid
 from collections.abc import Collection, Mapping
@@ -37,13 +38,16 @@ from torch import nn
 
 from torchfast._core.fingerprint import batch_signature, model_fingerprint
 from torchfast._core.replacing import replacing, write_all
+from torchfast.compiler.machine import machine_of
 
 logger = logging.getLogger(__name__)
 
 FORMAT: Final = 3
-Status = Literal["measured", "failed", "timed out", "wrong", "left out"]
+Status = Literal["measured", "failed", "timed out", "wrong", "left out", "not now"]
 
-_STATUSES: Final = ("measured", "failed", "timed out", "wrong", "left out")
+_STATUSES: Final = ("measured", "failed", "timed out", "wrong", "left out", "not now")
+# What the next run would find, too, however much time it had.
+_FOR_GOOD: Final = ("failed", "wrong")
 _MOST_BYTES: Final = 1 << 20
 # Of how many receipts of the same model it is asked why they are not the one looked for.
 _MOST_NEIGHBOURS: Final = 32
@@ -133,7 +137,8 @@ class CandidateResult:
     Attributes:
         name: Its name.
         status: ``"measured"``, ``"failed"`` (it raised), ``"timed out"``, ``"wrong"`` (off the
-            reference by more than its tolerance) or ``"left out"`` (no time was left).
+            reference by more than its tolerance), ``"left out"`` (no time was left) or
+            ``"not now"`` (something keeps torch from compiling at the moment).
         reason: Why it was not measured, or what else there is to say.
         compile_s: Seconds until its first unit of work was done and nothing was compiled any more.
         median_ms: The median of a unit.
@@ -170,6 +175,11 @@ class CandidateResult:
                 # JSON has no such numbers; the reason says what there was.
                 object.__setattr__(self, field.name, None)
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether it was timed beside the reference, often enough to tell anything."""
+        return self.status == "measured" and self.ratio_high is not None
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +214,16 @@ class Receipt:
             if candidate.name == name:
                 return candidate
         raise KeyError(name)
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether it says which is the fastest, and not only that nobody could find out."""
+        reference, *others = self.candidates
+        return (
+            self.choice != reference.name
+            or any(other.is_compared for other in others)
+            or all(other.status in _FOR_GOOD for other in others)
+        )
 
     def to_json(self) -> str:
         """Return the receipt as a file's contents, with a hash against damage."""
@@ -317,14 +337,19 @@ def find_receipt(folder: str | os.PathLike[str], key: ReceiptKey, names: Collect
     known = {candidate.name for candidate in receipt.candidates}
     if known != set(names):
         return Found(None, f"{path} is ignored: it is about {sorted(known)}, not {sorted(names)}")
+    if not receipt.is_answer:
+        return Found(None, f"{path} is ignored: nothing was compared for it")
     return Found(receipt, f"{path}, of {receipt.created}")
 
 
 def save_receipt(folder: str | os.PathLike[str], receipt: Receipt) -> Path | None:
     """Write a receipt into a folder; None, and a warning, if that cannot be done.
 
-    What is there under its name is replaced whole.
+    What is there under its name is replaced whole. Nothing is written of one that is no answer:
+    the next run would not look for one.
     """
+    if not receipt.is_answer:
+        return None
     path = Path(folder) / receipt.key.file_name
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -345,53 +370,6 @@ def save_receipt(folder: str | os.PathLike[str], receipt: Receipt) -> Path | Non
 def new_date() -> str:
     """Return the time now, UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def machine_of(device: torch.device) -> dict[str, str]:
-    """Return what of this machine decides how fast compiled code is, and what compiles it."""
-    machine = {
-        "device": _processor(),
-        "torch": f"{torch.__version__} {str(torch.version.git_version)[:12]}",
-        "triton": _version_of("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm"),
-        "cuda": str(torch.version.cuda or torch.version.hip),
-        "python": platform.python_version(),
-        "precision": _precision(device),
-    }
-    if device.type == "cpu":
-        machine["capability"] = torch.backends.cpu.get_cpu_capability()
-        machine["threads"] = str(torch.get_num_threads())
-    elif device.type == "cuda":
-        machine["device"] = torch.cuda.get_device_name(device)
-        machine["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    else:
-        machine["device"] = device.type
-    return machine
-
-
-def _precision(device: torch.device) -> str:
-    """Return the number formats in force, in which another way may be the fastest and right."""
-    products = "mixed settings"
-    with suppress(RuntimeError):  # torch's old and new switches were used side by side
-        products = torch.get_float32_matmul_precision()
-    kind = device.type
-    autocast = f"{torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else "none"
-    exact = torch.are_deterministic_algorithms_enabled()
-    return f"autocast {autocast}, matmul {products}, deterministic {exact}"
-
-
-def _version_of(*distributions: str) -> str:
-    for name in distributions:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return "none"
-
-
-def _processor() -> str:
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _read(path: Path) -> Receipt:

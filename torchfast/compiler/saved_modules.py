@@ -3,31 +3,42 @@
 A search runs the user's own step many times before training begins, so nothing of it may stay:
 
 - gradients: ``None`` or the tensor that was there, with its values;
-- buffers (BatchNorm statistics, counters), also such as were replaced by new tensors, and tensors
-  and plain numbers that modules keep as attributes;
+- buffers (BatchNorm statistics, counters), also such as were replaced by new tensors;
+- attributes of modules: what each name stood for, and the contents of tensors, of lists, dicts,
+  sets, deques and NumPy arrays, and of what lies in those, to any depth;
 - parameters, which forward and backward leave alone unless something is wrong, such as a hook that
   updates them;
 - every random generator: Python's, NumPy's, torch's on the host and the device, and those that
   modules keep.
 
-Parameters and gradients are kept on the host, the rest where it is. Not saved: what is reachable
-only through containers and objects of the user's own, files, and the peaks that the caching
-allocator counts (after a search they are the search's).
+Modules that others keep in plain lists, as a teacher that is not to be trained is kept, are saved
+with them. Parameters and gradients are kept on the host, the rest where it is. Containers are
+copied shallowly, each by itself, and nothing is asked of objects of the user's own. So what these
+hold is not saved, nor are containers of classes of his own, hooks, files, and the peaks that the
+caching allocator counts (after a search they are the search's).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, TypeGuard, TypeVar, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchfast._core.compare import same_bits, same_objects
+from torchfast._core.generators import has_state, same_state, set_state, state_of
+from torchfast._core.refilling import REFILLED, refill
 from torchfast._core.rng import get_rng_state, same_rng_state, set_rng_state
+from torchfast._core.storages import is_expanded
+
+T = TypeVar("T")
 
 _MISSING = object()
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+# Values that a forward makes anew, rather than objects that somebody may have put there for good.
+_VALUES = (*_PLAIN, Tensor, np.ndarray, tuple, frozenset, *REFILLED)
 # By which compiled modules are called: who put it there takes it away.
 _NOT_STATE = frozenset(("_compiled_call_impl",))
 
@@ -45,44 +56,33 @@ class SavedModules:
 
     def __init__(self, holders: Iterable[object], device: torch.device) -> None:
         holders = list(holders)
-        modules = dict.fromkeys(m for h in holders if isinstance(h, nn.Module) for m in h.modules())
-        self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        roots = [h for h in holders if isinstance(h, nn.Module)]
+        modules, parts = _reached(roots)
+        self._modules = [m for m in modules if not _is_scripted(m)]
         self._device = device
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (table, dict(table))
             for module in self._modules
             for table in (module._parameters, module._buffers, module._modules)
         ]
-        self._attributes = [(vars(module), _plain(module)) for module in self._modules]
-        self._parameters = [
-            (name, p)
-            for root in holders
-            if isinstance(root, nn.Module)
-            for name, p in root.named_parameters()
-        ]
-        leaves = [h for h in holders if isinstance(h, Tensor) and h.is_leaf and h.requires_grad]
-        self._graded = list(
-            dict.fromkeys([*(p for _, p in self._parameters), *leaves])  # by identity
-        )
+        self._attributes = [(vars(module), _attributes(module)) for module in self._modules]
+        self._contents = [(part, part.copy()) for part in parts if _is_refilled(part)]
+        self._parameters = [pair for root in roots for pair in root.named_parameters()]
+        graded: list[Tensor] = [p for _, p in self._parameters]
+        graded += [p for module in modules for p in module.parameters(recurse=False)]
+        kept = [value for value in (*holders, *parts) if _is_a(value, Tensor)]
+        graded += [tensor for tensor in kept if tensor.is_leaf and tensor.requires_grad]
+        self._graded = list(dict.fromkeys(graded))  # by identity
         self._grads = [p.grad for p in self._graded]
         tensors = [*self._graded, *(g for g in self._grads if g is not None)]
         self._kept = [(t, _copied(t, host=True), t._version) for t in tensors if _is_writable(t)]
-        on_device: list[object] = [b for m in modules for b in m.buffers(recurse=False)]
-        on_device += [v for _, saved in self._attributes for v in saved.values()]
-        on_device += holders
         seen = {id(t) for t in tensors}
-        for value in on_device:
-            if isinstance(value, Tensor) and id(value) not in seen and _is_writable(value):
-                seen.add(id(value))
-                self._kept.append((value, _copied(value, host=False), value._version))
-        self._generators = [
-            (g, g.get_state())
-            for g in dict.fromkeys(
-                v
-                for v in (*holders, *(v for m in self._modules for v in vars(m).values()))
-                if isinstance(v, torch.Generator)
-            )
-        ]
+        for tensor in (*(b for m in modules for b in m.buffers(recurse=False)), *kept):
+            if id(tensor) not in seen and _is_writable(tensor):
+                seen.add(id(tensor))
+                self._kept.append((tensor, _copied(tensor, host=False), tensor._version))
+        generators = {id(g): g for g in (*holders, *parts) if has_state(g)}
+        self._generators = [(g, state_of(g)) for g in generators.values()]
         self._rng = get_rng_state(device)
 
     def drop_gradients(self) -> None:
@@ -98,7 +98,7 @@ class SavedModules:
     def has_drawn(self) -> bool:
         """Whether a generator was drawn from."""
         return not same_rng_state(get_rng_state(self._device), self._rng) or any(
-            not torch.equal(g.get_state(), state) for g, state in self._generators
+            not same_state(state_of(g), state) for g, state in self._generators
         )
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class SavedModules:
         """Make everything what it was.
 
         Args:
-            attributes: False leaves plain attributes of modules as they are.
+            attributes: False leaves what attributes of modules stand for as it is.
             generators: False lets generators go on from where they are.
             thoroughly: Compare parameters bit by bit, which brings each to the host; otherwise
                 torch's count of the writes to a tensor is believed.
@@ -119,6 +119,8 @@ class SavedModules:
                 table.update(saved)
         if attributes:
             self._put_back_attributes()
+        for container, content in self._contents:
+            refill(container, content)
         for index, (tensor, copy, version) in enumerate(self._kept):
             is_far = copy.device != tensor.device and not thoroughly
             if not (is_far and tensor._version == version) and not _is_same(tensor, copy):
@@ -132,30 +134,78 @@ class SavedModules:
         if generators:
             set_rng_state(self._rng, self._device)
             for generator, state in self._generators:
-                generator.set_state(state)
+                set_state(generator, state)
 
     def _put_back_attributes(self) -> None:
         for (attributes, saved), module in zip(self._attributes, self._modules, strict=True):
-            for name in _plain(module).keys() - saved.keys():
-                del attributes[name]
+            for name, value in _attributes(module).items():
+                if name not in saved and issubclass(type(value), _VALUES):
+                    del attributes[name]
             for name, value in saved.items():
                 if attributes.get(name, _MISSING) is not value:
                     attributes[name] = value
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are values rather than objects."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and name not in _NOT_STATE
-    }
+def _reached(roots: list[nn.Module]) -> tuple[list[nn.Module], list[Any]]:
+    """Return modules, with such as they keep in containers, and what all of them keep."""
+    modules: dict[nn.Module, None] = {}  # by identity
+    parts: dict[int, Any] = {}
+    own = vars(nn.Module()).keys()  # tables, which are saved as such, and hooks
+    waiting = list(roots)
+    while waiting:
+        new = [module for module in waiting.pop().modules() if module not in modules]
+        modules.update(dict.fromkeys(new))
+        kept = [
+            value
+            for module in new
+            if not _is_scripted(module)
+            for name, value in _attributes(module).items()
+            if name not in own
+        ]
+        waiting += [part for part in _new_parts(kept, parts) if _is_a(part, nn.Module)]
+    return [*modules], [*parts.values()]
+
+
+def _new_parts(values: list[Any], known: dict[int, Any]) -> list[Any]:
+    """Add to what is known, and return, values and what lies in containers among them.
+
+    Plain ones are left out, and what is known is not looked into again.
+    """
+    found, waiting = [], list(values)
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if id(value) in known or issubclass(kind, _PLAIN):
+            continue
+        known[id(value)] = value
+        found.append(value)
+        if kind in REFILLED or issubclass(kind, tuple | frozenset):
+            waiting += value.values() if isinstance(value, dict) else value
+    return found
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _NOT_STATE}
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_refilled(value: object) -> bool:
+    kind = type(value)
+    return kind in REFILLED or (kind is np.ndarray and not value.dtype.hasobject)  # type: ignore[attr-defined]
+
+
+def _is_a(value: object, kind: type[T]) -> TypeGuard[T]:
+    """Whether it is of a type; a proxy of what is gone cannot be asked."""
+    return issubclass(type(value), kind)
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    return not (
-        (tensor.requires_grad and not tensor.is_leaf) or tensor.is_inference() or tensor.is_meta
-    )
+    if tensor.is_inference() or tensor.is_meta or (tensor.requires_grad and not tensor.is_leaf):
+        return False
+    return tensor.layout is not torch.strided or tensor.is_nested or not is_expanded(tensor)
 
 
 def _copied(tensor: Tensor, *, host: bool) -> Tensor:

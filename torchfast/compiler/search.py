@@ -38,11 +38,12 @@ from torch import Tensor, nn
 
 from torchfast._core.arguments import check_callable, check_positive
 from torchfast._core.batches import tensors
+from torchfast._core.generators import held_with_generators
 from torchfast._core.measure import Measurement, drain, first_line, measure
-from torchfast._core.reachable import held_by
 from torchfast.compiler.candidates import Candidate, OutError
 from torchfast.compiler.judge import Judge
 from torchfast.compiler.parity import ParityTolerance
+from torchfast.compiler.reasons import why_chosen, why_none
 from torchfast.compiler.receipts import CandidateResult, Receipt, ReceiptKey, Status, new_date
 from torchfast.compiler.replays import ALL_LAUNCHED, LAUNCHED, REPLAYED, Graphs, captured
 from torchfast.compiler.saved_modules import SavedModules
@@ -108,8 +109,8 @@ def search(
         TypeError: ``work`` does not return a loss, or an argument is of the wrong type.
         ValueError: No candidate, a name twice, or ``work`` changes parameters.
 
-    Numerics: Parameters, gradients, buffers and generators are afterwards what they were before,
-        bit for bit.
+    Numerics: Parameters, gradients, buffers, generators and what modules keep in attributes are
+        afterwards what they were before, bit for bit (see `SavedModules`).
     Synchronizes: Often.
     """
     names = [candidate.name for candidate in candidates]
@@ -120,7 +121,7 @@ def search(
     if key is None:
         key = ReceiptKey.of(model, batch, device, {})
     started = clock()
-    state = SavedModules([model, *held_by(work), *tensors(batch)], device)
+    state = SavedModules([model, *held_with_generators(work), *tensors(batch)], device)
     try:
         run = _Search(
             candidates=list(candidates),
@@ -338,24 +339,11 @@ class _Search:
                 return best, self._why(best, measurement)
 
     def _why(self, best: str, measurement: Measurement) -> str:
-        reference = self.candidates[0].name
-        order = [r.name for r in self._measured()]
-        if order == [reference]:
-            return f"nothing but {reference} ran and was right"
-        if best == reference:
-            return f"nothing was faster than {reference} by more than the noise"
-        ratio = measurement.ratio(best)
-        why = (
-            f"{best} takes {ratio.ratio:.3f} of the time of {reference} ({ratio.low:.3f} to "
-            f"{ratio.high:.3f})"
-        )
-        after = order[order.index(best) + 1 :]
-        close = [n for n in after if measurement.ratio(n, to=best).verdict != "slower"]
-        if close:
-            why += (
-                f"; {' and '.join(close)} cost more to compile and could not be told to be faster"
-            )
-        return why
+        results = [self.results[candidate.name] for candidate in self.candidates]
+        if any(result.is_compared for result in results[1:]):
+            return why_chosen(best, results, measurement)
+        used_s = self.clock() - self.started
+        return why_none(results, budget_s=self.budget_s, used_s=used_s)
 
     def _holds_without_dropout(self, name: str) -> bool:
         """Whether the choice is right where no random numbers blur the comparison."""

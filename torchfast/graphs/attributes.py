@@ -24,8 +24,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchfast._core.generators import set_state, state_of
+from torchfast._core.generators import same_state, set_state, state_of
 from torchfast._core.proxies import is_dead
+from torchfast._core.refilling import bits
 from torchfast.graphs.holders import (
     CONTAINERS,
     LONGEST,
@@ -52,7 +53,6 @@ from torchfast.graphs.places import (
 from torchfast.graphs.reached import Reached
 from torchfast.graphs.value_forms import (
     OTHER,
-    bits,
     contents,
     counts,
     form_of,
@@ -163,7 +163,7 @@ class Attributes:
         return [
             f"a {type(generator).__name__} of its own on the host"
             for generator, state in self._generators
-            if not _same_state(state_of(generator), state)
+            if not same_state(state_of(generator), state)
         ]
 
     def iterator(self) -> tuple[str, str, str] | None:
@@ -406,10 +406,6 @@ def _settings_of(optimizer: Optimizer) -> Iterator[Any]:
     """Yield what is in an optimizer's groups beside the parameters."""
     for group in optimizer.param_groups:
         yield from (value for name, value in group.items() if name != "params")
-
-
-def _same_state(a: Any, b: Any) -> bool:
-    return repr(a) == repr(b)
 
 
 def _kind_in(found: tuple[Place, str]) -> type:

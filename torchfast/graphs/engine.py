@@ -93,7 +93,7 @@ class GraphEngine:
         self._keeps_gradients = keep_gradients
         self.device = device
         state.rates = list(rates)
-        self._backend = backend or backend_for(device)
+        self.backend = backend or backend_for(device)
         self.store = GraphStore(options)
         self._steady = Steady(self._watch, self.store)
         self._frozen: list[Any] = []
@@ -198,14 +198,14 @@ class GraphEngine:
             "eager steps": self._counts["eager steps"],
             "captures": self._counts["captures"],
             "capture_s": round(self._capture_s, 3),
-            "pool_bytes": self._backend.pool_bytes(),
+            "pool_bytes": self.backend.pool_bytes(),
         }
 
     def close(self) -> None:
         """Let go of the graphs and their memory; a second call does nothing."""
         if not self._closed:
             self.store.drop_all()
-            self._backend.release_scratch()
+            self.backend.release_scratch()
         self._closed = True
 
     # -- The three stations --------------------------------------------------------------------
@@ -214,7 +214,7 @@ class GraphEngine:
         args, kwargs = inputs
         self._counts["eager steps"] += 1
         self.store.release_gradients()
-        with self._backend.side_stream(), self.rates_on_device():
+        with self.backend.side_stream(), self.rates_on_device():
             outputs = self._fn(*args, **kwargs)
             if self.why_eager is None:
                 self._state.settle_buffers()
@@ -313,7 +313,7 @@ class GraphEngine:
         static.fill(call.tensors)
         state.fill_rates()
         written = static.versions()
-        entry.moments = self.store.moments(self._backend.moment)
+        entry.moments = self.store.moments(self.backend.moment)
 
         def body() -> StaticOutputs:
             torch.clear_autocast_cache()  # of weights as they were when it was filled
@@ -326,7 +326,7 @@ class GraphEngine:
 
         before, self.facts = GradientsBefore(state), facts
         with state.rates_on_device():
-            entry.graph, entry.outputs = self._backend.capture(body, state.generators)
+            entry.graph, entry.outputs = self.backend.capture(body, state.generators)
         self.facts = None
         entry.inputs = static
         entry.kept, entry.notes = facts.left()
@@ -394,7 +394,7 @@ class GraphEngine:
             self._warn("check", "no memory to compare the graph with eager steps; it is used as is")
             return None
         finally:
-            self._backend.release_scratch()
+            self.backend.release_scratch()
             self._counts, entry.num_replays, self._num_since_change = before
             self.store.owner = entry
 

@@ -162,6 +162,10 @@ class GraphedUpdate(Closing):
         """Let an update outside the graph read the learning rates that the graph reads."""
         return self._graph.rates_on_device() if self.is_whole else nullcontext()
 
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Return the context of the stream that steps are captured on, and run on before."""
+        return self._graph.backend.side_stream()
+
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
         return [*self._decisions, *self._graph.decisions()]

@@ -9,9 +9,7 @@ nobody ever computed.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -20,14 +18,13 @@ from torch import Tensor, nn
 from torchfast._core.code_names import Read
 from torchfast._core.compare import same_bits
 from torchfast._core.proxies import is_dead
+from torchfast._core.refilling import REFILLED, refill
 from torchfast._core.storages import is_expanded
 from torchfast.graphs.copies import copies_of
 from torchfast.graphs.holders import PLAIN, Kinds, parts_of
 from torchfast.graphs.places import CELL, NOTHING, Place, values_in
-from torchfast.graphs.value_forms import bits, is_small_array
+from torchfast.graphs.value_forms import is_small_array
 
-# Others may have ways of their own to be filled, such as the outputs of transformers.
-_REFILLED = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 # Writes through ``.data`` and of foreach leave no version behind. More than this may be data.
 _SMALL_BYTES = 2**26
 _MISSING = object()
@@ -59,7 +56,7 @@ class Reached:
                 if kinds[type(value)] == PLAIN:
                     continue
                 for part in parts_of(value):
-                    if type(part) in _REFILLED or is_small_array(part):
+                    if type(part) in REFILLED or is_small_array(part):
                         contents[id(part)] = part, part.copy()
                     elif isinstance(part, Tensor):
                         tensors[id(part)] = part
@@ -70,7 +67,7 @@ class Reached:
     def put_back(self) -> None:
         """Undo what has been put in, taken out or replaced since."""
         for container, content in self._contents.values():
-            _refill(container, content)
+            refill(container, content)
         for place, held in self._values:
             if place.is_module:  # whose attributes are put back as a whole
                 continue
@@ -163,7 +160,7 @@ class Notes:
     def write(self) -> None:
         """Write all to where the step has written it."""
         for table, name, value in self._tables:
-            table[name] = value if type(value) not in _REFILLED else value.copy()
+            table[name] = value if type(value) not in REFILLED else value.copy()
         for place, name, value in self._values:
             place.write(name, _own(value))
         for container, at, length, key, value in self._items:
@@ -271,7 +268,7 @@ def _value_at(place: Place, name: str) -> Any:
 
 def _own(value: Any) -> Any:
     """Return a container of its own for whoever empties it; any other value itself."""
-    return value.copy() if type(value) in _REFILLED else value
+    return value.copy() if type(value) in REFILLED else value
 
 
 def _has_tensors(value: Any) -> bool:
@@ -291,26 +288,3 @@ def _replaced_in(before: Any, now: Any) -> list[tuple[Any, Any]]:
     if isinstance(now, list) and len(now) == len(before):
         return [(i, now[i]) for i in range(len(now)) if now[i] is not before[i]]
     return []
-
-
-def _are_same(some: Collection[Any], others: Collection[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _refill(container: Any, content: Any) -> None:
-    if isinstance(container, list | deque):
-        if not _are_same(container, content):
-            container.clear()
-            container.extend(content)
-    elif isinstance(container, dict):
-        # By being the same: keys may be tensors, whose comparison gives another one.
-        is_same = _are_same(container, content) and _are_same(container.values(), content.values())
-        if not is_same:
-            container.clear()
-            container.update(content)
-    elif isinstance(container, set):
-        if container != content:
-            container.clear()
-            container.update(content)
-    elif bits(container) != bits(content):  # an array, which may be one that is only read
-        container[...] = content

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchfast._core.proxies import is_dead
+from torchfast._core.refilling import bits
 from torchfast.graphs.holders import CONTAINERS, LONGEST
 from torchfast.graphs.places import NUMBERS
 
@@ -48,11 +49,6 @@ def is_frozen(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.device.type != "cpu":
         return False
     return value.dim() == 0 or not value.is_pinned()
-
-
-def bits(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
-    """Return the values of an array, with their type and shape."""
-    return array.dtype.str, array.shape, array.tobytes()
 
 
 def contents(tensor: Tensor) -> tuple[int, str]:

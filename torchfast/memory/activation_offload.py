@@ -9,8 +9,9 @@ computation, through the copy engines, on a bus that training leaves idle.
 - **Window.** The newest ``window_bytes`` stay: their backward comes first. So much at most is on
   its way to the host at a time, and so much is fetched ahead. If the bus is slower than the
   computation, the computation waits: memory comes first here. ``max_bytes`` sends less.
-- **By measurement**, with ``auto``: only what hides behind the computation goes. The first steps
-  are looked at, then it stays as it is; see `offload_choice`.
+- **By measurement**, with ``auto``: only what hides behind the computation goes, and as much more
+  as ``max_slowdown`` lets the computation wait for. The first steps are looked at, then it stays as
+  it is; see `offload_choice`.
 - **Whole storages**, each once. Several views of one, or one tensor saved by several operations,
   are one copy. Parameters, buffers, what is small, and what was saved on another stream or is not
   an ordinary dense tensor stay where they are.
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchfast._core.arguments import check_flag, check_int, explain_keywords
+from torchfast._core.arguments import check_flag, check_int, check_not_negative, explain_keywords
 from torchfast._core.blocks import find_blocks
 from torchfast._core.decisions import Decision
 from torchfast._core.device import resolve_device
@@ -73,11 +74,14 @@ class ActivationOffload:
             ``LOCAL_WORLD_SIZE``.
         auto: Send only what hides behind the computation, as measured in the first steps; until
             then all of it.
+        max_slowdown: With ``auto``, the part of the time of forward and backward by which they may
+            take longer, waiting for copies, so that more goes than hides: 0.05 for a twentieth.
         device: Where to compute; None means where the first parameter is.
 
     Raises:
         TypeError: An argument of the wrong kind.
-        ValueError: A number that is too small, or a model without parameters.
+        ValueError: A number that is too small, a model without parameters, or ``max_slowdown``
+            without ``auto``.
 
     Numerics: Bitwise equal to the step without it.
     Synchronizes: In the first steps, where memory is pinned, and with ``auto`` behind each
@@ -103,6 +107,7 @@ class ActivationOffload:
         max_bytes: int | None = None,
         max_host_bytes: int | None = None,
         auto: bool = False,
+        max_slowdown: float = 0.0,
         device: torch.device | str | int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -117,13 +122,19 @@ class ActivationOffload:
         self._num_parts = blocks if blocks > 1 else _PARTS
         self._side = copy_streams_for(self._device)
         self._tuner: OffloadTuner | None = None
-        if check_flag("auto", auto) and self._side is not None:
-            self._tuner = OffloadTuner(self._side, self._max_bytes)
+        self._is_auto = check_flag("auto", auto)
+        self._max_slowdown = check_not_negative("max_slowdown", max_slowdown)
+        if self._max_slowdown and not auto:
+            raise ValueError(
+                f"max_slowdown={self._max_slowdown} limits what is chosen by measurement, so it "
+                "goes with auto=True only; without it max_bytes limits what is sent"
+            )
+        if auto and self._side is not None:
+            self._tuner = OffloadTuner(self._side, self._max_bytes, self._max_slowdown)
         self._lock = threading.RLock()
         self._eager: Lane | None = None  # made at the first use: streams and memory
         self._captured: list[Lane] = []
         self._is_capture = False
-        self._is_auto = auto
         self._known: frozenset[int] | None = None
         self._saved_bytes = 0  # by the last forward, of what may go
         self._contexts: list[ExitStack] = []
@@ -142,13 +153,15 @@ class ActivationOffload:
         )
         if self._tuner is None:
             return Decision(lever="offload", outcome="applied", detail=detail)
-        choice = self._tuner.choice
+        choice, hides = self._tuner.choice, "hide behind the computation"
+        if self._max_slowdown:
+            hides += f" or hold it up by at most {100 * self._max_slowdown:g}% of its time"
         if choice is None:
             detail += "; how much of it hides behind the computation is not measured yet"
         elif choice.sent_bytes or not choice.is_settled:
-            detail += f", as far as copies hide behind the computation: {choice}"
+            detail += f", as far as copies {hides}: {choice}"
         else:
-            detail = f"activations stay on {self._device}: no copy would hide, {choice}"
+            detail = f"activations stay on {self._device}: no copy would {hides}, {choice}"
             return Decision(lever="offload", outcome="stepped aside", detail=detail)
         return Decision(lever="offload", outcome="applied", detail=detail)
 
@@ -202,7 +215,8 @@ class ActivationOffload:
         return (
             f"ActivationOffload({type(self._model).__name__}, min_bytes={self._min_bytes}, "
             f"window_bytes={self._window_bytes}, max_bytes={self._max_bytes}, "
-            f"max_host_bytes={self._max_host_bytes}, auto={self._is_auto})"
+            f"max_host_bytes={self._max_host_bytes}, auto={self._is_auto}, "
+            f"max_slowdown={self._max_slowdown})"
         )
 
     # -- A forward ---------------------------------------------------------------------------------

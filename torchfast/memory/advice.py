@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchfast.memory.account import (
@@ -22,11 +23,13 @@ from torchfast.memory.account import (
     HeldTensor,
 )
 from torchfast.memory.moment import MemoryMoment
+from torchfast.memory.offload_options import OffloadOptions
 from torchfast.memory.owners import BATCH, GRADIENTS, OPTIMIZER, PARAMETERS
 
 _MUCH = 0.1  # the share of what is reserved from which a category is worth a word
 _VOCABULARY = 16_384  # a last dimension from here on looks like logits over a vocabulary
 _MOST = 6
+_A_LITTLE = 0.05  # of the step's time, as a beginning
 
 
 def advice(
@@ -113,9 +116,8 @@ def _of_activations(found: Found, facts: Mapping[str, Any]) -> Iterator[str]:
         yield "all of a block computed again, not only what is cheap: Plan(recompute='blocks')"
     if "offload" in facts and not facts["offload"]:
         yield "activations on the host until the backward pass: Plan(offload='activations')"
-    elif _offloaded(offload := facts.get("offload")) == "auto":
-        word = "all" if getattr(offload, "optimizer", False) else "activations"
-        yield f"all activations on the host, not only what hides: Plan(offload={word!r})"
+    elif _offloaded(facts.get("offload")) == "auto":
+        yield from _of_more_than_hides(OffloadOptions.of(facts["offload"]))
     yield "a smaller batch with more of them in a step: accumulate=2 and half the batch size"
     action = getattr(facts.get("out_of_memory"), "action", facts.get("out_of_memory"))
     if action == "raise":
@@ -123,6 +125,18 @@ def _of_activations(found: Found, facts: Mapping[str, Any]) -> Iterator[str]:
             "steps that do not fit run in parts, by themselves: Plan(out_of_memory='split'), for "
             "losses that are means or sums over samples"
         )
+
+
+def _of_more_than_hides(options: OffloadOptions) -> Iterator[str]:
+    sent = "hides and may be waited for"
+    if not options.max_slowdown:
+        sent, slower = "hides", replace(options, max_slowdown=_A_LITTLE)
+        yield (
+            "more activations on the host than hide, as many as the computation waits for no "
+            f"longer than {_A_LITTLE:.0%} of its time: Plan(offload={slower})"
+        )
+    word = "all" if options.optimizer else "activations"
+    yield f"all activations on the host, not only what {sent}: Plan(offload={word!r})"
 
 
 def _format(precision: Any) -> str:

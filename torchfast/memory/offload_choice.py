@@ -1,24 +1,21 @@
 """Which activations go to the host so that their copies hide behind the computation.
 
-What hides is a question of when: a storage leaves once enough newer ones are there, its copy is to
-be through when the computation would wait for it, and back before the backward uses it. All these
-moments are known from a step that was looked at (`StepTiming`), and so is the bus. So the copies of
-the next step are gone through here in their order, and each is made only if it is in time, with
-those that were chosen before it. Of a bus that is too slow for all, every so many-th goes, as many
-as it carries; the last ones stay, since their backward comes at once.
+What hides is a question of when. The moments at which storages are saved and used are known from a
+step that was looked at (`StepTiming`), and so is the bus; `offload_schedule` finds what it carries
+in time, or no later than is allowed.
 
-Then a step is looked at that follows the choice. If the computation still waits for copies, the bus
-is taken to be slower and there is another choice, a few times. What is found for one sequence of
-sizes stays; a graph holds what was known when it was captured.
+Then a step is looked at that follows the choice. If the computation waits for copies longer than it
+may, the bus is taken to be slower and there is another choice, a few times. What is found for one
+sequence of sizes stays; a graph holds what was known when it was captured.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final, final
 
+from torchfast.memory.offload_schedule import choose
 from torchfast.memory.offload_timeline import StepTiming
 
 _TRUSTED: Final = 0.9  # of a measured rate: copies come at their fastest only beside nothing else
@@ -40,6 +37,7 @@ class OffloadChoice:
         compute_ms: What forward and backward take without waiting for copies.
         waited_ms: How long they did wait in a step that followed the choice; None before one did.
         is_settled: Whether it stays as it is.
+        max_slowdown: The part of ``compute_ms`` for which the computation may wait.
 
     Example:
         >>> choice = OffloadChoice(
@@ -51,8 +49,8 @@ class OffloadChoice:
         ...     waited_ms=0.0,
         ...     is_settled=True,
         ... )
-        >>> choice.share, choice.is_hidden
-        (0.75, True)
+        >>> choice.share, choice.is_hidden, choice.is_allowed
+        (0.75, True, True)
     """
 
     saved_bytes: int
@@ -62,6 +60,7 @@ class OffloadChoice:
     compute_ms: float
     waited_ms: float | None
     is_settled: bool
+    max_slowdown: float = 0.0
 
     @property
     def share(self) -> float:
@@ -73,12 +72,19 @@ class OffloadChoice:
         """Whether the copies hid behind the computation; None before a step followed the choice."""
         return None if self.waited_ms is None else self.waited_ms <= _HIDDEN * self.compute_ms
 
+    @property
+    def is_allowed(self) -> bool | None:
+        """Whether they were waited for no longer than they may be, but for noise; None before."""
+        most_ms = (self.max_slowdown + _HIDDEN) * self.compute_ms
+        return None if self.waited_ms is None else self.waited_ms <= most_ms
+
     def __str__(self) -> str:
         """Return it in words."""
         seen = "not seen in a step yet"
         if self.waited_ms is not None:
-            hidden = "hidden" if self.is_hidden else "not all hidden"
-            seen = f"{hidden}: {self.waited_ms:.2f} ms of waits"
+            seen = f"{self._found}{self.waited_ms:.2f} ms of waits"
+            if self.max_slowdown:
+                seen += f", {self.max_slowdown * self.compute_ms:.2f} ms allowed"
         return (
             f"{self.sent_bytes:,} of {self.saved_bytes:,} bytes of a forward ({self.share:.0%}) "
             f"at {self.out_bytes_per_s / 1e9:.1f} GB/s to the host and "
@@ -86,69 +92,13 @@ class OffloadChoice:
             f"forward and backward ({seen})"
         )
 
-
-def choose(
-    timing: StepTiming,
-    *,
-    window_bytes: int,
-    out_bytes_per_s: float,
-    back_bytes_per_s: float,
-    max_bytes: int | None = None,
-) -> frozenset[int]:
-    """Return the storages whose copies hide.
-
-    Args:
-        timing: When they are saved and used.
-        window_bytes: What may be on its way to the host, and what is fetched ahead.
-        out_bytes_per_s: The rate of copies to the host.
-        back_bytes_per_s: The rate of copies back.
-        max_bytes: The most to send; None for all.
-    """
-    sizes, first_use = timing.sizes, dict[int, float]()
-    last_use = dict[int, int]()
-    for place, (index, second) in enumerate(timing.used):
-        first_use.setdefault(index, second)
-        last_use[index] = place
-    landings, chosen = _landings(timing, window_bytes), set[int]()
-    left, free_s = float("inf") if max_bytes is None else max_bytes, 0.0
-    for index, second in timing.pushed:
-        done_s = max(free_s, second) + sizes[index] / out_bytes_per_s
-        if done_s <= landings.get(index, -1.0) and sizes[index] <= left:
-            chosen.add(index)
-            free_s, left = done_s, left - sizes[index]
-    # With less to carry than that, what is left is on the host no later.
-    free_s, fetched = 0.0, set[int]()
-    for place, (used, second) in enumerate(timing.used):
-        ahead = window_bytes
-        for index in range(used, -1, -1):
-            if last_use.get(index, place) < place:
-                continue  # the backward is through with it
-            if index in chosen and index not in fetched:
-                fetched.add(index)
-                done_s = max(free_s, second) + sizes[index] / back_bytes_per_s
-                if done_s <= first_use.get(index, done_s):
-                    free_s = done_s
-                else:
-                    chosen.discard(index)
-            if index < used:
-                ahead -= sizes[index]
-                if ahead <= 0:
-                    break
-    return frozenset(chosen)
-
-
-def _landings(timing: StepTiming, window_bytes: int) -> dict[int, float]:
-    """Return when the computation waits for the copy of each storage; of the last ones never."""
-    # As `Lane.land` has it.
-    flights, flying, found = deque[int](), 0, dict[int, float]()
-    for index, second in timing.pushed:
-        flights.append(index)
-        flying += timing.sizes[index]
-        while flying > window_bytes:
-            oldest = flights.popleft()
-            flying -= timing.sizes[oldest]
-            found[oldest] = second
-    return found
+    @property
+    def _found(self) -> str:
+        if self.is_hidden:
+            return "hidden: "
+        if self.is_allowed:
+            return ""  # to wait was asked for, so it is no fault
+        return "more than allowed: " if self.max_slowdown else "not all hidden: "
 
 
 @final
@@ -157,13 +107,14 @@ class KindOfForward:
 
     Args:
         sizes: Those.
+        max_slowdown: The part of its time for which the computation may wait for their copies.
 
     Attributes:
         choice: What was chosen for them; None before.
     """
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: tuple[int, ...], max_slowdown: float = 0.0) -> None:
+        self.sizes, self._max_slowdown = sizes, max_slowdown
         self.choice: OffloadChoice | None = None
         self.is_settled = False
         self._chosen: frozenset[int] = frozenset()
@@ -212,7 +163,8 @@ class KindOfForward:
         is_last = self._num_looks >= _MOST_LOOKS
         if was_followed and (is_last or (is_steady and self._is_from_steady)):
             waited_ms = timing.waited_s * 1e3
-            self.is_settled = is_last or timing.waited_s <= _HIDDEN * timing.compute_s
+            most_s = (self._max_slowdown + _HIDDEN) * timing.compute_s
+            self.is_settled = is_last or timing.waited_s <= most_s
             self._trusted *= 1.0 if self.is_settled else _SLOWER
         self.is_settled |= is_last
         if not self.is_settled:
@@ -223,6 +175,7 @@ class KindOfForward:
                 out_bytes_per_s=out,
                 back_bytes_per_s=back,
                 max_bytes=self._most_bytes,
+                max_slowdown=self._max_slowdown,
             )
             self._is_from_steady = is_steady
             waited_ms = None
@@ -234,4 +187,5 @@ class KindOfForward:
             compute_ms=timing.compute_s * 1e3,
             waited_ms=waited_ms,
             is_settled=self.is_settled,
+            max_slowdown=self._max_slowdown,
         )

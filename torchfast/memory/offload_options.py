@@ -10,6 +10,7 @@ from torchfast._core.arguments import (
     check_flag,
     check_flag_or_auto,
     check_int,
+    check_not_negative,
     explain_init_keywords,
 )
 from torchfast._core.errors import PlanError
@@ -36,16 +37,22 @@ class OffloadOptions:
             those that the model repeats, or modules by name: paths, in which ``*`` stands for one
             name, and classes; None for none. See `ParameterOffload`.
         max_resident_blocks: The most of these blocks on the device at a time.
+        max_slowdown: With ``activations="auto"``, the part of the time of forward and backward by
+            which they may take longer, waiting for copies, so that more goes than hides: 0.05 for
+            a twentieth.
 
     Raises:
         TypeError: A value of the wrong type.
-        ValueError: A number that is too small, or nothing to offload (`PlanError`).
+        ValueError: A number that is too small; and as `PlanError`: nothing to offload, or a
+            ``max_slowdown`` of activations that are not chosen by measurement.
 
     Example:
         >>> OffloadOptions(window_bytes=1 << 28)
         OffloadOptions(window_bytes=268435456)
         >>> OffloadOptions(activations=False, parameters=["layers.*.experts.*"])
         OffloadOptions(activations=False, parameters=('layers.*.experts.*',))
+        >>> OffloadOptions(activations="auto", max_slowdown=0.05)
+        OffloadOptions(activations='auto', max_slowdown=0.05)
     """
 
     activations: bool | Literal["auto"] = True
@@ -56,6 +63,7 @@ class OffloadOptions:
     max_host_bytes: int | None = None
     parameters: Regions | None = None
     max_resident_blocks: int = 2
+    max_slowdown: float = 0.0
 
     CHOICES: ClassVar[tuple[str, ...]] = ("activations", "auto", "optimizer", "all", "parameters")
 
@@ -67,6 +75,8 @@ class OffloadOptions:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), minimum=0)
         check_int("max_resident_blocks", self.max_resident_blocks, minimum=1)
+        slowdown = check_not_negative("max_slowdown", self.max_slowdown)
+        object.__setattr__(self, "max_slowdown", slowdown)
         if self.parameters is not None:
             regions = checked_regions(ordered(self.parameters), ("blocks",), "parameters=None")
             object.__setattr__(self, "parameters", regions)
@@ -74,6 +84,11 @@ class OffloadOptions:
             raise PlanError(
                 "OffloadOptions(activations=False, optimizer=False, parameters=None) leaves "
                 "nothing to offload; offload=None says so"
+            )
+        if slowdown and self.activations != "auto":
+            raise PlanError(
+                f"max_slowdown={slowdown} limits what is chosen by measurement, so it goes with "
+                f"activations='auto' only, got activations={self.activations}"
             )
 
     @classmethod

@@ -26,10 +26,11 @@ class OffloadTuner:
     Args:
         side: The device.
         max_bytes: The most to send of a forward; None for all.
+        max_slowdown: The part of its time for which the computation may wait for copies.
     """
 
-    def __init__(self, side: CopyStreams, max_bytes: int | None) -> None:
-        self._side, self._max_bytes = side, max_bytes
+    def __init__(self, side: CopyStreams, max_bytes: int | None, max_slowdown: float = 0.0) -> None:
+        self._side, self._max_bytes, self._max_slowdown = side, max_bytes, max_slowdown
         self._kinds: dict[tuple[int, ...], KindOfForward] = {}
         self._latest: KindOfForward | None = None
         self._rates: tuple[float | None, float | None] = None, None
@@ -68,7 +69,8 @@ class OffloadTuner:
             return
         back = timing.back_bytes_per_s or back or out
         self._rates = out, back
-        kind = self._kinds.setdefault(timing.sizes, KindOfForward(timing.sizes))
+        new = KindOfForward(timing.sizes, self._max_slowdown)
+        kind = self._kinds.setdefault(timing.sizes, new)
         kind.learn(
             timing,
             (out, back),

@@ -117,6 +117,7 @@ class StepOffload:
             max_bytes=options.max_bytes,
             max_host_bytes=options.max_host_bytes,
             auto=options.activations == "auto",
+            max_slowdown=options.max_slowdown,
             device=device,
         )
 

@@ -11,7 +11,7 @@ the user's object.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -56,6 +56,11 @@ class ReplicatedModel:
         ranks: Who agree.
         shared: Whether a step is a shared try. Its gradients are averaged behind the backward.
 
+    Attributes:
+        stream: The context in which torch's wrapper is built. It keeps the nodes that accumulate
+            gradients, which stay on the stream that they were made on; no capture may wait for the
+            default one.
+
     Numerics: The mean of the ranks' gradients; sums in the order of the collective.
     Synchronizes: In `apply`, at the first step, and when parameters were replaced or others are
         trained.
@@ -66,6 +71,7 @@ class ReplicatedModel:
     ) -> None:
         self._shared = shared
         self._model, self._options, self._ranks = model, options, ranks
+        self.stream: Callable[[], AbstractContextManager[None]] = nullcontext
         self._has_failed = False
         size = options.bucket_mb
         self.bucket_mb = BUCKETS_MB[0] if size == "auto" else size
@@ -221,13 +227,14 @@ class ReplicatedModel:
             mesh = self._options.mesh
             for parameter in now:
                 parameter.grad = None
-            self._wrapped = DistributedDataParallel(
-                _Call(self._model),
-                process_group=None if mesh is None else mesh.get_group(),
-                bucket_cap_mb=self.bucket_mb,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=self._options.unused_parameters,
-            )
+            with self.stream():
+                self._wrapped = DistributedDataParallel(
+                    _Call(self._model),
+                    process_group=None if mesh is None else mesh.get_group(),
+                    bucket_cap_mb=self.bucket_mb,
+                    gradient_as_bucket_view=True,
+                    find_unused_parameters=self._options.unused_parameters,
+                )
             # To keep statistics of its own it waits for the device, in one step of a hundred.
             self._wrapped._set_ddp_runtime_logging_sample_rate(_NEVER)
             if self._observation is not None:

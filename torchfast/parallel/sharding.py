@@ -134,6 +134,11 @@ class Sharding:
         # One rank changes nothing, but a script must not fail only once it runs on many.
         return f"shard={self._options.strategy!r} replaces the model's parameters"
 
+    def build_on(self, stream: Callable[[], AbstractContextManager[None]]) -> None:
+        """Build what averages gradients in such a context: on the stream of a capture."""
+        if self._replicated is not None:
+            self._replicated.stream = stream
+
     def check_alike(self, settings: Mapping[str, object]) -> None:
         """Raise on all ranks unless these, and the layouts of their models, are the same on each.
 
