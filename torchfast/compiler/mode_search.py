@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchfast._core.blocks import find_blocks
 from torchfast._core.decisions import Outcome
-from torchfast.compiler import Compiled, CompileOptions
+from torchfast.compiler import Compiled, CompiledModule, CompileOptions
 from torchfast.compiler.candidates import Candidate, ModeChoice, OutError, mode_choices
 from torchfast.compiler.in_place import has_global_hooks
 from torchfast.compiler.options import WHERE_AND_IF
@@ -95,7 +95,10 @@ class _Way:
         assert self.compiled is not None
         if self.compiled.is_compiled:
             return None
-        aside = [d.detail for d in self.compiled.decisions() if d.outcome == "stepped aside"]
+        told = self.compiled.decisions()
+        if isinstance(self.compiled, CompiledModule):
+            told = told[1:]  # the first says what was asked for
+        aside = [d.detail for d in told if d.outcome == "stepped aside"]
         reason = "; ".join(aside) or "nothing was compiled"
         if why_off() is not None or has_global_hooks():
             raise OutError("not now", reason)
