@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from compiled_functions import Block, compiled, double
-from torchfast.compiler.recompiles import read_guard, readable
+from torchfast.compiler import CompiledModule
+from torchfast.compiler.nearest import _RANKS
+from torchfast.compiler.recompiles import _REMEDIES, read_guard, readable
 from torchfast.compiler.record import CompileRecord
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -88,6 +90,27 @@ def test_a_python_number_is_named(record):
     assert change.at.startswith(__file__)
 
 
+def test_the_users_line_is_named_where_a_region_relies_on_something():
+    class Scaled(nn.Module):
+        def forward(self, x, n):
+            return x * n
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Scaled()
+
+        def forward(self, x, n):
+            return self.inner(x, n)
+
+    model = Outer()
+    with CompiledModule(model, backend="eager", dynamic=False), CompileRecord() as record:
+        for number in (3, 8):
+            model(torch.ones(2), number)
+    line = Scaled.forward.__code__.co_firstlineno + 1
+    assert only_change(record).at == f"{__file__}:{line}"
+
+
 def test_a_string_is_named(record):
     function = compiled(lambda x, way: x * 2 if way == "up" else x / 2)
     for way in ("up", "down"):
@@ -144,6 +167,84 @@ def test_calls_that_fit_compile_nothing(record):
         function({"ids": torch.ones(2, 4)})
     assert record.summary().recompiles == ()
     assert record.summary().num_graphs == 1
+
+
+# --- several versions, each of which names something else -----------------------------------------
+
+
+class Deep(nn.Module):
+    """Blocks that share their code; the input of the first needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.run = compiled(lambda block, x: block(x).relu(), dynamic=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+def test_a_size_is_named_where_the_first_block_differs_by_its_gradient(record):
+    model = Deep()
+    for length in (16, 12, 10):
+        model(torch.ones(2, length, 4))
+    changes = [event.change[:5] for event in record.summary().recompiles]
+    assert changes == [
+        ("requires_grad", "x", None, "False", "True"),  # of the second block, at the first length
+        ("size", "x", 1, "16", "12"),
+        ("size", "x", 1, "16", "12"),
+        ("size", "x", 1, "12", "10"),
+        ("size", "x", 1, "12", "10"),
+    ]
+    assert all("size mismatch" in event.guard for event in record.summary().recompiles[1:])
+
+
+def test_a_size_is_named_at_the_limit_too(record):
+    with torch._dynamo.config.patch(recompile_limit=4):
+        model = Deep()
+        for length in (16, 12, 10):
+            model(torch.ones(2, length, 4))
+    assert record.summary().limits[0].change[:5] == ("size", "x", 1, "12", "10")
+
+
+def test_what_is_named_is_new_to_every_version(record):
+    """A size that one version takes is none, though others were compiled for another size."""
+    function = compiled(lambda x, way, n: x * n if way == "up" else x / 2)
+    for size, way, n in ((8, "up", 3), (5, "up", 3), (6, "down", 3), (7, "up", 4)):
+        function(torch.ones(size), way, n)
+    changes = [event.change[:4] for event in record.summary().recompiles]
+    assert changes == [
+        ("size", "x", 0, "8"),
+        ("value", "way", None, "'up'"),
+        ("value", "n", None, "3"),
+    ]
+
+
+def test_two_versions_that_each_know_one_half_are_told_by_the_size(record):
+    function = compiled(lambda x, way: x * 2 if way == "up" else x / 2, dynamic=False)
+    for size, way in ((8, "up"), (5, "up"), (8, "down"), (5, "down")):
+        function(torch.ones(size), way)
+    last = record.summary().recompiles[-1].change
+    assert last[:5] == ("size", "x", 0, "8", "5")
+
+
+def test_a_version_of_another_backend_is_no_cause(record):
+    first, second = (
+        torch.compile(double, backend=lambda graph, inputs: graph.forward, dynamic=False)
+        for _ in range(2)
+    )
+    first(torch.ones(8))
+    second(torch.ones(5))
+    second(torch.ones(8))
+    assert record.summary().recompiles[-1].change[:5] == ("size", "x", 0, "5", "8")
+    first(torch.ones(5))
+    assert record.summary().recompiles[-1].change[:5] == ("size", "x", 0, "8", "5")
+
+
+def test_each_kind_of_change_has_a_rank():
+    assert set(_RANKS) == {*_REMEDIES} - {"single"}  # of which the kind is a size
 
 
 # --- the recompile limit ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 from torch._dynamo.utils import counters
 
-from torchfast import CompileOptions, Plan, Trainer
+from torchfast import CompiledModule, CompileOptions, Plan, Trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -157,3 +157,11 @@ def test_another_thread_that_is_compiling_meanwhile_goes_on():
         thread.join()
     assert len(losses) == 1
     trainer.close()
+
+
+def test_a_region_that_does_not_fit_is_told_as_torch_tells_it():
+    model = Net()
+    with CompiledModule(model, regions="blocks", backend="eager", dynamic=False):
+        model(BATCH)
+        with FORBIDDEN(), pytest.raises(RuntimeError, match="size mismatch at index 0"):
+            model(BATCH[:5])

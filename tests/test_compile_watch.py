@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchfast.compiler import CompiledModule
+from torchfast.compiler.account import STEADY_AFTER
 from torchfast.compiler.dynamic_dimensions import DynamicDimension, mark_dynamic
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.steady_watch import SteadyWatch
@@ -217,6 +219,25 @@ def test_a_dimension_that_changed_is_marked_in_the_next_batch(record, warnings_g
     assert len(watch.recompiles) == 2  # at 5, and once with the mark
     assert "marked as dynamic" in warnings_given()[0]
     assert len(run(mark=False).recompiles) == 4
+
+
+def test_a_length_is_marked_in_blocks_of_which_the_first_needs_no_gradient(warnings_given):
+    """To the version for that block any later one differs by ``requires_grad`` as well."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+    def graphs_of(*, mark):
+        torch._dynamo.reset()
+        options = {"regions": ("*",), "backend": "eager", "dynamic": False, "mark_dynamic": mark}
+        with CompiledModule(model, **options) as handle:
+            for length in (16, 12, 10, 9):
+                for _ in range(STEADY_AFTER):
+                    model(torch.ones(2, length, 4)).sum().backward()
+                    handle.after_step()
+            return handle.report().counters["graphs"]
+
+    assert graphs_of(mark=True) < graphs_of(mark=False) == 8
+    for told in warnings_given():
+        assert "dimension 1 of args[0] changed from 16 to 12" in told
 
 
 def test_nothing_is_marked_unasked(record, warnings_given):

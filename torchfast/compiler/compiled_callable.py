@@ -10,6 +10,7 @@ from torch import nn
 
 from torchfast._core.arguments import check_callable
 from torchfast._core.closing import Closing
+from torchfast._core.compiled_code import is_compiled_by_torch
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import ClosedError
 from torchfast.compiler.account import CompileAccount
@@ -45,7 +46,7 @@ class CompiledCallable(Closing):
     ) -> None:
         check_callable("function", function, "function(...)")
         _check_resolved(options)
-        if hasattr(function, "_torchdynamo_orig_callable"):
+        if is_compiled_by_torch(function):
             raise ValueError(
                 f"function {name_of(function)} is compiled already: it is what torch.compile "
                 "returned; pass the function that was given to torch.compile"
@@ -96,7 +97,7 @@ class CompiledCallable(Closing):
     @property
     def is_compiled(self) -> bool:
         """Whether it has been compiled."""
-        return self._region.state == "compiled"
+        return self._region.is_compiled
 
     def suspend(self) -> None:
         """Call the function as it is until `resume`; what was compiled is kept."""

@@ -39,9 +39,16 @@ from torchfast._core.function_fingerprint import function_fingerprint
 from torchfast.compiler.account import CompileAccount
 from torchfast.compiler.around import CodeAround
 from torchfast.compiler.compiled_callable import CompiledCallable
-from torchfast.compiler.in_place import Region, RegionKind, decision_of, region_of
+from torchfast.compiler.in_place import Region, RegionKind, decision_of
 from torchfast.compiler.options import CompileOptions, Mode, Regions, compile_decision
-from torchfast.compiler.regions import RegionChoice, choose_regions
+from torchfast.compiler.places import (
+    ASIDE,
+    check_places,
+    made_regions,
+    state_of_place,
+    told_of_place,
+)
+from torchfast.compiler.regions import choose_regions
 
 if TYPE_CHECKING:
     from torchfast.compiler.receipts import Receipt
@@ -112,7 +119,7 @@ class CompiledModule(Closing):
             mark_dynamic=mark_dynamic,
             budget_s=budget_s,
         )
-        _check_model(model)
+        check_places(model)
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         choice = choose_regions(model, self.options.regions)
@@ -130,7 +137,7 @@ class CompiledModule(Closing):
             return
         self._account = CompileAccount(model, self.options)
         self._explanation = str(choice)
-        self._kinds, self._regions = _made(choice, self.options)
+        self._kinds, self._regions = made_regions(choice, self.options)
         for region in self._regions:
             region.install(self)
 
@@ -160,7 +167,12 @@ class CompiledModule(Closing):
 
     @property
     def status(self) -> dict[str, str]:
-        """Of each region ``"not called"``, ``"compiled"``, or ``"eager: "`` and why."""
+        """Of each region ``"not called"``, ``"compiled"``, or why it does not run compiled now.
+
+        A reason begins with ``"eager: "``, or with ``"set aside: "`` where the user's own
+        ``module.compile()`` has taken the place. ``"compiled as a part of what calls it"`` is a
+        region of which only something larger was called, and compiled with it.
+        """
         return {region.path: self._missing(region) or region.status for region in self._regions}
 
     @property
@@ -265,9 +277,9 @@ class CompiledModule(Closing):
             asked += "; what model.compile() had made is set aside until close()"
         return [
             compile_decision(self._outcome if self._is_applied else "stepped aside", asked),
-            *(decision_of(kind, self._of(kind)) for kind in self._kinds),
+            *(decision_of(kind, there) for kind in self._kinds if (there := self._of(kind))),
             *(
-                compile_decision("stepped aside", f"{region.path} runs {missing}")
+                compile_decision("stepped aside", told_of_place(region.path, missing))
                 for region in self._regions
                 if (missing := self._missing(region))
             ),
@@ -289,7 +301,7 @@ class CompiledModule(Closing):
         counters: dict[str, int | float | str] = {
             "regions": len(states),
             "kinds": len(self._kinds),
-            "compiled": states.count("compiled"),
+            "compiled": sum(state.startswith("compiled") for state in states),
             "eager": sum(state.startswith("eager") for state in states),
             **self._account.counters(self._code_names),
         }
@@ -302,7 +314,7 @@ class CompiledModule(Closing):
     @property
     def is_compiled(self) -> bool:
         """Whether any region has been compiled."""
-        return any(region.state == "compiled" for region in self._regions)
+        return any(region.is_compiled for region in self._regions)
 
     def suspend(self) -> None:
         """Let the model run eagerly until `resume`; what was compiled is kept."""
@@ -363,7 +375,8 @@ class CompiledModule(Closing):
 
     @property
     def _is_applied(self) -> bool:
-        return not self._kinds or any(kind.eager_because is None for kind in self._kinds)
+        states = self.status.values()
+        return not states or not all(state.startswith(ASIDE) for state in states)
 
     @property
     def _code_names(self) -> list[str]:
@@ -371,59 +384,15 @@ class CompiledModule(Closing):
         return names if self._around is None else [*names, self._around.code_name]
 
     def _missing(self, region: Region) -> str | None:
-        """Return what is wrong where a region stood, if another module stands there by now."""
+        """Return what has become of the place of a region, where that is what runs no more."""
         model = self._model()
         if model is None or self._is_closed:
             return None
-        try:
-            if model.get_submodule(region.path) is region.module:
-                return None
-        except AttributeError:
-            pass
-        return (
-            "eager: the module that was compiled there has been replaced or taken out. Remedy: "
-            "make the CompiledModule, or the Trainer, when the model is complete"
-        )
+        return state_of_place(model, region, is_suspended=self._is_suspended)
 
     def _of(self, kind: RegionKind) -> list[Region]:
-        return [region for region in self._regions if region.kind is kind]
+        """Return the regions of a kind that stand where they were put."""
+        return [r for r in self._regions if r.kind is kind and self._missing(r) is None]
 
 
 Compiled: TypeAlias = CompiledCallable | CompiledModule
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r} ({type(model).__name__})")
-    for path, module in model.named_modules():
-        where = f"its module {path}" if path else f"{type(model).__name__}"
-        if hasattr(module, "_torchdynamo_orig_callable"):
-            raise ValueError(
-                f"model is compiled already: {where} is what torch.compile returned; give the "
-                "module that was given to torch.compile, or leave it as it is and do without "
-                "CompiledModule"
-            )
-        region = region_of(module)
-        if region is None:
-            continue
-        if region.module is not module:  # a shallow copy, which has taken it along
-            delattr(module, Region.ATTRIBUTE)
-            continue
-        if not region.is_abandoned:
-            raise ValueError(
-                f"model is compiled by another CompiledModule already ({where}); close that, or "
-                "the Trainer that made it, first"
-            )
-        region.undo()
-
-
-def _made(
-    choice: RegionChoice, options: CompileOptions
-) -> tuple[tuple[RegionKind, ...], tuple[Region, ...]]:
-    kinds, regions = [], []
-    for chosen in choice.kinds:
-        number = len(chosen.regions)
-        kind = RegionKind(chosen.class_name, chosen.names, options, num_regions=number)
-        kinds.append(kind)
-        regions += [Region(path, module, kind) for path, module in chosen.regions]
-    return tuple(kinds), tuple(regions)

@@ -8,55 +8,23 @@ that one frame run as it is, within the same call. Nothing runs twice, so neithe
 BatchNorm nor random numbers are drawn twice. A call whose frames are all compiled does not come by
 here, so none of this costs anything in the steady state.
 
-Settings that hold while a frame is converted, and at no other time:
-
-- Hooks are looked at by guards. By default torch never notices a hook that is added to a compiled
-  module later.
-- The backward is compiled together with the forward, where a failure can still be answered by
-  running eagerly; in the middle of ``backward()`` it could not.
-- The recompile limit counts per region, though equal regions share their code: 24 blocks that read
-  their own ``layer_idx`` are 24 compiles, not a silent fallback after 8.
-- Python's garbage collector comes less often. A compiler makes millions of objects that live, and
-  the collector would look through all of them and the program's again and again.
-- What is compiled around other regions stops before each of them, by a graph break. Torch would
-  compile what stands inside a region again, as a part of what calls it: it goes straight to a
-  module's ``forward``, past the place where a region stands.
-
-All that is private to torch is touched in this file only.
+What is private to torch is touched here, and in `while_converting` and `switched_off`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from types import CodeType, FrameType, SimpleNamespace
-from typing import Any, NamedTuple, cast, final
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, final
 
-import torch
 from torch import nn
 
-from torchfast.compiler.breaks import APART
 from torchfast.compiler.refusal import is_refused, refuse
+from torchfast.compiler.switched_off import active_dispatch_mode
 from torchfast.compiler.timeout import CallTimeoutError, call_within
-
-# While a frame is converted; Python's own default is 700.
-OBJECTS_BETWEEN_COLLECTIONS = 20_000
-
-
-class Apart(NamedTuple):
-    """What is left to others by what is compiled around it.
-
-    Attributes:
-        holds: Whether a module is such a one.
-        code: The function that runs it.
-    """
-
-    holds: Callable[[nn.Module], bool]
-    code: CodeType
+from torchfast.compiler.while_converting import Apart, settings
 
 
 class GaveUpError(BaseException):
@@ -74,13 +42,13 @@ class FrameConversion:
         fullgraph: Whether the function is one graph or an error.
         apart: What it calls and others compile; None if it is compiled with all that it calls.
         is_update: Whether it is an optimizer's, whose parameters and state would be constants.
+        inlined: Called with each module that was compiled as a part of the function.
 
     Attributes:
         graphs: Graphs compiled.
         seconds: Time spent on it.
         failure: What went wrong in the running call.
         skip_reason: Why torch left the function's own frame alone.
-        reached_limit: Whether the recompile limit was reached in the running call.
         has_news: Whether the converter was asked in the running call.
         others: Functions of the user's that have code of this one's, or were left alone by it.
             Each is kept alive, so that no other takes its identity.
@@ -95,12 +63,12 @@ class FrameConversion:
         fullgraph: bool,
         apart: Apart | None = None,
         is_update: bool = False,
+        inlined: Callable[[nn.Module], object] = lambda _: None,
     ) -> None:
         self.graphs = 0
         self.seconds = 0.0
         self.failure: BaseException | None = None
         self.skip_reason: str | None = None
-        self.reached_limit = False
         self.has_news = False
         self.others: dict[int, CodeType] = {}  # by identity, as equal ones have caches of their own
         self._code = code
@@ -109,11 +77,17 @@ class FrameConversion:
         self._fullgraph = fullgraph
         self._apart = apart
         self._is_update = is_update
+        self._inlined = inlined
         self._spent_s = 0.0
         self._leaves_own_frame = False
         # What became of functions that torch left alone, by identity; those of the running call.
         self._left_alone: dict[int, Any] = {}
         self._left_in_call: list[int] = []
+        # What torch answered for functions at the recompile limit, by identity; those of them that
+        # ran as they are in the running call; and all functions that have graphs.
+        self._at_limit: dict[int, Any] = {}
+        self._limited: set[int] = set()
+        self._with_graphs: set[int] = set()
         self._convert: Callable[..., Any] | None = None
         # Torch follows this to the backend, to tell compiled code of one backend from another's.
         self._torchdynamo_orig_backend: Any = None
@@ -138,9 +112,27 @@ class FrameConversion:
         # graph would be counted, and that one's end would be this one's too.
         self._backend = functools.partial(compiler)
         self._backend.is_closed = False
-        self._torchdynamo_orig_backend = SimpleNamespace(_torchdynamo_orig_backend=self._backend)
+        link: Any = functools.partial(compiler)  # torch asks of all on the path that they be called
+        link._torchdynamo_orig_backend = self._backend
+        self._torchdynamo_orig_backend = link
         cell.cell_contents = self
         return True
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the recompile limit forbids further versions of a function."""
+        return bool(self._at_limit)
+
+    @property
+    def reached_limit(self) -> bool:
+        """Whether a function ran as it is in the running call, as no version of it fits."""
+        return bool(self._limited)
+
+    @property
+    def ran_as_it_is(self) -> bool:
+        """Whether that is true of all that could have run compiled."""
+        is_own = id(self._code) in self._limited
+        return is_own or (self.reached_limit and self._with_graphs <= self._limited)
 
     def end_call(self, *, by_exception: bool = False) -> None:
         """Forget what belongs to one call.
@@ -154,7 +146,7 @@ class FrameConversion:
                 self._left_alone.pop(key, None)
         self._left_in_call.clear()
         self.failure = None
-        self.reached_limit = False
+        self._limited.clear()
         self.has_news = False
         self._spent_s = 0.0
 
@@ -180,6 +172,8 @@ class FrameConversion:
                 forget(code)
         self.others.clear()
         self._left_alone.clear()
+        self._at_limit.clear()
+        self._with_graphs.clear()
 
     def leave_own_frame(self) -> None:
         """Ask no more for the function's own frame, which cannot be compiled."""
@@ -198,6 +192,10 @@ class FrameConversion:
             return ConvertFrameReturn()
         if self._apart is not None and frame.f_code is self._apart.code:
             return _left_to_others()
+        limit = self._limit_of(frame.f_code)
+        if limit is not None:
+            self._note_limit(frame.f_code)
+            return _this_once(limit)
         known = None if is_own else self._left_alone.get(id(frame.f_code))
         if known is not None:
             return _this_once(known)
@@ -229,11 +227,8 @@ class FrameConversion:
         try:
             # Versions of others use up no limit.
             num_regions = self._num_regions + _num_of_others(frame.f_code, self._backend)
-            with (
-                _settings(num_regions),
-                _rare_collections(),
-                _stopping_before(self._apart),
-                _state_as_inputs(self._is_update),
+            with settings(
+                num_regions, self._apart, is_update=self._is_update, inlined=self._inlined
             ):
                 left_s = self._timeout_s - self._spent_s
                 return call_within(left_s, self._convert, frame, cache_entry, frame_state)
@@ -245,15 +240,20 @@ class FrameConversion:
             taken_s = time.perf_counter() - start
             self._spent_s += taken_s
             self.seconds += taken_s
-            if self.failure is None:
-                self.graphs += max(_num_graphs() - graphs, 0)
+            if self.failure is None and _num_graphs() > graphs:
+                self.graphs += _num_graphs() - graphs
+                self._with_graphs.add(id(frame.f_code))
 
     def _note_left_alone(self, result: Any, code: CodeType, *, is_own: bool) -> None:
         strategy = result.frame_exec_strategy
         # Under its own name it is C++ that has no types.
         if strategy.cur_action.name == "RUN_ONLY":
-            self.reached_limit = True
-        elif is_own:
+            # Torch would ask no more, and nobody would know whether a version fits a later call.
+            result.apply_to_code = False
+            self._at_limit[id(code)] = strategy
+            self._note_limit(code)
+            return
+        if is_own:
             self.skip_reason = getattr(result, "skip_reason", None)
             # An exception of the user's makes torch leave the code alone for ever; the owner
             # knows better once the call has returned.
@@ -264,6 +264,19 @@ class FrameConversion:
             result.apply_to_code = False
             self._left_alone[id(code)] = strategy
             self._left_in_call.append(id(code))
+
+    def _note_limit(self, code: CodeType) -> None:
+        self.has_news = True
+        self._limited.add(id(code))
+
+    def _limit_of(self, code: CodeType) -> Any:
+        """Return what is answered for a function at the limit; None if it is not."""
+        limit = self._at_limit.get(id(code))
+        if limit is not None and not _versions(code):
+            # As after torch._dynamo.reset(): all begins anew.
+            del self._at_limit[id(code)]
+            return None
+        return limit
 
 
 def forget(code: CodeType) -> None:
@@ -287,39 +300,15 @@ def _num_of_others(code: CodeType, backend: object, *, in_use: bool = False) -> 
         backend: Whose versions are not counted.
         in_use: Whether those of a conversion that has retired are not counted either.
     """
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    backends = [getattr(e, "backend", backend) for e in _debug_get_cache_entry_list(code)]
+    backends = [getattr(e, "backend", backend) for e in _versions(code)]
     others = [other for other in backends if other is not backend]
     return sum(not (in_use and getattr(other, "is_closed", False) is True) for other in others)
 
 
-def why_off() -> str | None:
-    """Return what keeps torch from compiling anything now; None if nothing does."""
-    from torch._dynamo import config, eval_frame
+def _versions(code: CodeType) -> list[Any]:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    if config.disable:
-        return "the compiler is switched off (TORCH_COMPILE_DISABLE or torch._dynamo.config)"
-    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
-    if stance != "default":
-        return f"torch.compiler.set_stance({stance!r}) is in force"
-    mode = active_dispatch_mode()
-    if mode is not None:
-        return f"the TorchDispatchMode {mode} is active, under which torch compiles nothing"
-    return None
-
-
-def active_dispatch_mode() -> str | None:
-    """Return the class of a user's dispatch mode that is active; None if there is none."""
-    if not torch._C._len_torch_dispatch_stack():
-        return None
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    for mode in _get_current_dispatch_mode_stack():
-        own = [getattr(type(mode), n, None) for n in ("is_infra_mode", "ignore_compile_internals")]
-        if not any(asks is not None and asks() for asks in own):
-            return type(mode).__name__
-    return None
+    return list(_debug_get_cache_entry_list(code))
 
 
 def is_graph_break(error: BaseException) -> bool:
@@ -356,94 +345,7 @@ def _left_to_others() -> Any:
     return types.ConvertFrameReturn(frame_exec_strategy=strategy_of(action.SKIP, action.SKIP))
 
 
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Let the garbage collector come when more has been made than by default."""
-    before = gc.get_threshold()
-    if not 0 < before[0] < OBJECTS_BETWEEN_COLLECTIONS:
-        yield  # as somebody wants it
-        return
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@contextlib.contextmanager
-def _stopping_before(apart: Apart | None) -> Iterator[None]:
-    """Have the compiler end its graph where a module is called that others compile."""
-    if apart is None:
-        yield
-        return
-    from torch._dynamo.convert_frame import compile_lock
-    from torch._dynamo.exc import unimplemented
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-
-    traced: Any = UnspecializedNNModuleVariable
-
-    def call_or_stop(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if apart.holds(self.value):
-            name = type(self.value).__name__
-            unimplemented(gb_type=APART, context=name, explanation=f"{name} is apart", hints=[])
-        return call_function(self, tx, args, kwargs)
-
-    # Torch's own lock, as what it traces with is replaced for all threads.
-    with compile_lock:
-        call_function = traced.call_function
-        traced.call_function = call_or_stop
-        try:
-            yield
-        finally:
-            traced.call_function = call_function
-
-
-@contextlib.contextmanager
-def _state_as_inputs(is_update: bool) -> Iterator[None]:
-    """Let an optimizer's parameters and state be inputs of its graph, as any tensors are.
-
-    Torch marks them, with an attribute that files would keep, and makes them constants of the
-    graph, which are alive for as long as the process is.
-    """
-    if not is_update:
-        yield
-        return
-    from torch._dynamo import decorators
-    from torch._dynamo.convert_frame import compile_lock
-
-    with compile_lock:  # as above
-        mark = decorators.mark_static_address
-        decorators.mark_static_address = lambda t, guard=False: None  # noqa: ARG005
-        try:
-            yield
-        finally:
-            decorators.mark_static_address = mark
-
-
 def _num_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
-
-
-@contextlib.contextmanager
-def _settings(num_regions: int) -> Iterator[None]:
-    from torch._dynamo import config as dynamo
-    from torch._functorch import config as functorch
-
-    wanted = {
-        "skip_nnmodule_hook_guards": False,
-        "recompile_limit": dynamo.recompile_limit + num_regions - 1,
-        "accumulated_recompile_limit": dynamo.accumulated_recompile_limit + num_regions - 1,
-    }
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(dynamo.patch({k: v for k, v in wanted.items() if hasattr(dynamo, k)}))
-        eager_backward = "force_non_lazy_backward_lowering"
-        if torch.is_grad_enabled() and hasattr(functorch, eager_backward):
-            stack.enter_context(functorch.patch({eager_backward: True}))
-        stack.enter_context(warnings.catch_warnings())
-        # With warnings as errors, those of the compiler's own code would end the compile.
-        filters = cast(list[Any], warnings.filters)
-        filters[:] = [("default", *f[1:]) if f[0] == "error" else f for f in filters]
-        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor")
-        yield

@@ -38,42 +38,28 @@ from torchfast._core.errors import CompileError
 from torchfast._core.left_to_python import leave_to_python
 from torchfast._core.stand_in import StandIn
 from torchfast.compiler.causes import explained
-from torchfast.compiler.conversion import (
-    Apart,
-    FrameConversion,
-    GaveUpError,
-    is_graph_break,
-    why_off,
-)
+from torchfast.compiler.conversion import FrameConversion, GaveUpError, is_graph_break
 from torchfast.compiler.copied import called_in, leave_copies_alone
 from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.refusal import run_refusing, stance_forbids
+from torchfast.compiler.remarks import (
+    AT_LIMIT,
+    COPIED,
+    HOOKED,
+    NOTHING,
+    NOTHING_AROUND,
+    SKIPPED,
+)
 from torchfast.compiler.steady_watch import SteadyWatch
+from torchfast.compiler.switched_off import why_bypassed, why_off
+from torchfast.compiler.while_converting import Apart
 
 logger = logging.getLogger(__name__)
 
-State: TypeAlias = Literal["not called", "compiled", "eager"]
+State: TypeAlias = Literal["not called", "compiled", "compiled as a part of what calls it", "eager"]
+_AS_A_PART: State = "compiled as a part of what calls it"
 
-_NOTHING = (
-    "no graph came of it, as where its forward is kept out by torch.compiler.disable, where it is "
-    "an nn.LSTM or nn.GRU, which torch.compile cannot follow, or where a graph break lies within a "
-    "module of torch's own class, such as Sequential, whose frames torch leaves alone"
-)
-# What torch says of frames that it leaves alone, where that says little.
-_SKIPPED = {
-    "an error was suppressed during compilation": "torch.compile cannot follow it, as it cannot "
-    "nn.LSTM and nn.GRU or a ScriptModule"
-}
-_NOTHING_AROUND = (
-    "no graph came of it: what stands around the blocks is in the function with the loop over "
-    "them, or compiled by somebody else; move the loop to a method of its own"
-)
-_COPIED = (
-    "a shallow copy of it was called, such as nn.DataParallel makes for each device, and those run "
-    "eagerly: train on several devices by DistributedDataParallel, and compile what a copy holds "
-    "by a CompiledModule of its own"
-)
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
     torch_module._global_forward_pre_hooks,
@@ -140,6 +126,7 @@ class RegionKind:
             timeout_s=options.timeout_s,
             fullgraph=options.fullgraph,
             apart=Apart(_is_region, Region.__call__.__code__) if is_around else None,
+            inlined=_note_part,
         )
         self._is_around = is_around
         self._options = options
@@ -171,6 +158,11 @@ class RegionKind:
     def __str__(self) -> str:
         return f"{self.names} ({self.class_name})" if self.names else self.class_name
 
+    @property
+    def why_bypassed(self) -> str | None:
+        """What keeps code that is compiled from being run at this moment; None if nothing does."""
+        return HOOKED if has_global_hooks() else why_bypassed()
+
     def close(self) -> None:
         """Free what was compiled; a call after that compiles anew."""
         self._forget()
@@ -186,9 +178,11 @@ class RegionKind:
         if self._sizes is not None and self._sizes.dimensions:
             self._sizes.mark({"args": args, "kwargs": kwargs})
         try:
-            if self._is_around and self._is_watched and stance_forbids():
-                # Nothing is converted, so that there is nothing to take account of.
-                return run_refusing(conversion, self._function, target, *args, **kwargs)
+            is_past_torch = self._is_around or conversion.is_at_limit
+            if is_past_torch and self._is_watched and stance_forbids():
+                result = run_refusing(conversion, self._function, target, *args, **kwargs)
+                conversion.end_call()  # nothing was converted: no news
+                return result
             result = self._compiled(target, *args, **kwargs)
         except GaveUpError:
             return self._run_after_giving_up(target, args, kwargs)
@@ -210,18 +204,15 @@ class RegionKind:
 
     def note_copy(self) -> None:
         """Note that a shallow copy of a region is called as it is."""
-        self._remark(_COPIED)
+        self._remark(COPIED)
 
     def _run_eagerly(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
         if self._raises:
             raise self._error() from self._cause
         if self.eager_because is None:
-            self.eager_for_now = (
-                "global module hooks are registered, and while they are regions run eagerly: "
-                "register hooks on modules instead"
-            )
-            self._remark(self.eager_for_now)
-        self._leave_eager(region)
+            self._leave_for_now(region, HOOKED)
+        elif region is not None:
+            region.state = "eager"
         return self._eager(target, *args, **kwargs)
 
     def _run_after_giving_up(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -241,6 +232,7 @@ class RegionKind:
         """Take account of a call that has returned."""
         conversion = self.conversion
         failure, reached_limit = conversion.failure, conversion.reached_limit
+        ran_as_it_is = conversion.ran_as_it_is
         conversion.end_call()
         if self._sizes is not None:
             self._sizes.check()
@@ -249,28 +241,25 @@ class RegionKind:
             return
         off = why_off()
         if off is not None:
-            self._leave_eager(region)
-            self.eager_for_now = f"{off}; it is tried again at each call"
-            self._remark(self.eager_for_now)
+            self._leave_for_now(region, f"{off}; it is tried again at each call")
         elif not conversion.graphs:
-            self._leave_eager(region)
+            if region is not None:
+                region.state = "eager"
             # The further lines of torch's are for its own developers.
             reason = (conversion.skip_reason or "").partition("\n")[0]
-            around = _NOTHING_AROUND + (f" (torch: {reason})" if reason else "")
-            reason = _SKIPPED.get(reason, reason) or _NOTHING
+            around = NOTHING_AROUND + (f" (torch: {reason})" if reason else "")
+            reason = SKIPPED.get(reason, reason) or NOTHING
             self.eager_because = f"{reason}. Remedy: compile other regions, to leave it out"
             self.is_empty = self._is_around  # where regions are all that there is, all is well
             if self.is_empty:
                 self.eager_because = around
             else:
                 logger.warning("%s is not compiled: %s.", self, self.eager_because)
-        elif reached_limit:
-            self._leave_eager(region)
-            self._remark(
-                "the recompile limit is reached, and what differs from the calls compiled so far "
-                "runs eagerly: give it fewer different sizes and values, or dynamic=True"
-            )
+        elif ran_as_it_is:
+            self._leave_for_now(region, AT_LIMIT)
         else:
+            if reached_limit:
+                self._remark(AT_LIMIT)
             self.eager_for_now = None
             if region is not None:
                 region.state = "compiled"
@@ -294,9 +283,11 @@ class RegionKind:
     def _error(self) -> CompileError:
         return CompileError(f"{self} cannot be compiled: {self.eager_because}.")
 
-    @staticmethod
-    def _leave_eager(region: Region | None) -> None:
-        if region is not None and region.state == "not called":
+    def _leave_for_now(self, region: Region | None, why: str) -> None:
+        """Note a call that has run eagerly, where later ones may not."""
+        self.eager_for_now = why
+        self._remark(why)
+        if region is not None:
             region.state = "eager"
 
     def _remark(self, text: str) -> None:
@@ -316,7 +307,8 @@ class Region(StandIn):
         kind: Whose code it shares.
 
     Attributes:
-        state: ``"not called"``, ``"compiled"`` or ``"eager"``.
+        state: ``"not called"``, or how the last call ran: ``"compiled"`` or ``"eager"``. A module
+            that is a part of something larger that was compiled is not called itself.
     """
 
     __slots__ = ("kind", "path", "state")
@@ -351,10 +343,24 @@ class Region(StandIn):
     @property
     def status(self) -> str:
         """``"not called"``, ``"compiled"`` or ``"eager: "`` and why."""
+        why = self.why_eager
+        return self.state if why is None else f"eager: {why}"
+
+    @property
+    def why_eager(self) -> str | None:
+        """Why it runs eagerly, at this moment or in its last call; None if it does not."""
         kind = self.kind
-        because = kind.eager_because or kind.eager_for_now or "; ".join(kind.remarks)
-        is_eager = kind.eager_because is not None or self.state == "eager"
-        return f"eager: {because}" if is_eager else self.state
+        if kind.eager_because is not None:
+            return kind.eager_because
+        if self.state == "eager":
+            return kind.eager_for_now or "; ".join(kind.remarks)
+        # Compiled code that nobody gets to run: no call may have come since.
+        return kind.why_bypassed if self.is_compiled else None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it has been compiled, by itself or as a part of what calls it."""
+        return self.state in ("compiled", _AS_A_PART)
 
     # Copies of a module that take all its attributes along would call this one's parameters.
     def __reduce__(self) -> tuple[Any, ...]:
@@ -367,13 +373,18 @@ def decision_of(kind: RegionKind, regions: list[Region]) -> Decision:
     conversion = kind.conversion
     if kind.is_empty:
         return compile_decision("left alone", f"{kind}: {kind.eager_because}")
-    if kind.eager_because is not None:
-        return compile_decision("stepped aside", f"{kind} runs eagerly: {kind.eager_because}")
-    if "eager" in states or kind.remarks:
-        why = kind.eager_for_now or "; ".join(kind.remarks)
-        return compile_decision("stepped aside", f"{kind} runs eagerly in part: {why}")
+    eager = [why for region in regions if (why := region.why_eager) is not None]
+    if eager or kind.remarks:
+        why = eager[0] if eager else "; ".join(kind.remarks)
+        is_all = eager and len(eager) >= len(states) - states.count("not called")
+        part = "" if is_all else " in part"
+        return compile_decision("stepped aside", f"{kind} runs eagerly{part}: {why}")
+    if _AS_A_PART in states and "compiled" not in states:
+        return compile_decision("applied", f"{kind}: {_AS_A_PART}")
     if "compiled" not in states:
-        return compile_decision("applied", f"{kind}: not called yet")
+        # The user's own torch.compile of what calls them goes past them, unseen.
+        why = "not called yet, unless within what torch.compile(...) has compiled"
+        return compile_decision("applied", f"{kind}: {why}")
     uncalled = states.count("not called")
     return compile_decision(
         "applied",
@@ -384,8 +395,15 @@ def decision_of(kind: RegionKind, regions: list[Region]) -> Decision:
 
 def name_of(function: Callable[..., Any]) -> str:
     """Return what a function is called."""
-    name: str = getattr(function, "__name__", type(function).__name__)
-    return name
+    name = getattr(function, "__name__", None)
+    return name if isinstance(name, str) else type(function).__name__
+
+
+def _note_part(module: nn.Module) -> None:
+    region = region_of(module)
+    # A shallow copy has the region of the module that it is of.
+    if region is not None and region.module is module and region.state == "not called":
+        region.state = _AS_A_PART
 
 
 def _is_region(module: nn.Module) -> bool:

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from torchfast._core.blocks import find_blocks
 from torchfast._core.decisions import Outcome
-from torchfast.compiler import Compiled, CompileOptions
+from torchfast.compiler import Compiled, CompiledModule, CompileOptions
 from torchfast.compiler.candidates import Candidate, ModeChoice, OutError, mode_choices
-from torchfast.compiler.conversion import why_off
 from torchfast.compiler.in_place import has_global_hooks
 from torchfast.compiler.options import WHERE_AND_IF
 from torchfast.compiler.receipts import Receipt, ReceiptKey, find_receipt, save_receipt
 from torchfast.compiler.replays import Graphs
 from torchfast.compiler.search import search
+from torchfast.compiler.switched_off import why_off
 from torchfast.compiler.timeout import call_within
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,10 @@ class _Way:
         assert self.compiled is not None
         if self.compiled.is_compiled:
             return None
-        aside = [d.detail for d in self.compiled.decisions() if d.outcome == "stepped aside"]
+        told = self.compiled.decisions()
+        if isinstance(self.compiled, CompiledModule):
+            told = told[1:]  # the first says what was asked for
+        aside = [d.detail for d in told if d.outcome == "stepped aside"]
         reason = "; ".join(aside) or "nothing was compiled"
         if why_off() is not None or has_global_hooks():
             raise OutError("not now", reason)

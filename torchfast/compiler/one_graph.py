@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast.compiler.causes import explained
-from torchfast.compiler.conversion import FrameConversion, GaveUpError, why_off
+from torchfast.compiler.conversion import FrameConversion, GaveUpError
 from torchfast.compiler.options import CompileOptions
+from torchfast.compiler.switched_off import why_off
 
 # As for regions: torch counts compiled versions by the code they are of.
 _NUMBERS = itertools.count()

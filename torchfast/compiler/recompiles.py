@@ -19,6 +19,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torchfast._core.user_code import is_users
+
 Guards = Callable[[str | None], str]
 
 _SIZES = "pad or drop the odd batch, or compile the dimension as dynamic (mark_dynamic)"
@@ -75,7 +77,7 @@ class Change(NamedTuple):
         before: What it was compiled for, in words; None if unknown.
         after: What it was called with; None if unknown.
         remedy: What to do about it.
-        at: Where the code first relies on it, as ``file:line``; empty if torch does not say.
+        at: The user's line that first relies on it, as ``file:line``; empty if torch does not say.
     """
 
     kind: str
@@ -274,8 +276,13 @@ def _split_version(line: str) -> tuple[str | None, str]:
 
 
 def _place(lines: list[str]) -> str:
+    """Return the innermost line of the user's in torch's stack of the code that relies on a value.
+
+    Outermost stands the function of torchfast's that a region is compiled through.
+    """
     found = re.findall(r'File "(.*?)", line (\d+)', "\n".join(lines[1:]))
-    return ":".join(found[0]) if found else ""
+    users = [place for place in found if is_users(place[0])]
+    return ":".join(users[-1]) if users else ""
 
 
 def _shown(text: str, limit: int = 160) -> str:

@@ -20,7 +20,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torchfast._core.closing import Closing
 from torchfast._core.user_code import is_library
@@ -37,13 +37,25 @@ from torchfast.compiler.events import (
     LimitReached,
     Recompile,
 )
-from torchfast.compiler.recompiles import Change, as_counter, read_guard
+from torchfast.compiler.nearest import cause_of
+from torchfast.compiler.recompiles import Change, as_counter
 from torchfast.compiler.summary import CompileSummary
 from torchfast.compiler.torch_events import CodeKey, TorchEvents, callers
 
 # What torch raises at code that it cannot follow; all else is a failure of its own.
 _CANNOT_FOLLOW = ("Unsupported", "UserError")
 _REST = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+$")
+
+
+class _Function(NamedTuple):
+    """A function that torch tried: where it stands, what had called it, and its name for torch."""
+
+    code: CodePlace
+    within: tuple[str, ...]
+    key: CodeKey
+
+
+_UNKNOWN = _Function(CodePlace("an unknown function", "", 0), (), CodeKey("", "", 0))
 
 
 @final
@@ -71,8 +83,9 @@ class CompileRecord(Closing):
         self._events = Events()
         self._within: tuple[str, ...] = ()
         self._within_by_id: dict[str, tuple[str, ...]] = {}
-        self._code_by_frame: dict[str, tuple[CodePlace, tuple[str, ...]]] = {}
-        self._counters: set[tuple[CodePlace, str]] = set()
+        self._reasons_by_id: dict[str, list[str]] = {}
+        self._functions: dict[str, _Function] = {}  # by the id of their frame
+        self._counters: set[tuple[CodeKey, str]] = set()
         self._is_closed = False
         self._torch = TorchEvents(self._before, self._after)
 
@@ -133,6 +146,8 @@ class CompileRecord(Closing):
             self._within = callers()
             if compile_id:
                 self._within_by_id[compile_id] = self._within
+                # Now, since those of the next compilation come behind them.
+                self._reasons_by_id[compile_id] = self._torch.reasons(compile_id)
 
     def _after(self) -> None:
         with self._lock:
@@ -175,23 +190,23 @@ class CompileRecord(Closing):
         self._events.spans.append((start, end, is_backward))
         version = str(entry.compile_id or "")
         frame_id = version.rpartition("/")[0]
-        unknown = (CodePlace("an unknown function", "", 0), ())
         if is_backward:
             self._within_by_id.pop(version, None)  # of the backward; the function's own is known
-            code, within = self._code_by_frame.get(frame_id, unknown)
-            self._events.backwards.append(BackwardEvent(code=code, within=within, seconds=seconds))
+            self._reasons_by_id.pop(version, None)
+            known = self._functions.get(frame_id, _UNKNOWN)
+            self._events.backwards.append(
+                BackwardEvent(code=known.code, within=known.within, seconds=seconds)
+            )
         elif entry.co_name is None:
-            code, within = self._code_by_frame.get(frame_id) or self._find(frame_id) or unknown
-            self._note_refusal(entry, code, within, seconds)
+            known = self._functions.get(frame_id) or self._find(frame_id) or _UNKNOWN
+            self._note_refusal(entry, known, seconds)
         else:
-            code = _place_of(entry)
             within = self._within_by_id.pop(version, ()) or _stack_of(entry)
-            self._code_by_frame[frame_id] = code, within
-            self._note_frame(entry, code, within, seconds)
+            known = self._functions[frame_id] = _function_of(entry, within)
+            self._note_frame(entry, known, seconds)
 
-    def _note_frame(
-        self, entry: Any, code: CodePlace, within: tuple[str, ...], seconds: float
-    ) -> None:
+    def _note_frame(self, entry: Any, function: _Function, seconds: float) -> None:
+        code, within, key = function
         num_ops = entry.graph_op_count or 0
         outcome: FrameOutcome = "compiled" if num_ops else "no graph"
         reason, at_break = "", False
@@ -217,8 +232,9 @@ class CompileRecord(Closing):
                 is_rest=bool(_REST.match(entry.co_name)),
             )
         )
-        if entry.recompile_reason:
-            change = self._read(entry.recompile_reason, entry, code)
+        reasons = self._reasons_of(entry)
+        if reasons:
+            change, guard = self._read(reasons, entry, key)
             if change.kind == "backend" and any(map(REGION.match, (code.name, *within))):
                 return  # a region's own first version, of a function that others compiled too
             self._events.recompiles.append(
@@ -226,7 +242,7 @@ class CompileRecord(Closing):
                     code=code,
                     within=within,
                     change=change,
-                    guard=str(entry.recompile_reason),
+                    guard=guard,
                     seconds=seconds,
                 )
             )
@@ -251,10 +267,9 @@ class CompileRecord(Closing):
         reason = f"{reading.reason}, at {place.file}:{place.line}; torch cannot go on after it, "
         return reason + why_given_up(message), True
 
-    def _note_refusal(
-        self, entry: Any, code: CodePlace, within: tuple[str, ...], seconds: float
-    ) -> None:
+    def _note_refusal(self, entry: Any, function: _Function, seconds: float) -> None:
         """Note a try that torch refused before it began: only its limits do that."""
+        code, within, key = function
         message = str(entry.fail_reason or "")
         name = re.search(r"(\w*(?:recompile|cache_size)_limit)", message)
         limit = self._torch.setting(name[1] if name else "recompile_limit")
@@ -265,40 +280,46 @@ class CompileRecord(Closing):
             FrameEvent(code=code, within=within, outcome=outcome, seconds=seconds, reason=reason)
         )
         if is_limit:
-            guard = entry.recompile_reason
-            change = self._read(guard, None, code) if guard else None
+            reasons = self._reasons_of(entry)
+            change = self._read(reasons, entry, key)[0] if reasons else None
             self._events.limits.append(
                 LimitReached(code=code, within=within, limit=limit, change=change)
             )
 
-    def _read(self, reason: str, entry: Any, code: CodePlace) -> Change:
-        def guards(version: str | None) -> str:
-            if entry is None:
-                return ""
-            key = CodeKey(entry.co_name, entry.co_filename, entry.co_firstlineno)
-            return self._torch.guards(key, version or str(entry.compile_id))
+    def _reasons_of(self, entry: Any) -> list[str]:
+        """Return why each version did not fit; empty where there was none."""
+        version = str(entry.compile_id or "")
+        known = self._reasons_by_id.pop(version, [])
+        if not entry.recompile_reason:
+            return []
+        first = str(entry.recompile_reason)
+        reasons = known or self._torch.reasons(version)
+        return reasons if first in reasons else [first]
 
-        change = read_guard(str(reason), guards)
+    def _read(self, reasons: list[str], entry: Any, key: CodeKey) -> tuple[Change, str]:
+        version = str(entry.compile_id or "")
+        change, guard = cause_of(reasons, version, self._torch.versions(key))
         # Once a number was seen to count, its next change is of the same kind.
-        counter = (code, change.source)
+        counter = (key, change.source)
         if change.kind == "counter":
             self._counters.add(counter)
         elif change.kind == "value" and counter in self._counters:
             change = as_counter(change)
-        return change
+        return change, guard
 
-    def _find(self, frame_id: str) -> tuple[CodePlace, tuple[str, ...]] | None:
+    def _find(self, frame_id: str) -> _Function | None:
         """Return the function of a frame that was compiled before the record began."""
         for entry in reversed(self._torch.all_metrics()):
             if entry.co_name and str(entry.compile_id or "").rpartition("/")[0] == frame_id:
-                return _place_of(entry), _stack_of(entry)
+                return _function_of(entry, _stack_of(entry))
         return None
 
 
-def _place_of(entry: Any) -> CodePlace:
+def _function_of(entry: Any, within: tuple[str, ...]) -> _Function:
     rest = _REST.match(entry.co_name)
     name = rest[1] if rest else entry.co_name
-    return CodePlace(name, entry.co_filename or "", entry.co_firstlineno or 0)
+    place = CodePlace(name, entry.co_filename or "", entry.co_firstlineno or 0)
+    return _Function(place, within, CodeKey(entry.co_name, *place[1:]))
 
 
 def _stack_of(entry: Any) -> tuple[str, ...]:

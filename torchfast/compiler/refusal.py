@@ -2,10 +2,10 @@
 
 ``torch.compiler.set_stance("fail_on_recompile")`` puts torch's own converter in the place of ours,
 and that one fails at each frame without compiled code: also at one that `FrameConversion` has
-answered is to run as it is, such as the function with the loop over the blocks. So code around
-blocks that is called under this stance goes past torch's wrapper, to the conversion, and that
-refuses by itself. The stance stays in force for what is called in it: the blocks, and functions
-that the user compiled.
+answered is to run as it is, such as the function with the loop over the blocks, or what is at the
+recompile limit. So code around blocks that is called under this stance, and what has reached the
+limit, goes past torch's wrapper, to the conversion, and that refuses by itself. The stance stays in
+force for what is called in it: the blocks, and functions that the user compiled.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 
+from torchfast.compiler.switched_off import stance_in_force
+
 # Not the stance itself, which is the process's: another thread may be in the middle of compiling.
 _IS_REFUSED: ContextVar[bool] = ContextVar("is_refused", default=False)
 
 
 def stance_forbids() -> bool:
     """Whether a stance is in force under which torch's converter compiles nothing, but fails."""
-    from torch._dynamo import eval_frame
-
-    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
-    return bool(stance == "fail_on_recompile")
+    return stance_in_force() == "fail_on_recompile"
 
 
 def run_refusing(

@@ -4,6 +4,8 @@
   failed guard of a recompile and the reason for giving up. It keeps the last 64 only, so it is read
   at each compilation. An entry without a function's name is a try that was refused: the recompile
   limit, which torch counts nowhere.
+- ``guard_failures``: the failed guards of each function. Each compilation adds one of each version
+  that there is, of which the metrics have the first alone. ``torch._dynamo.reset()`` empties it.
 - ``graph_break_reasons``: a list of graph breaks with the user's stack. ``torch._dynamo.reset()``
   empties it.
 - ``callback_handler``: calls back before and after a compilation, never in a replay.
@@ -18,6 +20,7 @@ with none but the metrics the record still knows frames, recompiles and limits.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import sys
@@ -106,23 +109,35 @@ class TorchEvents:
         self._count()
         return Fresh(fresh, fresh_breaks, lost)
 
-    def guards(self, code: CodeKey, version: str) -> str:
-        """Return the guards of a compiled version of a function as text; empty if unknown."""
+    def versions(self, code: CodeKey) -> dict[str, Version]:
+        """Return the compiled versions of a function by their ids; empty if it is unknown."""
         try:
             from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
             owner = self._bell.code(code)
-            if owner is None:
-                return ""
-            for entry in _debug_get_cache_entry_list(owner):
-                if str(entry.compile_id) == version:
-                    # As in the reasons of recompiles: L['x'] is x.
-                    text = str(entry.guard_manager)
-                    return re.sub(r"L\[\s*['\"](.*?)['\"]\s*\]", r"\1", text)
+            entries = [] if owner is None else _debug_get_cache_entry_list(owner)
+            return {str(entry.compile_id): Version(entry) for entry in entries}
         except Exception as error:
-            # It only says what a value has become: never worth the user's step.
-            logger.debug("the guards of %s could not be read: %s", code, error)
-        return ""
+            # They only say more of a cause: never worth the user's step.
+            logger.debug("the versions of %s could not be read: %s", code, error)
+            return {}
+
+    def reasons(self, compile_id: str) -> list[str]:
+        """Return why each version of a function did not fit, in the order in which it was asked.
+
+        Args:
+            compile_id: Of the compilation that was last begun, or refused, for that function.
+        """
+        function = compile_id.rpartition("/")[0]
+        found: dict[str, str] = {}
+        for told in list(getattr(self._utils, "guard_failures", {}).values()):
+            # A version that comes a second time belongs to the compilation before.
+            for reason in reversed(told):
+                version = str(reason).partition(":")[0]
+                if version in found or version.rpartition("/")[0] != function:
+                    break
+                found[version] = str(reason)
+        return list(reversed(found.values()))
 
     def setting(self, name: str) -> str:
         """Return one of torch's limits with its value, such as ``"recompile_limit (8)"``."""
@@ -161,6 +176,32 @@ class CodeKey(NamedTuple):
     name: str
     file: str
     line: int
+
+
+@final
+class Version:
+    """A compiled version of a function.
+
+    Args:
+        entry: As torch keeps it.
+
+    Attributes:
+        backend: What compiled it.
+    """
+
+    def __init__(self, entry: Any) -> None:
+        self.backend: Any = getattr(entry, "backend", None)
+        self._guards = entry.guard_manager
+
+    @functools.cached_property
+    def guards(self) -> str:
+        """All of its guards as text; empty if they cannot be read."""
+        try:
+            # As in the reasons of recompiles: L['x'] is x.
+            return re.sub(r"L\[\s*['\"](.*?)['\"]\s*\]", r"\1", str(self._guards))
+        except Exception as error:
+            logger.debug("the guards of a compiled function could not be read: %s", error)
+            return ""
 
 
 @final

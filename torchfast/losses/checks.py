@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torchfast._core.arguments import check_choice, check_int, check_positive
 
@@ -48,6 +51,37 @@ def product_dtype(
             "convert them, or use autocast"
         )
     return hidden.dtype
+
+
+def check_differentiation(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise where gradients are asked for otherwise than by a backward.
+
+    Compiled code too: there a gradient under ``torch.func.grad`` would be zero, without a word.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "linear_cross_entropy makes its gradients in its forward, which no transform of "
+            "torch.func (grad, vmap, jvp, jacrev, ...) can follow; there use "
+            "F.cross_entropy(F.linear(hidden, weight, bias), targets), or take the gradients by "
+            "backward() or torch.autograd.grad, which goes with torch.func.functional_call"
+        )
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(
+            "linear_cross_entropy has no forward-mode derivative, and was given dual tensors of "
+            "torch.autograd.forward_ad; for it use "
+            "F.cross_entropy(F.linear(hidden, weight, bias), targets)"
+        )
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Whether a gradient is a batch of them, as under ``is_grads_batched``."""
+    if torch.compiler.is_compiling():
+        return False
+    functions: Any = torch._C._functorch
+    return bool(functions.is_batchedtensor(gradient) or functions.is_legacy_batchedtensor(gradient))
 
 
 def check_shapes(

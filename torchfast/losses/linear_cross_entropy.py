@@ -43,7 +43,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchfast.losses.checks import autocasts, check_options, check_shapes, product_dtype
+from torchfast.losses.checks import (
+    autocasts,
+    check_differentiation,
+    check_options,
+    check_shapes,
+    is_batched,
+    product_dtype,
+)
 from torchfast.losses.chunks import Gradients, Terms, Wanted, accumulation_dtype, run_chunks
 from torchfast.losses.products import has_wide_products
 
@@ -102,6 +109,7 @@ def linear_cross_entropy(
         TypeError: An argument of another kind, or a DTensor.
         ValueError: Shapes, dtypes or devices that do not fit together.
         IndexError: On the CPU, a target that is no class. (On CUDA a device-side assertion.)
+        RuntimeError: Within a transform of ``torch.func``, or of dual tensors.
 
     Numerics: Close. Within rounding of the two functions in fp32 and fp64; under bf16 at most 1.5
         times as far from fp64 as they are. The same bits each time.
@@ -118,6 +126,7 @@ def linear_cross_entropy(
     """
     check_options(reduction, ignore_index, label_smoothing, z_loss, softcap, chunk_size)
     dtype = product_dtype(hidden, weight, bias, targets)
+    check_differentiation(hidden, weight, bias)
     check_shapes(hidden, weight, targets, bias, class_weight)
     rows = hidden.reshape(-1, hidden.shape[-1])
     if class_weight is not None:
@@ -146,7 +155,7 @@ def linear_cross_entropy(
         if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
             loss = _explained(arguments, targets, weight.shape[0], ignore_index)
         else:
-            loss = _apply(_LinearCrossEntropy, *arguments)
+            loss = _apply(_LinearCrossEntropy, *arguments)[0]
     return loss.reshape(targets.shape) if reduction == "none" else loss
 
 
@@ -240,7 +249,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         num_rows: int,
         *wanted: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         each = reduction == "none"
         losses, gradients = run_chunks(
             hidden,
@@ -253,13 +262,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             num_rows=num_rows,
             wanted=Wanted(False, False, False) if each else Wanted(*wanted),
         )
+        # From a second output a path leads to all inputs; not from the loss, which its user may
+        # write to. The backward of compiled code cannot be differentiated at all, and says so.
+        end = () if torch.compiler.is_compiling() else (losses.new_empty(0),)
         ctx.each, ctx.wanted = each, wanted
         ctx.options = (ignore_index, label_smoothing, z_loss, softcap, dtype, num_rows)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.vocabulary = weight.shape[0]
         if each:
-            ctx.save_for_backward(hidden, weight, bias, targets, class_weight)
-            return losses
+            ctx.save_for_backward(hidden, weight, bias, targets, class_weight, *end)
+            return losses, *end
         loss = losses.sum()
         scale = torch.ones_like(loss)
         if reduction == "mean":
@@ -267,25 +279,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss = loss / count
             # Where every target is ignored the loss is NaN and the gradient zero, as in torch.
             scale = torch.where(count == 0, 0.0, 1 / count)
-        ctx.save_for_backward(*gradients, scale)
-        return loss
+        ctx.save_for_backward(*gradients, scale, *end)
+        return loss, *end
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             if ctx.each:
                 gradients, scale = _gradients_again(ctx, grad_loss)
             else:
-                *found, scale = ctx.saved_tensors
+                *found, scale = ctx.saved_tensors[:4]
                 gradients, scale = Gradients(*found), scale * grad_loss
             vocabulary, (hidden_dtype, weight_dtype, bias_dtype) = ctx.vocabulary, ctx.dtypes
             hidden = _scaled(gradients.hidden, scale, hidden_dtype)
             weight = _scaled(_cut(gradients.weight, vocabulary), scale, weight_dtype)
             bias = _scaled(_cut(gradients.bias, vocabulary), scale, bias_dtype)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            mark = grad_loss.new_zeros(()).requires_grad_()
+            end = ctx.saved_tensors[-1]
             hidden, weight, bias = (
-                None if g is None else _apply(_NotTwice, g, mark) for g in (hidden, weight, bias)
+                None if g is None else _apply(_NotTwice, g, grad_loss, end)
+                for g in (hidden, weight, bias)
             )
         return hidden, weight, bias, *[None] * (len(ctx.needs_input_grad) - 3)
 
@@ -293,12 +306,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _NotTwice(torch.autograd.Function):
     """A gradient that cannot be differentiated, and says so when it is tried.
 
-    ``mark`` asks for a gradient. Without it this one would pass for a constant, and a penalty on it
-    would train nothing.
+    It hangs on all that it depends on: the loss's own gradient, and by ``end`` the inputs. As a
+    constant a penalty on it would train nothing, and ``torch.autograd.functional.hvp`` be zero.
     """
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, mark: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, gradient: Tensor, grad_loss: Tensor, end: Tensor) -> Tensor:  # noqa: ARG004
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -310,14 +323,19 @@ class _NotTwice(torch.autograd.Function):
         )
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    result: Tensor = function.apply(*arguments)
-    return result
+def _apply(function: type[torch.autograd.Function], *arguments: object) -> Any:
+    return function.apply(*arguments)
 
 
 def _gradients_again(ctx: Any, grad_losses: Tensor) -> tuple[Gradients, Tensor]:
     """Return gradients of the sum weighted by ``grad_losses``, and what they lack as a factor."""
-    hidden, weight, bias, targets, class_weight = ctx.saved_tensors
+    if is_batched(grad_losses):
+        raise RuntimeError(
+            "linear_cross_entropy makes its logits again in its backward under reduction='none', "
+            "which cannot be done for a batch of gradients at once; leave out is_grads_batched and "
+            "vectorize, or use F.cross_entropy(F.linear(hidden, weight, bias), targets)"
+        )
+    hidden, weight, bias, targets, class_weight = ctx.saved_tensors[:5]
     ignore_index, label_smoothing, z_loss, softcap, dtype, num_rows = ctx.options
     scale = torch.ones((), dtype=grad_losses.dtype, device=grad_losses.device)
     if dtype.itemsize == 2 and grad_losses.numel():
@@ -361,7 +379,7 @@ def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tenso
         return None
     # With as many dimensions, or the scale would be rounded to the gradient's dtype first.
     scale = scale.reshape([1] * gradient.dim())
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_batched(scale):
         return (gradient * scale).to(dtype)
     return torch.mul(gradient, scale, out=gradient.new_empty(gradient.shape, dtype=dtype))
 
@@ -402,7 +420,7 @@ def _explained(
 ) -> Tensor:
     """Return the loss; say which target it is where one is no class."""
     try:
-        loss = _apply(_LinearCrossEntropy, *arguments)
+        loss: Tensor = _apply(_LinearCrossEntropy, *arguments)[0]
     except (RuntimeError, IndexError) as error:
         bad = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
         if not bad.any():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
+from torchfast._core.compiled_code import is_compiled_by_torch
 from torchfast.memory.caller_mode import AtAttention, has_compiled, inputs_of, queries_keys_values
 from torchfast.memory.kept_inputs import Inputs, InputWatch
 from torchfast.memory.kept_norms import Norm, NormWatch
@@ -39,16 +40,12 @@ def leaves_of(block: nn.Module) -> dict[str, nn.Module]:
     """
     leaves = {}
     for path, module in block.named_modules():
-        if module._compiled_call_impl is not None or any(map(_is_compiled, vars(module).values())):
+        parts = vars(module).values()
+        if module._compiled_call_impl is not None or any(map(is_compiled_by_torch, parts)):
             return {}
         if path and not module._modules and "forward" not in vars(module):
             leaves[path] = module
     return leaves
-
-
-def _is_compiled(value: Any) -> bool:
-    # Of what ``torch.compile`` returns for a function or a module.
-    return callable(value) and hasattr(value, "_torchdynamo_orig_callable")
 
 
 @contextmanager

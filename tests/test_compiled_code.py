@@ -1,0 +1,55 @@
+"""What torch.compile returned is told from what answers to any name."""
+
+from __future__ import annotations
+
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import nn
+
+from torchfast._core.compiled_code import is_compiled_by_torch
+from torchfast.memory.stretches import leaves_of
+
+
+class Slotted:
+    """Has no attributes of its own, and answers all the same."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        return lambda *args: name
+
+
+class Compiling:
+    @torch.compile(backend="eager")
+    def method(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.compile(nn.Linear(2, 2), backend="eager"),
+        torch.compile(lambda x: x, backend="eager"),
+        Compiling().method,
+    ],
+    ids=["module", "function", "method"],
+)
+def test_what_torch_compiled(value):
+    assert is_compiled_by_torch(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [nn.Linear(2, 2), torch.sin, len, Compiling, MagicMock(), Slotted(), 3, None],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_it_did_not(value):
+    assert not is_compiled_by_torch(value)
+
+
+def test_a_block_that_holds_such_an_object_has_its_leaves():
+    block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    block.notes = MagicMock()
+    assert set(leaves_of(block)) == {"0", "1"}

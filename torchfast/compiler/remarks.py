@@ -1,0 +1,31 @@
+"""What is said of regions that run eagerly though nothing has failed."""
+
+from __future__ import annotations
+
+NOTHING = (
+    "no graph came of it, as where its forward is kept out by torch.compiler.disable, where it is "
+    "an nn.LSTM or nn.GRU, which torch.compile cannot follow, or where a graph break lies within a "
+    "module of torch's own class, such as Sequential, whose frames torch leaves alone"
+)
+# What torch says of frames that it leaves alone, where that says little.
+SKIPPED = {
+    "an error was suppressed during compilation": "torch.compile cannot follow it, as it cannot "
+    "nn.LSTM and nn.GRU or a ScriptModule"
+}
+NOTHING_AROUND = (
+    "no graph came of it: what stands around the blocks is in the function with the loop over "
+    "them, or compiled by somebody else; move the loop to a method of its own"
+)
+AT_LIMIT = (
+    "the recompile limit is reached, and what differs from the calls compiled so far runs eagerly: "
+    "give it fewer different sizes and values, or dynamic=True"
+)
+HOOKED = (
+    "global module hooks are registered, and while they are regions run eagerly: register hooks on "
+    "modules instead"
+)
+COPIED = (
+    "a shallow copy of it was called, such as nn.DataParallel makes for each device, and those run "
+    "eagerly: train on several devices by DistributedDataParallel, and compile what a copy holds "
+    "by a CompiledModule of its own"
+)
