@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +25,6 @@ from offloading import (
 )
 from simulated_copies import TimedCopies
 from torchfast.memory import ActivationOffload, OffloadChoice, host_pool
-from torchfast.memory.offload_choice import KindOfForward
 from torchfast.memory.offload_schedule import choose
 from torchfast.memory.offload_timeline import At, StepTiming
 
@@ -238,38 +236,6 @@ def test_one_that_is_larger_than_the_window_stays():
     assert chosen(timed([1] * 10, window=0), 50.0, out=1.0, window=0)[0] == frozenset()
 
 
-def learned(kind, waited_s):
-    kind.learn(
-        timed(kind.sizes, waited_s=waited_s),
-        (0.6, 0.6),
-        window_bytes=2,
-        max_bytes=None,
-        was_followed=True,
-        is_steady=True,
-    )
-    return kind.choice
-
-
-@pytest.mark.parametrize(
-    ("max_slowdown", "waited", "is_allowed"),
-    [(0.0, 0.02, False), (0.05, 0.02, True), (0.05, 0.055, True), (0.05, 0.07, False)],
-)
-def test_a_choice_settles_when_a_step_waited_as_long_as_it_may(max_slowdown, waited, is_allowed):
-    kind = KindOfForward((1,) * 40, max_slowdown)
-    learned(kind, 0.0)
-    sent = learned(kind, 0.0).sent_bytes
-    choice = learned(kind, waited * timed(kind.sizes).compute_s)
-    assert choice.is_settled is is_allowed
-    if is_allowed:
-        assert choice.is_allowed
-        assert choice.is_hidden is False
-        assert choice.sent_bytes == sent
-    else:
-        assert choice.is_allowed is None
-        assert choice.sent_bytes < sent
-    assert choice.max_slowdown == max_slowdown
-
-
 @pytest.mark.parametrize(
     ("max_slowdown", "waited_ms", "words"),
     [
@@ -368,19 +334,25 @@ def test_each_kind_of_forward_may_be_slower(monkeypatch):
         assert found[0.1, rows].sent_bytes > found[0.0, rows].sent_bytes
 
 
-def test_a_capture_holds_the_copies_that_are_waited_for(monkeypatch):
+@pytest.mark.parametrize(("steps", "waits"), [(2, False), (3, False), (8, True)])
+def test_a_capture_holds_the_copies_that_were_seen_to_be_waited_for(monkeypatch, steps, waits):
     side, model = on(monkeypatch, TimedCopies(0.5 * ITEM)), Chain(DEPTH)
+    hides = auto(model)
+    settled(side, model, hides)
     offload = slower(model)
-    for _ in range(2):
+    for _ in range(steps):
         step(side, model, offload)
-    known = offload.choice
     side.capturing = True
     before = offload.counters()["offload_sent_bytes"]
     step(side, model, offload)
-    assert offload.counters()["offload_sent_bytes"] - before == known.sent_bytes
+    sent = offload.counters()["offload_sent_bytes"] - before
+    assert sent == offload.choice.sent_bytes
+    assert (sent > hides.choice.sent_bytes) is waits
     side.capturing = False
+    known = offload.choice
+    assert known.is_settled
     step(side, model, offload)
-    assert offload.choice == replace(known, is_settled=True)
+    assert offload.choice == known
 
 
 def test_limits_are_kept(monkeypatch):

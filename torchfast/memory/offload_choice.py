@@ -4,16 +4,22 @@ What hides is a question of when. The moments at which storages are saved and us
 step that was looked at (`StepTiming`), and so is the bus; `offload_schedule` finds what it carries
 in time, or no later than is allowed.
 
-Then a step is looked at that follows the choice. If the computation waits for copies longer than it
-may, the bus is taken to be slower and there is another choice, a few times. What is found for one
-sequence of sizes stays; a graph holds what was known when it was captured.
+Then a step is looked at that follows the choice. If the computation waits for copies, the bus is
+taken to be slower and there is another choice, a few times. What is found for one sequence of sizes
+stays; a graph holds what was known when it was captured.
+
+Where the computation may wait, that comes second, and is measured by the step that hides all its
+copies: only of that one it is known how long the computation takes. A step that waits takes longer
+by more than the waits that can be seen, and what it takes would be taken for computation, beside
+which still more seems to hide. So more is sent only as long as forward and backward together take
+no longer than they may; else the choice stays the one that hides.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from torchfast.memory.offload_schedule import choose
 from torchfast.memory.offload_timeline import StepTiming
@@ -35,7 +41,7 @@ class OffloadChoice:
         out_bytes_per_s: How fast copies to the host were.
         back_bytes_per_s: How fast copies back were.
         compute_ms: What forward and backward take without waiting for copies.
-        waited_ms: How long they did wait in a step that followed the choice; None before one did.
+        waited_ms: How much longer a step took that followed the choice; None before one did.
         is_settled: Whether it stays as it is.
         max_slowdown: The part of ``compute_ms`` for which the computation may wait.
 
@@ -120,14 +126,28 @@ class KindOfForward:
         self._chosen: frozenset[int] = frozenset()
         self._is_from_steady = False
         self._trusted, self._num_looks = _TRUSTED, 0
+        self._last_look = _MOST_LOOKS
         self._most_bytes = sys.maxsize  # as far as is allowed, and has room on the host
+        self._hiding: _Hiding | None = None
 
-    def sends(self, index: int) -> bool:
-        """Whether a storage goes to the host; before a choice, and beyond its end, all do."""
-        return self.choice is None or index >= len(self.sizes) or index in self._chosen
+    def sends(self, index: int, *, is_capture: bool = False) -> bool:
+        """Whether a storage goes to the host; before a choice, and beyond its end, all do.
+
+        Args:
+            index: Its number.
+            is_capture: Whether a graph is captured, which takes nothing that was not seen yet to
+                take no longer than it may.
+        """
+        if self.choice is None or index >= len(self.sizes):
+            return True
+        if is_capture and self._hiding is not None and not self.is_settled:
+            return index in self._hiding.chosen
+        return index in self._chosen
 
     def settle(self) -> None:
-        """Let the choice stay as it is."""
+        """Let the choice stay as it is, or as it was last seen to be right."""
+        if self._hiding is not None and not self.is_settled:
+            self._take_hiding(self._hiding)
         self.is_settled = True
         if self.choice is not None:
             self.choice = replace(self.choice, is_settled=True)
@@ -159,33 +179,108 @@ class KindOfForward:
         for limit in (max_bytes, room_bytes):
             self._most_bytes = min(self._most_bytes, sys.maxsize if limit is None else limit)
         self._num_looks += 1
+        is_last = self._num_looks >= self._last_look
+        if self._hiding is not None:
+            self._try(self._hiding, timing, rates, was_followed and is_steady, is_last=is_last)
+            return
         waited_ms = None
-        is_last = self._num_looks >= _MOST_LOOKS
         if was_followed and (is_last or (is_steady and self._is_from_steady)):
             waited_ms = timing.waited_s * 1e3
-            most_s = (self._max_slowdown + _HIDDEN) * timing.compute_s
-            self.is_settled = is_last or timing.waited_s <= most_s
+            hides = timing.waited_s <= _HIDDEN * timing.compute_s
+            self.is_settled = is_last or hides
             self._trusted *= 1.0 if self.is_settled else _SLOWER
+            if hides and self._max_slowdown:
+                self._hiding = _Hiding(timing, self._chosen, window_bytes, rates)
         self.is_settled |= is_last
         if not self.is_settled:
-            out, back = (self._trusted * rate for rate in rates)
-            self._chosen = choose(
-                timing,
-                window_bytes=window_bytes,
-                out_bytes_per_s=out,
-                back_bytes_per_s=back,
-                max_bytes=self._most_bytes,
-                max_slowdown=self._max_slowdown,
-            )
+            self._chosen = self._found(timing, rates, window_bytes)
             self._is_from_steady = is_steady
             waited_ms = None
+        self._note(timing.compute_s, waited_ms, rates)
+        if self._hiding is not None:
+            self._begin_to_try(self._hiding, rates)
+
+    def _begin_to_try(self, hiding: _Hiding, rates: tuple[float, float]) -> None:
+        """Send more than hides, if any more may be waited for."""
+        chosen = self._found(hiding.timing, rates, hiding.window_bytes, self._max_slowdown)
+        if chosen == hiding.chosen:
+            return  # as it is settled already
+        self._chosen, self.is_settled = chosen, False
+        self._last_look = self._num_looks + _MOST_LOOKS
+        self._note(hiding.timing.compute_s, None, rates)
+
+    def _try(
+        self,
+        hiding: _Hiding,
+        timing: StepTiming,
+        rates: tuple[float, float],
+        is_followed: bool,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Take in a step that sends more than hides."""
+        compute_s = hiding.timing.compute_s
+        longer_s = max(0.0, timing.compute_s + timing.waited_s - compute_s)
+        if is_followed and longer_s <= (self._max_slowdown + _HIDDEN) * compute_s:
+            self.is_settled = True
+            self._note(compute_s, longer_s * 1e3, rates)
+        elif is_last:
+            self._take_hiding(hiding)
+        elif is_followed:
+            self._trusted *= _SLOWER
+            found = self._found(hiding.timing, rates, hiding.window_bytes, self._max_slowdown)
+            # Of a bus that is taken for slow there may be less than what hid.
+            self._chosen = max(found, hiding.chosen, key=self._num_bytes)
+            self._note(compute_s, None, rates)
+
+    def _take_hiding(self, hiding: _Hiding) -> None:
+        self._chosen, self.is_settled = hiding.chosen, True
+        self._note(hiding.timing.compute_s, hiding.timing.waited_s * 1e3, hiding.rates)
+
+    def _found(
+        self,
+        timing: StepTiming,
+        rates: tuple[float, float],
+        window_bytes: int,
+        max_slowdown: float = 0.0,
+    ) -> frozenset[int]:
+        out, back = (self._trusted * rate for rate in rates)
+        return choose(
+            timing,
+            window_bytes=window_bytes,
+            out_bytes_per_s=out,
+            back_bytes_per_s=back,
+            max_bytes=self._most_bytes,
+            max_slowdown=max_slowdown,
+        )
+
+    def _note(self, compute_s: float, waited_ms: float | None, rates: tuple[float, float]) -> None:
         self.choice = OffloadChoice(
             saved_bytes=sum(self.sizes),
-            sent_bytes=sum(self.sizes[index] for index in self._chosen),
+            sent_bytes=self._num_bytes(self._chosen),
             out_bytes_per_s=rates[0],
             back_bytes_per_s=rates[1],
-            compute_ms=timing.compute_s * 1e3,
+            compute_ms=compute_s * 1e3,
             waited_ms=waited_ms,
             is_settled=self.is_settled,
             max_slowdown=self._max_slowdown,
         )
+
+    def _num_bytes(self, storages: frozenset[int]) -> int:
+        return sum(self.sizes[index] for index in storages)
+
+
+class _Hiding(NamedTuple):
+    """A step that followed a choice, and did not wait.
+
+    Attributes:
+        timing: What was seen of it.
+        chosen: What it sent.
+        window_bytes: The window that it had.
+        rates: Bytes per second to the host and back, as they were known by then.
+    """
+
+    timing: StepTiming
+    chosen: frozenset[int]
+    window_bytes: int
+    rates: tuple[float, float]

@@ -169,7 +169,7 @@ class TunedForward:
         self.was_pushed = True
         if (timeline := self._looking) is not None:
             timeline.pushed(index)
-        return self.kind is None or self.kind.sends(index)
+        return self.kind is None or self.kind.sends(index, is_capture=self.is_capture)
 
     def found_no_room(self, sent_bytes: int) -> None:
         """Note that the host had no memory for a storage, after so many bytes."""
