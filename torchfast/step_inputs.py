@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from torchfast._core.batches import as_group, as_steps
+from torchfast._core.reachable import used_by
 from torchfast._core.untouched import untouched
 from torchfast.gradients import Gradients
 from torchfast.graphs import GraphedUpdate
@@ -61,9 +62,9 @@ class StepInputs:
         if self._transforms.looks_at_batches or self._compiled.is_undecided:
             self._memory.run(lambda parts: self._look(parts, number), group, is_step=False)
         if self._sharding.is_undecided:
-            loss_fn = self._compiled.loss_fn
-            with untouched(self._gradients.model, self._gradients.device, loss_fn):
-                self._sharding.decide(lambda: self._gradients(group))
+            work = _Run(lambda: self._gradients(group), self._compiled.loss_fn)
+            with untouched(self._gradients.model, self._gradients.device, work):
+                self._sharding.decide(work)
 
     def of_steps(self, batches: Any) -> tuple[tuple[Any, ...], ...]:
         """Return the micro-batches of each of several steps; nothing looks at them yet."""
@@ -82,10 +83,11 @@ class StepInputs:
 
 @final
 class _Run:
-    """What is run on trial, beside the loss function in it: whose generators are put back then."""
+    """What is run on trial, beside what the loss function in it uses: that is put back then."""
 
     def __init__(self, run: Callable[[], Any], loss_fn: Callable[..., Any]) -> None:
         self._run, self.loss_fn = run, loss_fn
+        self.used = used_by(loss_fn)  # by a global name too
 
     def __call__(self) -> Any:
         return self._run()

@@ -57,9 +57,8 @@ class Float8Watch:
         float8: Its converted layers.
         ranks: Who trains it together; None means this process alone.
 
-    Numerics: None, where the step changes nothing but gradients, buffers, numbers in attributes of
-        modules, and generators that the model and the loss function hold.
-    Synchronizes: To read the generator's state before the updates named; never in between.
+    Numerics: None, where the step changes nothing but what `untouched` puts back.
+    Synchronizes: Before the updates named, to put the model back; never in between.
     """
 
     def __init__(
