@@ -21,9 +21,10 @@ from float8_models import (
     step_timer_of,
     timer_of,
 )
-from torchfast import CompileOptions, Float8Linears, Float8Options, Plan, Trainer
+from torchfast import CompileOptions, Float8Options, Plan, Trainer
 from torchfast._core.compare import differences
 from torchfast._core.errors import UnsupportedDeviceError
+from torchfast.precision.float8_conversion import Float8Conversion
 from torchfast.precision.float8_step import _BehindSleep
 
 SHAPES = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
@@ -127,7 +128,7 @@ def test_a_refused_recipe_of_a_state_is_measured_anew(monkeypatch):
     def refused(self, recipe):
         raise UnsupportedDeviceError("another device")
 
-    monkeypatch.setattr(Float8Linears, "_probe", refused)
+    monkeypatch.setattr(Float8Conversion, "probe", refused)
     other.load_state_dict(copy.deepcopy(trainer.state_dict()))
     other.step(batches(1)[0])
     assert "float8 recipes measured on cpu" in str(other.report())

@@ -11,7 +11,8 @@ than the product saves; a step that is not compiled; a step that waits for somet
 
 The model object, its layers, their parameters and keys stay: what is trained so loads without
 torchao, and an optimizer that was built before still holds the right parameters. Copies of the
-model and pickles of it have plain layers. Forbidden is a model that is itself one linear layer,
+model and pickles of it have plain layers, and so has the model itself once whoever converted it is
+dropped. Forbidden is a model that is itself one linear layer,
 since a layer changes its class.
 """
 
@@ -25,22 +26,19 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchfast._core.building import optimized
-from torchfast._core.closing import Closing
+from torchfast._core.closing import Closing, close_with
 from torchfast._core.decisions import Decision
-from torchfast._core.device import float8_obstacle
 from torchfast._core.errors import PlanError, UnsupportedDeviceError
-from torchfast._core.measure import first_line
 from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, noting_uses, uses_of
-from torchfast.precision.float8_forms import Form
-from torchfast.precision.float8_forward import forward_class, products
-from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, obstacle_of, survey
+from torchfast.precision.float8_conversion import Float8Conversion
+from torchfast.precision.float8_forms import Form, leave_with
+from torchfast.precision.float8_layers import Layer, check_no_layer, obstacle_of, survey
 from torchfast.precision.float8_options import RECIPES, Float8Options
-from torchfast.precision.torchao_modules import torchao_module
 
 if TYPE_CHECKING:
     from torchfast.precision.float8_gather import Float8Gather
@@ -112,12 +110,9 @@ class Float8Linears(Closing):
                 "take Plan(shard='fsdp') or 'hsdp', say is_sharded=True if you shard it, or leave "
                 "it out"
             )
-        self._check_hardware()
-        names = "Float8LinearConfig", "convert_to_float8_training"
-        self._ao = torchao_module("torchao.float8", "precision='fp8'", *names)
-        products()  # or a recipe that is measured would only be refused
+        self._conversion = Float8Conversion(self.device, emulate=self.options.emulate)
         if self.options.recipe != "auto":
-            self._probe(self.options.recipe)
+            self._conversion.probe(self.options.recipe)
 
     def apply(self) -> None:
         """Convert the layers; where recipes are measured, `decide` does.
@@ -187,7 +182,7 @@ class Float8Linears(Closing):
         possible = [layer for layer in layers if layer.reason is None]
         self.receipt = choose_recipes(
             {layer.name: (uses[layer.name], layer.module) for layer in possible},
-            self._converter,
+            self._conversion.by,
             self.device,
             budget_s=self.options.budget_s,
             compiled=compiled,
@@ -215,7 +210,7 @@ class Float8Linears(Closing):
             return False
         try:
             for name in sorted(names):
-                self._probe(name)
+                self._conversion.probe(name)
         except UnsupportedDeviceError:
             return False
         self._is_taken_over = True
@@ -275,6 +270,7 @@ class Float8Linears(Closing):
             from torchfast.precision.float8_gather import Float8Gather  # takes long to import
 
             self._gather = Float8Gather(self._model, self.modules())
+            close_with(self, self._gather)
         return self._gather
 
     @override
@@ -347,53 +343,14 @@ class Float8Linears(Closing):
 
     # --- conversion -------------------------------------------------------------------------
 
-    def _check_hardware(self) -> None:
-        obstacle = None if self.options.emulate else float8_obstacle(self.device)
-        if obstacle is not None:
-            raise UnsupportedDeviceError(
-                "float8 products need an NVIDIA GPU of compute capability 8.9 or later (Ada, "
-                f"Hopper, Blackwell), but {obstacle}; use precision='bf16', or "
-                "Float8Options(emulate=True) to test the numbers"
-            )
-
-    def _probe(self, recipe: str) -> None:
-        """Raise if this device refuses a recipe: which takes which differs between releases."""
-        # Not initialised by torch, which would draw from the generators of the run.
-        layer = nn.utils.skip_init(nn.Linear, MULTIPLE, MULTIPLE, False, device=self.device)
-        nn.init.ones_(layer.weight)
-        convert = self._converter(recipe)
-        try:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                out: Tensor = convert(layer)(torch.ones(MULTIPLE, MULTIPLE, device=self.device))
-            out.float().sum().backward()
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            raise UnsupportedDeviceError(
-                f"this device refuses float8 with recipe={recipe!r} ({first_line(error)}); use "
-                "recipe='auto' or another, or precision='bf16'"
-            ) from error
-
-    def _converter(self, recipe: str) -> Callable[[nn.Module], nn.Module]:
-        """Return what converts a layer, or those within a module that a filter names."""
-        config = dataclasses.replace(
-            self._ao.Float8LinearConfig.from_recipe_name(recipe),
-            emulate=self.options.emulate,
-        )
-
-        def convert(module: nn.Module) -> nn.Module:
-            converted: nn.Module = self._ao.convert_to_float8_training(module, config=config)
-            kind: Any = type(converted)
-            converted.__class__ = forward_class(kind)
-            return converted
-
-        return convert
-
     def _convert(self, recipes: Mapping[str, str]) -> None:
         for layer in self._layers:
             recipe = recipes.get(layer.name)
             if recipe is not None:
-                new = self._converter(recipe)(layer.module)
+                new = self._conversion.by(recipe)(layer.module)
                 self._forms[layer.name] = Form(layer.module, new)
                 self.recipes[layer.name] = recipe
+        leave_with(self, self._forms.values())
         self._enter()
 
     def _look_again(self) -> list[Layer]:

@@ -8,18 +8,22 @@ besides its parent.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from functools import cache, partial
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from torchfast.precision.float8_layers import is_float8
 
+_FORM: Final = "_torchfast_form"  # in the attributes of a layer that is in float8
+
 
 @final
 class Form:
-    """A layer in two forms.
+    """A layer in two forms. While it is in float8 the layer itself holds it, whoever else does.
 
     Args:
         plain: The layer as it is.
@@ -31,10 +35,16 @@ class Form:
         self._kind = type(converted)
         self._settings = {k: v for k, v in vars(converted).items() if k not in vars(plain)}
         # Copies and pickles are plain layers: they need neither torchao nor this device.
+        self._settings[_FORM] = self
         names = frozenset((*self._settings, "__reduce_ex__"))
         self._settings["__reduce_ex__"] = partial(_reduced_as_plain, plain, names)
         # Either class by the other: what was compiled for one finds it again.
         self._other: dict[type, type] = {}
+
+    @property
+    def is_in(self) -> bool:
+        """Whether the layer computes in float8 by this form."""
+        return vars(self.module).get(_FORM) is self
 
     def enter(self) -> None:
         """Compute in float8."""
@@ -55,6 +65,28 @@ class Form:
             new = _with_base(self.module, kind)
             self._other.update({old: new, new: old})
         self.module.__class__ = self._other[old]
+
+
+def leave_with(owner: object, forms: Iterable[Form]) -> None:
+    """Have layers be plain again when their owner is dropped without having seen to it.
+
+    None of them is kept alive by it: the model may hold its owner.
+    """
+    references = [weakref.ref(form) for form in forms]
+    # At the end of the process there is nobody left to see it.
+    weakref.finalize(owner, _leave, references).atexit = False
+
+
+def _leave(references: list[weakref.ref[Form]]) -> None:
+    for reference in references:
+        form = reference()
+        if form is not None and form.is_in:  # not another owner's by now
+            form.leave()
+
+
+def is_of_torchfast(module: nn.Module) -> bool:
+    """Whether it is in float8 and `Form.leave` would take it back."""
+    return _FORM in vars(module)
 
 
 def _with_base(module: nn.Module, kind: Any) -> Any:

@@ -84,8 +84,9 @@ def survey(model: nn.Module, options: Float8Options) -> list[Layer]:
     done = next((layer.name for layer in found if is_float8(layer.module)), None)
     if done is not None:
         raise PlanError(
-            f"layer {done!r} is in float8 already; close what converted it, or give the model as "
-            "it was and leave the conversion to the plan"
+            f"layer {done!r} is in float8 already; close what converted it, or give "
+            "copy.deepcopy(model), whose layers are plain, or the model as it was before torchao, "
+            "and leave the conversion to the plan"
         )
     names = [layer.name for layer in found]
     for argument in ("keep", "only"):
