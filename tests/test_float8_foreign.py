@@ -34,9 +34,22 @@ def test_a_trainer_that_was_dropped_gives_plain_layers_back(precision):
     assert "float8" not in str(trainer.report())
 
 
-def test_layers_keep_no_converter_alive_nor_the_converter_its_model():
+def bound(model):
+    float8 = Float8Linears(model, EMULATED, until_dropped=True)
+    float8.apply()
+    return float8
+
+
+def test_layers_converted_by_hand_stay_until_they_are_closed():
     model = gpt()
-    model.converter = applied(model, EMULATED)  # as one that has its trainer in an attribute
+    Float8Linears(model, EMULATED).apply()
+    gc.collect()
+    assert len(kinds(model)) == 2
+
+
+def test_a_model_that_holds_its_converter_is_dropped_with_it():
+    model = gpt()
+    model.converter = bound(model)  # as one that has its trainer in an attribute
     reference = weakref.ref(model)
     del model
     gc.collect()
@@ -45,7 +58,7 @@ def test_layers_keep_no_converter_alive_nor_the_converter_its_model():
 
 def test_a_converter_that_is_dropped_late_leaves_layers_of_another_alone():
     model = gpt()
-    first = applied(model, EMULATED)
+    first = bound(model)
     first.close()
     second = applied(model, EMULATED)
     del first
@@ -69,7 +82,7 @@ def test_one_that_hangs_in_a_cycle_is_not_there():
     model = gpt()
     gc.disable()
     try:
-        dropped = applied(model, EMULATED)
+        dropped = bound(model)
         dropped.itself = dropped
         del dropped
         assert len(kinds(model)) == 2

@@ -11,8 +11,7 @@ than the product saves; a step that is not compiled; a step that waits for somet
 
 The model object, its layers, their parameters and keys stay: what is trained so loads without
 torchao, and an optimizer that was built before still holds the right parameters. Copies of the
-model and pickles of it have plain layers, and so has the model itself once whoever converted it is
-dropped. Forbidden is a model that is itself one linear layer,
+model and pickles of it have plain layers. Forbidden is a model that is itself one linear layer,
 since a layer changes its class.
 """
 
@@ -62,6 +61,8 @@ class Float8Linears(Closing):
         options: Which layers and how; by default each as measured (see `decide`).
         device: Where the model trains; None means where its parameters are.
         is_sharded: Whether ``fully_shard`` has sharded the model or will.
+        until_dropped: Let the layers be plain again when this object is dropped without `close`,
+            too, for one whose owner nobody may remember to close. Otherwise they stay.
 
     Raises:
         PlanError: A model that is a linear layer itself; or ``all_gather`` without shards.
@@ -89,6 +90,7 @@ class Float8Linears(Closing):
         device: torch.device | None = None,
         *,
         is_sharded: bool = False,
+        until_dropped: bool = False,
     ) -> None:
         self.options = Float8Options() if options is None else options
         self.device = next(model.parameters()).device if device is None else device
@@ -96,6 +98,7 @@ class Float8Linears(Closing):
         self._layers: list[Layer] = []
         self._forms: dict[str, Form] = {}  # by the layer's name
         self._is_in, self._is_sharded = False, is_sharded
+        self._until_dropped = until_dropped
         self._gather: Float8Gather | None = None
         self.recipes: dict[str, str] = {}  # of the layers in float8, by name
         self.receipt: Float8Receipt | None = None  # what `decide` measured
@@ -270,7 +273,8 @@ class Float8Linears(Closing):
             from torchfast.precision.float8_gather import Float8Gather  # takes long to import
 
             self._gather = Float8Gather(self._model, self.modules())
-            close_with(self, self._gather)
+            if self._until_dropped:
+                close_with(self, self._gather)
         return self._gather
 
     @override
@@ -348,9 +352,10 @@ class Float8Linears(Closing):
             recipe = recipes.get(layer.name)
             if recipe is not None:
                 new = self._conversion.by(recipe)(layer.module)
-                self._forms[layer.name] = Form(layer.module, new)
+                self._forms[layer.name] = Form(layer.name, layer.module, new)
                 self.recipes[layer.name] = recipe
-        leave_with(self, self._forms.values())
+        if self._until_dropped:
+            leave_with(self, self._forms.values())
         self._enter()
 
     def _look_again(self) -> list[Layer]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
-from torchfast.precision.float8_forms import is_of_torchfast
+from torchfast.precision.float8_forms import form_of
 from torchfast.precision.float8_layers import is_float8
 
 _SHOWN = 4
@@ -56,4 +56,4 @@ def foreign_decisions(model: nn.Module, own: Collection[nn.Module]) -> list[Deci
 
 
 def _converted(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if is_of_torchfast(module)]
+    return [name for name, module in model.named_modules() if form_of(module)]

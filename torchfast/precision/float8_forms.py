@@ -26,11 +26,13 @@ class Form:
     """A layer in two forms. While it is in float8 the layer itself holds it, whoever else does.
 
     Args:
+        name: The layer's name in the model.
         plain: The layer as it is.
         converted: What torchao has made of it, whose class and settings it takes.
     """
 
-    def __init__(self, plain: nn.Linear, converted: nn.Module) -> None:
+    def __init__(self, name: str, plain: nn.Linear, converted: nn.Module) -> None:
+        self.name = name
         self.module: nn.Module = plain
         self._kind = type(converted)
         self._settings = {k: v for k, v in vars(converted).items() if k not in vars(plain)}
@@ -44,7 +46,7 @@ class Form:
     @property
     def is_in(self) -> bool:
         """Whether the layer computes in float8 by this form."""
-        return vars(self.module).get(_FORM) is self
+        return form_of(self.module) is self
 
     def enter(self) -> None:
         """Compute in float8."""
@@ -84,9 +86,10 @@ def _leave(references: list[weakref.ref[Form]]) -> None:
             form.leave()
 
 
-def is_of_torchfast(module: nn.Module) -> bool:
-    """Whether it is in float8 and `Form.leave` would take it back."""
-    return _FORM in vars(module)
+def form_of(module: nn.Module) -> Form | None:
+    """Return the form by which a layer computes in float8; None for others, and for torchao's."""
+    form: Form | None = vars(module).get(_FORM)
+    return form
 
 
 def _with_base(module: nn.Module, kind: Any) -> Any:

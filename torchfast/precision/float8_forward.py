@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchfast._core.errors import PlanError
+from torchfast.precision.float8_forms import form_of
 from torchfast.precision.float8_layers import MULTIPLE
 from torchfast.precision.torchao_modules import torchao_module
 
@@ -47,6 +49,8 @@ def forward_class(converted: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """Multiply in float8, in the type that autocast says or that the input has."""
+        if not torch.compiler.is_compiling():
+            check_call(self, input)
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
@@ -60,7 +64,9 @@ def forward_class(converted: type[nn.Module]) -> type[nn.Module]:
         out: Tensor = product.apply(given, self.weight.t(), self.linear_mm_config, self.config)
         if more:
             out = out[:rows].reshape(*input.shape[:-1], out.shape[-1])
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        # To autograd torchao's product is a view, which nothing may write to: as in bf16 it is new.
+        new: Tensor = torch.ops.aten._unsafe_view(out, out.shape)
+        return new if self.bias is None else out + self.bias.to(out.dtype)
 
     return type("Float8Linear", (converted,), {"forward": forward})
 
@@ -75,6 +81,26 @@ def rows_to_add(rows: int, *, sums_rows: bool) -> int:
     if rows == 0:
         return MULTIPLE  # there is no largest value of nothing
     return -rows % MULTIPLE if sums_rows else 0
+
+
+def check_call(module: nn.Module, input: Tensor) -> None:
+    """Raise where a layer is called in a way that torchao's product does not know.
+
+    Raises:
+        PlanError: With a nested tensor, or within a transform of ``torch.func``.
+    """
+    if input.is_nested:
+        what = "a nested tensor"
+    elif torch._C._are_functorch_transforms_active():
+        what = "a call within a transform of torch.func"
+    else:
+        return
+    form = form_of(module)
+    name = "" if form is None else form.name
+    raise PlanError(
+        f"layer {name!r} is in float8 and got {what}, which float8 products do not take; leave it "
+        f"out with Float8Options(keep=({name!r},))"
+    )
 
 
 def check_sizes(input: Tensor, weight: Tensor, *, sums_rows: bool) -> None:
