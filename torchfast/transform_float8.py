@@ -56,7 +56,12 @@ class Float8Transform:
             options = dataclasses.replace(options, all_gather=False)
         # A trainer is often dropped as it is, as in a notebook, and its model trained by another.
         self.linears = Float8Linears(
-            model, options, device, is_sharded=is_sharded, until_dropped=True
+            model,
+            options,
+            device,
+            is_sharded=is_sharded,
+            until_dropped=True,
+            under_autocast=True,
         )
         self.watch = Float8Watch(model, self.linears, sharding if sharding.is_on else None)
         self._is_compiled, self._in_graph, self._sharding = is_compiled, in_graph, sharding

@@ -25,7 +25,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -36,6 +36,7 @@ from torchfast._core.errors import PlanError, UnsupportedDeviceError
 from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, noting_uses, uses_of
 from torchfast.precision.float8_conversion import Float8Conversion
 from torchfast.precision.float8_forms import Form, leave_with
+from torchfast.precision.float8_forward import is_outside_autocast
 from torchfast.precision.float8_layers import Layer, check_no_layer, obstacle_of, survey
 from torchfast.precision.float8_options import RECIPES, Float8Options
 
@@ -48,6 +49,7 @@ _SHOWN = 4
 _REMEDY = "begin with a batch that reaches it, or name a recipe to have it unmeasured"
 _UNMEASURED = f"so its recipe was not measured: {_REMEDY}"
 _LOADED = "in the run whose state was loaded"
+_IN_FP32 = "in fp32, since what calls it has turned autocast off"
 _FEW = 2  # so many times the rows that were measured are another shape
 
 
@@ -63,6 +65,8 @@ class Float8Linears(Closing):
         is_sharded: Whether ``fully_shard`` has sharded the model or will.
         until_dropped: Let the layers be plain again when this object is dropped without `close`,
             too, for one whose owner nobody may remember to close. Otherwise they stay.
+        under_autocast: Whether the model trains under autocast. Then a layer that is called in fp32
+            where autocast was turned off is left so, unless weights are gathered in float8.
 
     Raises:
         PlanError: A model that is a linear layer itself; or ``all_gather`` without shards.
@@ -91,6 +95,7 @@ class Float8Linears(Closing):
         *,
         is_sharded: bool = False,
         until_dropped: bool = False,
+        under_autocast: bool = False,
     ) -> None:
         self.options = Float8Options() if options is None else options
         self.device = next(model.parameters()).device if device is None else device
@@ -99,6 +104,7 @@ class Float8Linears(Closing):
         self._forms: dict[str, Form] = {}  # by the layer's name
         self._is_in, self._is_sharded = False, is_sharded
         self._until_dropped = until_dropped
+        self._under_autocast = under_autocast and not self.options.all_gather
         self._gather: Float8Gather | None = None
         self.recipes: dict[str, str] = {}  # of the layers in float8, by name
         self.receipt: Float8Receipt | None = None  # what `decide` measured
@@ -177,6 +183,8 @@ class Float8Linears(Closing):
                 reason = f"nothing called it in the first forward, {_UNMEASURED}"
             elif reason is None and uses[layer.name].rows == 0:
                 reason = f"it got no rows in the first forward, {_UNMEASURED}"
+            elif reason is None and uses[layer.name].is_in_fp32 and self._under_autocast:
+                reason = _IN_FP32
             layers.append(dataclasses.replace(layer, reason=reason))
         self._layers = layers
         self._measured_rows = {
@@ -292,6 +300,10 @@ class Float8Linears(Closing):
         self._forms = {}
         self.recipes = {}
 
+    def leaves_in_fp32(self, tensor: Tensor) -> bool:
+        """Whether a layer that gets or gives this tensor now does not compute in float8."""
+        return self._under_autocast and is_outside_autocast(tensor)
+
     def modules(self) -> Mapping[str, nn.Module]:
         """Return the layers in float8, by name."""
         return {name: form.module for name, form in self._forms.items()}
@@ -340,6 +352,9 @@ class Float8Linears(Closing):
             detail += f", as {_LOADED}"
         if self._gather is not None:
             detail += f", the weights of {self._gather.num_layers} gathered in float8"
+        in_fp32 = [repr(name) for name, form in self._forms.items() if form.was_in_fp32]
+        if in_fp32:
+            detail += f"; of these {_shown(in_fp32)} ({_IN_FP32})"
         return Decision(lever="float8", outcome="applied", detail=f"{detail}{rest}")
 
     def __repr__(self) -> str:
@@ -352,7 +367,9 @@ class Float8Linears(Closing):
             recipe = recipes.get(layer.name)
             if recipe is not None:
                 new = self._conversion.by(recipe)(layer.module)
-                self._forms[layer.name] = Form(layer.name, layer.module, new)
+                self._forms[layer.name] = Form(
+                    layer.name, layer.module, new, under_autocast=self._under_autocast
+                )
                 self.recipes[layer.name] = recipe
         if self._until_dropped:
             leave_with(self, self._forms.values())
@@ -390,8 +407,9 @@ class Float8Linears(Closing):
                 reason += f"; before update {step} it got {rows} rows, of which nothing is known"
                 reason += "" if _UNMEASURED in reason else f": {_REMEDY}"
             by_reason.setdefault(reason, []).append(repr(layer.name))
-        parts = []
-        for reason, names in by_reason.items():
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            parts.append(f"{', '.join(names[:_SHOWN])}{more} ({reason})")
-        return "; ".join(parts)
+        return "; ".join(f"{_shown(names)} ({reason})" for reason, names in by_reason.items())
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -18,7 +18,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from torchfast.precision.float8_layers import is_float8
 
-_FORM: Final = "_torchfast_form"  # in the attributes of a layer that is in float8
+# In the attributes of a layer that is in float8: its form, and whether an autocast is around it.
+_FORM: Final = "_torchfast_form"
+UNDER_AUTOCAST: Final = "_torchfast_under_autocast"
 
 
 @final
@@ -29,15 +31,19 @@ class Form:
         name: The layer's name in the model.
         plain: The layer as it is.
         converted: What torchao has made of it, whose class and settings it takes.
+        under_autocast: Whether it trains under autocast, so that it is left in fp32 where not.
     """
 
-    def __init__(self, name: str, plain: nn.Linear, converted: nn.Module) -> None:
+    def __init__(
+        self, name: str, plain: nn.Linear, converted: nn.Module, *, under_autocast: bool
+    ) -> None:
         self.name = name
+        self.was_in_fp32 = False  # once at least
         self.module: nn.Module = plain
         self._kind = type(converted)
         self._settings = {k: v for k, v in vars(converted).items() if k not in vars(plain)}
         # Copies and pickles are plain layers: they need neither torchao nor this device.
-        self._settings[_FORM] = self
+        self._settings |= {_FORM: self, UNDER_AUTOCAST: under_autocast}
         names = frozenset((*self._settings, "__reduce_ex__"))
         self._settings["__reduce_ex__"] = partial(_reduced_as_plain, plain, names)
         # Either class by the other: what was compiled for one finds it again.

@@ -4,6 +4,9 @@ torchao's own asks for the autocast of CUDA alone, by a call that torch has depr
 not cast on a CPU, where emulation is tested, and raises where warnings are errors. The product is
 torchao's; what stands around it is here.
 
+Where the whole forward is under autocast, a part of it that turns autocast off and computes in fp32
+does so since its author found that 16 bits are too few. 8 are too, so the layer computes as it is.
+
 The product that gives the gradient of the weight sums over the rows (batch times sequence), and the
 float8 units take sums over multiples of 16 only. A last batch, or the tokens that an expert gets,
 may be any number, none among them. Rows of zeros make up the rest: they change no scale and add
@@ -21,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchfast._core.errors import PlanError
-from torchfast.precision.float8_forms import form_of
+from torchfast.precision.float8_forms import UNDER_AUTOCAST, form_of
 from torchfast.precision.float8_layers import MULTIPLE
 from torchfast.precision.torchao_modules import torchao_module
 
@@ -52,6 +55,10 @@ def forward_class(converted: type[nn.Module]) -> type[nn.Module]:
         if not torch.compiler.is_compiling():
             check_call(self, input)
         kind = input.device.type
+        if self._torchfast_under_autocast and is_outside_autocast(input):
+            if not torch.compiler.is_compiling():
+                note_fp32(self)
+            return F.linear(input, self.weight, self.bias)
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         sums_rows = self.config.cast_config_input_for_grad_weight.scaling_type != disabled
@@ -68,7 +75,19 @@ def forward_class(converted: type[nn.Module]) -> type[nn.Module]:
         new: Tensor = torch.ops.aten._unsafe_view(out, out.shape)
         return new if self.bias is None else out + self.bias.to(out.dtype)
 
-    return type("Float8Linear", (converted,), {"forward": forward})
+    return type("Float8Linear", (converted,), {"forward": forward, UNDER_AUTOCAST: False})
+
+
+def is_outside_autocast(input: Tensor) -> bool:
+    """Whether a layer would compute in fp32, since what calls it has turned autocast off."""
+    return input.dtype == torch.float32 and not torch.is_autocast_enabled(input.device.type)
+
+
+def note_fp32(module: nn.Module) -> None:
+    """Note, for the report, that a layer was called so."""
+    form = form_of(module)
+    if form is not None:
+        form.was_in_fp32 = True
 
 
 def rows_to_add(rows: int, *, sums_rows: bool) -> int:

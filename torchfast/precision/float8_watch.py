@@ -212,6 +212,9 @@ class Float8Watch:
 
         def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             given = layer_input(args, named)
+            if given is not None and self._float8.leaves_in_fp32(given):
+                self._called.add(name)
+                return
             if given is not None:
                 note("input", given, _E4M3)
             weight = module.weight
@@ -221,7 +224,7 @@ class Float8Watch:
                 note("weight", weight, _E4M3)
 
         def after(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
-            if out.requires_grad:
+            if out.requires_grad and not self._float8.leaves_in_fp32(out):
                 out.register_hook(lambda g: note("gradient", g, _GRADIENTS[recipe]))
 
         return [
