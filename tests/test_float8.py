@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import pickle
 import sys
@@ -106,7 +107,7 @@ def test_a_table_of_positions_is_no_vocabulary():
     options = Float8Options(recipe="tensorwise", smallest=16, emulate=True, vocabulary=True)
     with Float8Linears(model, options) as float8:
         assert list(float8.recipes) == ["inner", "head"]
-    with pytest.raises(PlanError, match=r"'inner', 'head' \(it gives the logits"):
+    with pytest.raises(PlanError, match=r"'inner', 'head' \(it may give the logits"):
         Float8Linears(model, EMULATED).apply()
 
 
@@ -121,6 +122,18 @@ def test_a_layer_held_twice_is_converted_once():
         assert type(shared) is not nn.Linear
         assert shared.note == "mine"
     assert model["a"][0] is model["b"][0] is shared
+
+
+@pytest.mark.parametrize("name", ["a.0", "b.0", "b.*"])
+def test_a_layer_held_twice_has_both_names(name):
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict(
+        {"a": nn.Sequential(shared, nn.Linear(32, 32)), "b": nn.Sequential(shared)}
+    )
+    with Float8Linears(model, dataclasses.replace(EMULATED, keep=(name,))) as float8:
+        assert list(float8.recipes) == ["a.1"]
+    with Float8Linears(model, dataclasses.replace(EMULATED, only=(name,))) as float8:
+        assert list(float8.recipes) == ["a.0"]
 
 
 def test_leaving_takes_along_what_was_loaded_meanwhile():
