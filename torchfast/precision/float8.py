@@ -170,8 +170,13 @@ class Float8Linears(Closing):
             agree: Takes the recipes that this process would choose, by layer, and returns those
                 that all ranks take.
 
+        Raises:
+            PlanError: There is nothing to decide: before `apply`, a second time, or where the
+                options name a recipe.
+
         Synchronizes: Yes.
         """
+        self._check_decidable()
         possible = self._look_again()
         # Shards stay gathered behind a forward whose backward never comes.
         with torch.no_grad() if self._is_sharded else nullcontext():
@@ -338,8 +343,8 @@ class Float8Linears(Closing):
     def decision(self) -> Decision:
         """Say which layers are in float8, in which recipe, and why the others are not."""
         if self.is_undecided:
-            detail = "the recipes are measured at the first step; until then bf16"
-            return Decision(lever="float8", outcome="applied", detail=detail)
+            detail = "all in bf16 until decide() measures recipes, as a trainer's first step does"
+            return Decision(lever="float8", outcome="left alone", detail=detail)
         why = self._left_out()
         rest = f"; in bf16: {why}" if why else ""
         if not self.recipes:
@@ -359,6 +364,17 @@ class Float8Linears(Closing):
 
     def __repr__(self) -> str:
         return f"Float8Linears({type(self._model).__name__}, {self.recipes or 'undecided'})"
+
+    def _check_decidable(self) -> None:
+        if not self._layers:
+            why = "nothing is known of the layers; call apply() before"
+        elif self.options.recipe != "auto":
+            why = f"the options name recipe={self.options.recipe!r}, which is not measured"
+        elif not self.is_undecided:
+            why = "the recipes are chosen already; close() and apply() to measure anew"
+        else:
+            return
+        raise PlanError(f"decide() has nothing to decide: {why}")
 
     # --- conversion -------------------------------------------------------------------------
 

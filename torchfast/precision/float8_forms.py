@@ -8,6 +8,7 @@ besides its parent.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable
 from functools import cache, partial
@@ -44,8 +45,10 @@ class Form:
         self._settings = {k: v for k, v in vars(converted).items() if k not in vars(plain)}
         # Copies and pickles are plain layers: they need neither torchao nor this device.
         self._settings |= {_FORM: self, UNDER_AUTOCAST: under_autocast}
-        names = frozenset((*self._settings, "__reduce_ex__"))
+        names = frozenset((*self._settings, "__reduce_ex__", "__deepcopy__"))
         self._settings["__reduce_ex__"] = partial(_reduced_as_plain, plain, names)
+        # Parametrized later its class has a way of its own, which would take all of these along.
+        self._settings["__deepcopy__"] = partial(_copied_as_plain, plain, names)
         # Either class by the other: what was compiled for one finds it again.
         self._other: dict[type, type] = {}
 
@@ -101,7 +104,7 @@ def form_of(module: nn.Module) -> Form | None:
 def _with_base(module: nn.Module, kind: Any) -> Any:
     """Return a layer's class with another kind of layer below what was built on it."""
     old: Any = type(module)
-    if len(old.__bases__) > 1 and old.__bases__[0].__name__ == "FSDPModule":
+    if _is_piece(old):
         return _piece_class(old, kind)
     if is_parametrized(module):  # since it became what it is: a class of its own, with properties
         return type(f"Parametrized{kind.__name__}", (kind,), dict(vars(old)))
@@ -116,6 +119,21 @@ def _piece_class(old: Any, kind: Any) -> Any:
     # It refuses copies, since shards are bound to the object.
     kept = {name: value for name, value in vars(old).items() if name == "__deepcopy__"}
     return known or type(f"FSDP{kind.__name__}", bases, kept)
+
+
+def _is_piece(kind: type) -> bool:
+    """Whether ``fully_shard`` has made the class of a layer."""
+    return len(kind.__bases__) > 1 and kind.__bases__[0].__name__ == "FSDPModule"
+
+
+def _copied_as_plain(module: nn.Module, names: frozenset[str], memo: dict[int, Any]) -> Any:
+    old: Any = type(module)
+    if _is_piece(old):
+        return old.__deepcopy__(module, memo)  # which says that shards are not copied
+    memo[id(module)] = copied = object.__new__(_with_base(module, nn.Linear))
+    state = {name: value for name, value in vars(module).items() if name not in names}
+    vars(copied).update(copy.deepcopy(state, memo))
+    return copied
 
 
 def _reduced_as_plain(module: nn.Module, names: frozenset[str], _: Any) -> Any:
