@@ -27,6 +27,7 @@ from torchfast._core.blocks import find_blocks
 from torchfast._core.compare import differences
 from torchfast._core.device import float8_obstacle
 from torchfast._core.errors import UnsupportedDeviceError
+from torchfast.precision.float8_conversion import Float8Conversion
 from torchfast.precision.float8_options import RECIPES
 
 CPU = torch.device("cpu")
@@ -217,6 +218,25 @@ def test_a_device_without_float8_is_refused():
     model = gpt()
     with pytest.raises(UnsupportedDeviceError, match=r"capability 8\.9 or later .* runs on cpu"):
         Trainer(model, optim.SGD(model.parameters(), lr=0.1), loss_fn, Plan(precision="fp8"))
+
+
+def test_a_recipe_that_the_device_refuses_is_refused_before_anything_is_converted(monkeypatch):
+    def product(*_):
+        raise NotImplementedError("no such product here")
+
+    whole = Float8Conversion.by
+
+    def by(self, recipe):
+        return whole(self, recipe) if recipe == "tensorwise" else lambda _: product
+
+    monkeypatch.setattr(Float8Conversion, "by", by)
+    Float8Linears(gpt(), EMULATED)
+    Float8Linears(gpt(), MEASURED)  # which leaves out what is refused
+    named = dataclasses.replace(EMULATED, recipe="rowwise")
+    with pytest.raises(
+        UnsupportedDeviceError, match=r"refuses float8 with recipe='rowwise' \(.*no such product"
+    ):
+        Float8Linears(gpt(), named)
 
 
 def test_an_old_gpu_is_refused(monkeypatch):
