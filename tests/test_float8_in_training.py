@@ -160,6 +160,16 @@ def test_trials_change_no_run_whose_forward_writes_parameters(monkeypatch, optio
     assert also_seen == seen == [16] * 3
 
 
+def test_nothing_is_looked_for_in_a_step_that_is_not_compared(monkeypatch):
+    trainer, _ = trained(WATCHED, steps=1)
+
+    def asked(_):
+        pytest.fail("what the loss function uses was asked for")
+
+    monkeypatch.setattr("torchfast._core.untouched.used_by", asked)
+    trainer.step(batches(1)[0])
+
+
 def test_a_step_in_float8_trains_as_one_in_bf16():
     _, plain = trained("bf16")
     trainer, losses = trained(WATCHED, max_grad_norm=1.0, ema=0.9)

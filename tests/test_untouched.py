@@ -14,7 +14,7 @@ from torch import nn
 from torchfast._core.compare import differences
 from torchfast._core.generators import state_of
 from torchfast._core.kept_writes import KeptWrites
-from torchfast._core.untouched import untouched
+from torchfast._core.untouched import TrialRun, untouched
 
 CPU = torch.device("cpu")
 MAKERS = {
@@ -181,3 +181,28 @@ def test_what_a_loss_function_that_is_a_module_keeps_is_put_back(eagerly):
         in_place(loss)
     assert differences(before, loss.state_dict()) == []
     assert all(p.grad is None for p in loss.parameters())
+
+
+CENTER = torch.zeros(4)
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_tensors_that_the_loss_function_uses_are_put_back(monkeypatch, eagerly, is_large):
+    monkeypatch.setattr("torchfast._core.untouched._SMALL_BYTES", 8 if is_large else 64)
+    seen = torch.zeros(4)
+
+    def loss(model, batch):
+        CENTER.add_(batch)
+        seen.add_(1)
+        batch.div_(2)
+
+    batch = torch.ones(4)
+    with untouched(
+        nn.Linear(2, 2), CPU, TrialRun(lambda: loss(None, batch), loss), eagerly=eagerly
+    ):
+        loss(None, batch)
+    # What is large and may be data is copied only where it is seen to be written to.
+    stay = [0.0, 0.0, 1.0] if eagerly or not is_large else [1.0, 1.0, 0.5]
+    assert [float(tensor[0]) for tensor in (CENTER, seen, batch)] == stay
+    CENTER.zero_()

@@ -87,4 +87,7 @@ def _written_by(func: Any) -> tuple[tuple[int, str], ...]:
 
 def _place(tensor: Tensor) -> int:
     """Return where the memory begins that a tensor shares with its views; 0 if it has none."""
-    return 0 if tensor.is_nested else tensor.untyped_storage().data_ptr()
+    try:
+        return 0 if tensor.is_nested else tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # such as a fake one
+        return 0

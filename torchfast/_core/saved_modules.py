@@ -13,8 +13,8 @@ it, so nothing of it may stay:
   modules keep.
 
 Modules that others keep in plain lists, as a teacher that is not to be trained is kept, are saved
-with them. Parameters and gradients are kept on the host, the rest where it is; or parameters are
-copied when something is about to write to them, for what is done every so often. Containers are
+with them. Parameters and gradients are kept on the host, the rest where it is; or, for what is done
+every so often, all but buffers is copied when something is about to write to it. Containers are
 copied shallowly, each by itself, and nothing is asked of objects of the user's own. So what these
 hold is not saved, nor are containers of classes of his own, hooks, files, and the peaks that the
 caching allocator counts (after a search they are the search's).
@@ -55,7 +55,7 @@ class SavedModules:
         holders: Modules, tensors and generators; anything else is passed over.
         device: Whose default generator is saved beside those of the host.
         eagerly: Whether all that is run until ``put_back`` is within `keeping_writes` and eager,
-            and leaves the gradients that there are alone. Then no parameter is copied beforehand.
+            and leaves the gradients that there are alone. Then only buffers are copied beforehand.
 
     Synchronizes: At construction and in ``put_back``.
     """
@@ -83,11 +83,13 @@ class SavedModules:
         self._graded = list(dict.fromkeys(graded))  # by identity
         self._grads = [p.grad for p in self._graded]
         tensors = [*self._graded, *(g for g in self._grads if g is not None)]
-        self._writes = KeptWrites(self._graded if eagerly else ())
+        self._writes = KeptWrites([*self._graded, *kept] if eagerly else ())
         copied = () if eagerly else tensors
         self._kept = [(t, _copied(t, host=True), t._version) for t in copied if _is_writable(t)]
         seen = {id(t) for t in tensors}
-        for tensor in (*(b for m in modules for b in m.buffers(recurse=False)), *kept):
+        # Kernels of normalisation write to buffers without saying so.
+        buffers = [b for m in modules for b in m.buffers(recurse=False)]
+        for tensor in buffers if eagerly else (*buffers, *kept):
             if id(tensor) not in seen and _is_writable(tensor):
                 seen.add(id(tensor))
                 self._kept.append((tensor, _copied(tensor, host=False), tensor._version))

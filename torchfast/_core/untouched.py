@@ -9,13 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchfast._core.generators import held_with_generators
+from torchfast._core.reachable import used_by
 from torchfast._core.saved_modules import SavedModules
+
+_SMALL_BYTES: Final = 2**26  # more than this may be data
+
+
+@final
+class TrialRun:
+    """What is run on trial, beside the loss function in it: what that uses is put back, too.
+
+    Args:
+        run: Runs it.
+        loss_fn: The loss function.
+    """
+
+    def __init__(self, run: Callable[[], Any], loss_fn: Callable[..., Any]) -> None:
+        self._run, self.loss_fn = run, loss_fn
+
+    def __call__(self) -> Any:
+        """Run it."""
+        return self._run()
 
 
 @contextmanager
@@ -35,11 +55,22 @@ def untouched(
         eagerly: Whether nothing compiled runs in the body. Then only such parameters are copied
             as something is about to write to.
     """
-    held = [] if function is None else held_with_generators(function)
-    state = SavedModules([model, *held], device, eagerly=eagerly)
+    state = SavedModules([model, *_held_by(function, eagerly)], device, eagerly=eagerly)
     state.drop_gradients()
     try:
         with state.keeping_writes() if eagerly else nullcontext():
             yield
     finally:
         state.put_back(thoroughly=True)
+
+
+def _held_by(function: Callable[..., Any] | None, eagerly: bool) -> list[Any]:
+    """Return what a function holds, and what the loss function has by global names.
+
+    Large tensors are left out, unless only those are copied that are written to.
+    """
+    if function is None:
+        return []
+    loss_fn = function.loss_fn if isinstance(function, TrialRun) else function
+    held = [*held_with_generators(function), *used_by(loss_fn)]
+    return [v for v in held if eagerly or not isinstance(v, Tensor) or v.nbytes <= _SMALL_BYTES]
