@@ -54,6 +54,16 @@ def test_a_layer_in_fp32_stays_there_and_is_named(compiled):
     assert trainer.model.first.weight.grad.abs().sum() > 0
 
 
+def test_a_forward_beside_the_trainer_is_in_fp32_without_autocast_as_under_bf16():
+    trainer, _ = trained(EMULATED)
+    x = torch.randn(16, 32)
+    with torch.no_grad():
+        assert torch.equal(trainer.model(x), Island()(x))
+    assert "'first'" not in str(trainer.report())  # it is in float8 where it trains
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.equal(trainer.model(x), Island()(x))
+
+
 def test_the_watch_judges_no_layer_in_fp32():
     trainer, report = trained(WATCHED)
     assert "no forward" not in report

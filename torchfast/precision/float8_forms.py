@@ -39,7 +39,7 @@ class Form:
         self, name: str, plain: nn.Linear, converted: nn.Module, *, under_autocast: bool
     ) -> None:
         self.name = name
-        self.was_in_fp32 = False  # once at least
+        self.was_in_fp32 = False  # in a forward of training
         self.module: nn.Module = plain
         self._kind = type(converted)
         self._settings = {k: v for k, v in vars(converted).items() if k not in vars(plain)}

@@ -84,9 +84,9 @@ def is_outside_autocast(input: Tensor) -> bool:
 
 
 def note_fp32(module: nn.Module) -> None:
-    """Note, for the report, that a layer was called so."""
+    """Note, for the report, that a layer was called so in training."""
     form = form_of(module)
-    if form is not None:
+    if form is not None and module.training and torch.is_grad_enabled():
         form.was_in_fp32 = True
 
 
