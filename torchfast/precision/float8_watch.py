@@ -57,7 +57,8 @@ class Float8Watch:
         float8: Its converted layers.
         ranks: Who trains it together; None means this process alone.
 
-    Numerics: None, where the step changes nothing but what `untouched` puts back.
+    Numerics: None, where the step changes nothing but gradients, parameters, buffers, generators,
+        what modules keep in attributes, and what of these the loss function holds.
     Synchronizes: Before the updates named, to put the model back; never in between.
     """
 
