@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import pickle
 import sys
@@ -26,6 +27,7 @@ from torchfast._core.blocks import find_blocks
 from torchfast._core.compare import differences
 from torchfast._core.device import float8_obstacle
 from torchfast._core.errors import UnsupportedDeviceError
+from torchfast.precision.float8_conversion import Float8Conversion
 from torchfast.precision.float8_options import RECIPES
 
 CPU = torch.device("cpu")
@@ -106,7 +108,7 @@ def test_a_table_of_positions_is_no_vocabulary():
     options = Float8Options(recipe="tensorwise", smallest=16, emulate=True, vocabulary=True)
     with Float8Linears(model, options) as float8:
         assert list(float8.recipes) == ["inner", "head"]
-    with pytest.raises(PlanError, match=r"'inner', 'head' \(it gives the logits"):
+    with pytest.raises(PlanError, match=r"'inner', 'head' \(it may give the logits"):
         Float8Linears(model, EMULATED).apply()
 
 
@@ -121,6 +123,18 @@ def test_a_layer_held_twice_is_converted_once():
         assert type(shared) is not nn.Linear
         assert shared.note == "mine"
     assert model["a"][0] is model["b"][0] is shared
+
+
+@pytest.mark.parametrize("name", ["a.0", "b.0", "b.*"])
+def test_a_layer_held_twice_has_both_names(name):
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict(
+        {"a": nn.Sequential(shared, nn.Linear(32, 32)), "b": nn.Sequential(shared)}
+    )
+    with Float8Linears(model, dataclasses.replace(EMULATED, keep=(name,))) as float8:
+        assert list(float8.recipes) == ["a.1"]
+    with Float8Linears(model, dataclasses.replace(EMULATED, only=(name,))) as float8:
+        assert list(float8.recipes) == ["a.0"]
 
 
 def test_leaving_takes_along_what_was_loaded_meanwhile():
@@ -204,6 +218,25 @@ def test_a_device_without_float8_is_refused():
     model = gpt()
     with pytest.raises(UnsupportedDeviceError, match=r"capability 8\.9 or later .* runs on cpu"):
         Trainer(model, optim.SGD(model.parameters(), lr=0.1), loss_fn, Plan(precision="fp8"))
+
+
+def test_a_recipe_that_the_device_refuses_is_refused_before_anything_is_converted(monkeypatch):
+    def product(*_):
+        raise NotImplementedError("no such product here")
+
+    whole = Float8Conversion.by
+
+    def by(self, recipe):
+        return whole(self, recipe) if recipe == "tensorwise" else lambda _: product
+
+    monkeypatch.setattr(Float8Conversion, "by", by)
+    Float8Linears(gpt(), EMULATED)
+    Float8Linears(gpt(), MEASURED)  # which leaves out what is refused
+    named = dataclasses.replace(EMULATED, recipe="rowwise")
+    with pytest.raises(
+        UnsupportedDeviceError, match=r"refuses float8 with recipe='rowwise' \(.*no such product"
+    ):
+        Float8Linears(gpt(), named)
 
 
 def test_an_old_gpu_is_refused(monkeypatch):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 from torch import nn
 
 from float8_models import (
+    EMULATED,
     MEASURED,
     applied,
     batches,
@@ -13,7 +17,7 @@ from float8_models import (
     gpt,
     timer_of,
 )
-from torchfast import Float8Linears, Float8Options
+from torchfast import Float8Linears, Float8Options, PlanError
 from torchfast.precision import Float8Watch
 from torchfast.precision.float8_options import RECIPES
 
@@ -176,3 +180,35 @@ def test_the_real_measurement_runs():
     assert not choice.refused
     assert {"bf16", *RECIPES} == {*choice.times_ms}
     assert float8.recipes == {} or choice.ratios[choice.recipe][2] < 1
+
+
+def test_a_choice_is_made_once_and_where_there_is_one_to_make():
+    model, faster = gpt(), dict.fromkeys(("bf16", *RECIPES), 1.0) | {"rowwise": 0.5}
+
+    def decide(float8):
+        forward = partial(bf16_loss, model, batches(1)[0])
+        float8.decide(forward, compiled=False, timer=timer_of(faster))
+
+    float8 = Float8Linears(model, MEASURED)
+    with pytest.raises(PlanError, match=r"nothing to decide: .* call apply\(\) before"):
+        decide(float8)
+    float8.apply()
+    decision = float8.decision()
+    assert decision.outcome == "left alone"
+    assert "all in bf16 until decide() measures recipes" in decision.detail
+    decide(float8)
+    receipt, recipes = float8.receipt, dict(float8.recipes)
+    with pytest.raises(PlanError, match=r"chosen already; close\(\) and apply\(\)"):
+        decide(float8)
+    assert float8.receipt is receipt
+    assert float8.recipes == recipes != {}
+    float8.close()
+    float8.apply()
+    decide(float8)
+    assert float8.recipes == recipes
+    float8.close()
+    with (
+        Float8Linears(model, EMULATED) as named,
+        pytest.raises(PlanError, match="the options name recipe='tensorwise'"),
+    ):
+        decide(named)

@@ -130,6 +130,13 @@ def test_a_parametrization_that_a_layer_gets_in_float8_stays():
     assert kinds[1] is kinds[3]
     assert kinds[1].__name__ == "ParametrizedLinear"
     assert kinds[1].__bases__ == (nn.Linear,)
+    copied = copy.deepcopy(model).blocks[0][0]
+    assert type(copied).__name__ == "ParametrizedLinear"
+    assert type(copied).__bases__ == (nn.Linear,)
+    assert torch.equal(copied.weight, weight * 2)
+    assert copied.weight is not layer.weight
+    with float8.left():
+        assert set(vars(copied)) == set(vars(layer))
     loss_fn(model, batches(1)[0]).backward()
     float8.close()
     assert torch.equal(layer.weight, weight * 2)

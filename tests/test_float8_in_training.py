@@ -94,6 +94,82 @@ def test_the_watch_changes_no_run_that_draws_from_generators_of_its_own():
     assert all(abs(drift.loss_drift) < 0.02 for drift in drifts)  # both passes draw the same
 
 
+class Followed(nn.Module):
+    """Has an encoder that follows the one that is trained, and counts in a list."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32).requires_grad_(False)
+        self.head, self.seen = nn.Linear(32, 32), []
+
+    def forward(self, x):
+        with torch.no_grad():
+            for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                key.mul_(0.5).add_(query, alpha=0.5)
+        self.seen.append(len(x))
+        return self.head(self.query(x)) * self.key(x) * len(self.seen)
+
+
+class Centered(nn.Module):
+    """A loss function with a statistic of what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(32))
+
+    def forward(self, model, batch):
+        out = model(batch)
+        loss = (out - self.center).float().square().mean()
+        with torch.no_grad():
+            self.center.mul_(0.5).add_(out.detach().float().mean(0), alpha=0.5)
+        return loss
+
+
+CRITERION = Centered()
+
+
+def by_a_global_name(model, batch):
+    return CRITERION(model, batch)
+
+
+@pytest.mark.parametrize("loss", [Centered(), by_a_global_name])
+@pytest.mark.parametrize("options", [EMULATED, dataclasses.replace(MEASURED, budget_s=0.02)])
+def test_trials_change_no_run_whose_forward_writes_parameters(monkeypatch, options, loss):
+    # Whole steps are timed, and found no faster: then the run is one in bf16.
+    seconds = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 2.0, "rowwise_with_gw_hp": 2.0}
+    monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(seconds))
+    monkeypatch.setattr("torchfast.precision.float8_step._on_device", step_timer_of([2.0] * 3))
+
+    def losses(precision):
+        CRITERION.center.zero_()
+        model, criterion = Followed(), copy.deepcopy(loss)
+        trainer = Trainer(model, partial(optim.SGD, lr=0.1), criterion, Plan(precision=precision))
+        generator = torch.Generator().manual_seed(0)
+        batch = torch.randn(16, 32, generator=generator)
+        found = [float(trainer.step(batch)) for _ in range(3)]
+        report = str(trainer.report())
+        trainer.close()
+        return found, model.seen, report
+
+    is_measured = options.recipe == "auto"
+    plain, seen, _ = losses("bf16" if is_measured else options)
+    tried, also_seen, report = losses(dataclasses.replace(options, watch_at=(1, 2)))
+    assert ("all is in bf16" if is_measured else "beside bf16, ") in report
+    assert tried == plain
+    assert also_seen == seen == [16] * 3
+
+
+def test_nothing_is_looked_for_in_a_step_that_is_not_compared(monkeypatch):
+    trainer, _ = trained(WATCHED, steps=1)
+
+    def asked(_):
+        pytest.fail("what the loss function uses was asked for")
+
+    monkeypatch.setattr("torchfast._core.untouched.used_by", asked)
+    trainer.step(batches(1)[0])
+
+
 def test_a_step_in_float8_trains_as_one_in_bf16():
     _, plain = trained("bf16")
     trainer, losses = trained(WATCHED, max_grad_norm=1.0, ema=0.9)

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from float8_models import EMULATED, batches, bf16_loss, gpt, loss_fn
-from torchfast import Float8Linears, Float8Options, Plan, Trainer
+from torchfast import Float8Linears, Float8Options, Plan, PlanError, Trainer
 from torchfast.precision import float8_forward
 from torchfast.precision.float8_options import RECIPES
 from torchfast.precision.torchao_modules import torchao_module
@@ -92,6 +92,53 @@ def test_compiled_layers_take_any_number_of_rows(recipe, dynamic):
     call = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for rows in (32, 20, 48, 7, 0, 33):
         assert_close(gradients(call, model, (rows,)), gradients(model, model, (rows,)))
+
+
+@pytest.mark.parametrize("rows", [16, 20])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_output_may_be_written_to_as_in_bf16(rows, compiled):
+    torch.manual_seed(0)
+    inputs = torch.randn(rows, 32)
+
+    def gradients_of(behind):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64, bias=False), behind, nn.Linear(64, 32))
+        with Float8Linears(model, EMULATED):
+            call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+            call(inputs).square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.compiler.reset()
+    found, expected = gradients_of(nn.ReLU(inplace=True)), gradients_of(nn.ReLU())
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def jagged(model):
+    rows = [torch.ones(3, 32), torch.ones(5, 32)]
+    return model(torch.nested.nested_tensor(rows, layout=torch.jagged))
+
+
+def per_sample(model):
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return torch.func.grad(loss)(parameters, torch.ones(16, 32))
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [(jagged, "a nested tensor"), (per_sample, r"a call within a transform of torch\.func")],
+)
+def test_calls_that_the_products_do_not_take_name_the_layer(call, what):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    call(model)
+    remedy = r"leave it out with Float8Options\(keep=\('0',\)\)"
+    with (
+        Float8Linears(model, EMULATED),
+        pytest.raises(PlanError, match=f"layer '0' is in float8 and got {what}, .*; {remedy}"),
+    ):
+        call(model)
 
 
 def test_a_last_batch_of_another_size_trains_as_in_bf16():

@@ -99,6 +99,11 @@ def evaluated(trainer):
     return trainer.evaluate(batches(1, seed=7))["loss"]
 
 
+def replace_weights_and_evaluate(trainer):
+    replace_weights(trainer)
+    return evaluated(trainer)  # before a step takes the new ones over
+
+
 def touch(trainer):
     with torch.no_grad():
         trainer.model.blocks[0][0].weight.mul_(1.5)
@@ -116,6 +121,7 @@ def sharded(**options):
 CASES = {
     "touched weights": {"between": touch_and_evaluate},
     "replaced weights": {"between": replace_weights, "recompute": "blocks"},
+    "replaced and evaluated": {"between": replace_weights_and_evaluate},
     "kept whole": {"accumulate": 2, "shard": sharded(reshard_after_forward=False)},
     "piece by layer": {"shard": sharded(blocks=("blocks.*.0", "blocks.*.3"))},
     "hsdp": {"accumulate": 2, "shard": sharded(strategy="hsdp", num_replicas=1)},

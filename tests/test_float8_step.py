@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -21,9 +22,10 @@ from float8_models import (
     step_timer_of,
     timer_of,
 )
-from torchfast import CompileOptions, Float8Linears, Float8Options, Plan, Trainer
+from torchfast import CompileOptions, Float8Options, Plan, Trainer
 from torchfast._core.compare import differences
 from torchfast._core.errors import UnsupportedDeviceError
+from torchfast.precision.float8_conversion import Float8Conversion
 from torchfast.precision.float8_step import _BehindSleep
 
 SHAPES = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
@@ -71,6 +73,20 @@ def test_a_step_that_is_slower_in_float8_stays_in_bf16(monkeypatch, float8_ms, k
     if not kept:
         why = "'blocks.1.3' (forward and backward of the whole step took"
         assert why in report
+
+
+def test_the_whole_step_is_timed_for_the_budget_of_the_options(monkeypatch):
+    budgets, plan = [], Plan(precision=dataclasses.replace(MEASURED, budget_s=1000.0))
+    monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(SHAPES))
+    clock = step_timer_of([0.5] * 3)
+
+    def timer(works, device, budget_s, around):
+        budgets.append(budget_s)
+        return clock(works, device, budget_s, around)
+
+    monkeypatch.setattr("torchfast.precision.float8_step._on_device", timer)
+    Trainer(gpt(), partial(optim.SGD, lr=0.1), loss_fn, plan).step(batches(1)[0])
+    assert budgets == [1000.0]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -127,7 +143,7 @@ def test_a_refused_recipe_of_a_state_is_measured_anew(monkeypatch):
     def refused(self, recipe):
         raise UnsupportedDeviceError("another device")
 
-    monkeypatch.setattr(Float8Linears, "_probe", refused)
+    monkeypatch.setattr(Float8Conversion, "probe", refused)
     other.load_state_dict(copy.deepcopy(trainer.state_dict()))
     other.step(batches(1)[0])
     assert "float8 recipes measured on cpu" in str(other.report())

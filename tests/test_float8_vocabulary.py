@@ -10,11 +10,24 @@ from torch import nn
 from float8_models import EMULATED
 from torchfast.precision.float8_layers import survey
 
-REASON = "it gives the logits of the vocabulary"
+SURE = "it gives the logits of the vocabulary"
+GUESSED = (
+    "it may give the logits of the vocabulary, as the last layer of an embedding's shape; "
+    "vocabulary=True converts it"
+)
 
 
-def logits_layers(model, options=EMULATED):
-    return [layer.name for layer in survey(model, options) if layer.reason == REASON]
+def reasons(model):
+    return {layer.name: layer.reason for layer in survey(model, EMULATED)}
+
+
+def logits_layers(model):
+    return [name for name, reason in reasons(model).items() if reason in (SURE, GUESSED)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_guess_by_the_shape_is_told_as_one(tied):
+    assert reasons(Model(tied=tied))["head"] == (SURE if tied else GUESSED)
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -64,6 +77,44 @@ def test_a_head_that_is_tied_to_a_parameter_is_known():
             return self.head(F.embedding(tokens, self.words))
 
     assert logits_layers(Looked()) == ["head"]
+
+
+class Adapted(nn.Module):
+    """Has the weight of the layer that it stands before, as adapters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(32, 32)
+        self.weight = self.base.weight
+        self.down, self.up = nn.Linear(32, 16), nn.Linear(16, 32)
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.base.bias) + self.up(self.down(x))
+
+
+class Decoding(nn.Module):
+    """An autoencoder whose decoder multiplies by the weight of its encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(32, 32)
+        self.tied = self.encoder.weight
+
+    def forward(self, x):
+        return F.linear(self.encoder(x), self.tied.t())
+
+
+@pytest.mark.parametrize("model", [Adapted(), Decoding()])
+def test_a_weight_that_another_module_multiplies_by_is_no_table(model):
+    assert set(reasons(model).values()) == {None}
+
+
+def test_an_answer_that_needs_a_question_is_passed_over():
+    class Asked(Model):
+        def get_output_embeddings(self, language):
+            return self.head_first if language else None
+
+    assert logits_layers(Asked()) == ["head"]
 
 
 def test_a_head_that_the_model_names_is_known():

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torchao.float8 import Float8LinearConfig
 
 from float8_models import (
     WATCHED,
@@ -20,6 +21,7 @@ from torchfast import Float8Options
 from torchfast._core.compare import differences
 from torchfast.precision import Float8Watch
 from torchfast.precision.float8_drift import Drift, DriftHistory, LayerNumbers, figures
+from torchfast.precision.float8_ranks import Alone
 
 
 def watched(model, options, batch=None):
@@ -305,6 +307,54 @@ def test_too_little_memory_for_the_norm_ends_it_too(monkeypatch):
     watch.look(1, lambda: bf16_loss(model, batches(1)[0]))
     (decision,) = watch.decisions()
     assert decision.detail == "float8 is not compared with bf16: OutOfMemoryError: out of memory"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "largest", "lost"),
+    [
+        ("tensorwise", 57344, 0.0),  # of e5m2, whose range a scale for a whole tensor needs
+        ("rowwise", 448, 31 / 32),
+        ("rowwise_with_gw_hp", 448, 31 / 32),
+    ],
+)
+def test_gradients_are_judged_in_the_format_that_the_recipe_gives_them(recipe, largest, lost):
+    model = nn.Sequential(nn.Linear(32, 32))
+    options = Float8Options(recipe=recipe, smallest=16, emulate=True)
+    watch = Float8Watch(model, applied(model, options))
+    gradient = torch.full((16, 32), 1e-6)
+    gradient[:, 0] = 1.0
+    watch.look(1, lambda: (model(torch.ones(16, 32)) * gradient).sum())
+    watch.decisions()
+    (found,) = [n for n in watch.drifts[0].layers if n.operand == "gradient"]
+    assert (found.amax, found.scale) == (1.0, largest)
+    assert found.lost == pytest.approx(lost)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    assert torch.finfo(config.cast_config_grad_output.target_dtype).max == largest
+
+
+class BesideSmallValues:
+    """Trains with a rank that has seen small values only, by a reduction that passes NaN over."""
+
+    are_many = is_first = True
+
+    def __init__(self, model):
+        alone = Alone(model)
+        self.all_agree, self.gradients, self.norm = alone.all_agree, alone.gradients, alone.norm
+        self.mean = alone.mean
+
+    def largest(self, value):
+        return torch.fmax(value, torch.ones_like(value))
+
+
+def test_a_largest_value_that_is_no_number_wins_over_those_of_other_ranks():
+    model = nn.Sequential(nn.Linear(32, 32))
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    watch = Float8Watch(model, applied(model, WATCHED), BesideSmallValues(model))
+    watch.look(1, lambda: model(torch.ones(16, 32)).sum())
+    watch.decisions()
+    (weight,) = [n for n in watch.drifts[0].layers if n.operand == "weight"]
+    assert weight.problem == "its weight has values that are not finite, so it has no scale"
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

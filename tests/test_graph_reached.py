@@ -20,11 +20,12 @@ from torch import nn, optim
 from both_ways import alike, trained
 from models import mean_loss
 from tape import CPU, counts, reasons
+from torchfast._core.storages import Memory
 from torchfast.graphs import reached
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.reached import Copies, Memory, Reached
+from torchfast.graphs.reached import Copies, Reached
 
 pytestmark = pytest.mark.usefixtures("tape")
 

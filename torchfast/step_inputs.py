@@ -7,11 +7,10 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, final
 
 from torchfast._core.batches import as_group, as_steps
-from torchfast._core.untouched import untouched
+from torchfast._core.untouched import TrialRun, untouched
 from torchfast.gradients import Gradients
 from torchfast.graphs import GraphedUpdate
 from torchfast.memory.splitting import parts_of
@@ -61,9 +60,9 @@ class StepInputs:
         if self._transforms.looks_at_batches or self._compiled.is_undecided:
             self._memory.run(lambda parts: self._look(parts, number), group, is_step=False)
         if self._sharding.is_undecided:
-            loss_fn = self._compiled.loss_fn
-            with untouched(self._gradients.model, self._gradients.device, loss_fn):
-                self._sharding.decide(lambda: self._gradients(group))
+            work = TrialRun(lambda: self._gradients(group), self._compiled.loss_fn)
+            with untouched(self._gradients.model, self._gradients.device, work):
+                self._sharding.decide(work)
 
     def of_steps(self, batches: Any) -> tuple[tuple[Any, ...], ...]:
         """Return the micro-batches of each of several steps; nothing looks at them yet."""
@@ -73,19 +72,8 @@ class StepInputs:
         """Measure and compare before a step; in parts, if it is to run in parts."""
         first, model = parts_of(group[0])[0], self._gradients.model
         loss_fn = self._compiled.loss_fn
-        forward = _Run(lambda: self._gradients.compute_loss(first, model).loss, loss_fn)
+        forward = TrialRun(lambda: self._gradients.compute_loss(first, model).loss, loss_fn)
         self._transforms.before_step(number, forward)
         if self._compiled.is_undecided:
             self._compiled.decide(self._gradients, group, self._graph)
-        self._transforms.check_step(_Run(lambda: self._gradients(group), loss_fn))
-
-
-@final
-class _Run:
-    """What is run on trial, beside the loss function in it: whose generators are put back then."""
-
-    def __init__(self, run: Callable[[], Any], loss_fn: Callable[..., Any]) -> None:
-        self._run, self.loss_fn = run, loss_fn
-
-    def __call__(self) -> Any:
-        return self._run()
+        self._transforms.check_step(TrialRun(lambda: self._gradients(group), loss_fn))

@@ -54,7 +54,15 @@ class Float8Transform:
         is_sharded = sharding.is_sharded
         if not is_sharded:  # on one rank there is nothing to gather
             options = dataclasses.replace(options, all_gather=False)
-        self.linears = Float8Linears(model, options, device, is_sharded=is_sharded)
+        # A trainer is often dropped as it is, as in a notebook, and its model trained by another.
+        self.linears = Float8Linears(
+            model,
+            options,
+            device,
+            is_sharded=is_sharded,
+            until_dropped=True,
+            under_autocast=True,
+        )
         self.watch = Float8Watch(model, self.linears, sharding if sharding.is_on else None)
         self._is_compiled, self._in_graph, self._sharding = is_compiled, in_graph, sharding
         self._is_checked = options.recipe != "auto"

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchfast._core.decisions import Decision
 from torchfast.parallel import Ranks, Sharding
 from torchfast.plan import Plan
-from torchfast.precision import PrecisionPolicy
+from torchfast.precision import PrecisionPolicy, check_none_foreign, foreign_decisions
 
 if TYPE_CHECKING:
     from torchfast.transform_float8 import Float8Transform
@@ -67,7 +67,10 @@ class ModelTransforms:
     def __init__(
         self, model: nn.Module, plan: Plan, device: torch.device, ranks: Ranks | None = None
     ) -> None:
-        gather_dtype = DTYPES_16_BIT.get(PrecisionPolicy(plan.precision_options, device).format)
+        number_format = PrecisionPolicy(plan.precision_options, device).format
+        check_none_foreign(model, number_format)
+        self._model = model
+        gather_dtype = DTYPES_16_BIT.get(number_format)
         self.sharding = Sharding(model, plan.shard_options, ranks or Ranks(), device, gather_dtype)
         self._float8: Float8Transform | None = None
         self._parts: list[Transform] = []  # in the order in which they apply
@@ -141,7 +144,9 @@ class ModelTransforms:
 
     def decisions(self) -> list[Decision]:
         """Say what was done, and what was not and why."""
-        return [decision for part in self._parts for decision in part.decisions()]
+        own = () if self._float8 is None else self._float8.linears.modules().values()
+        decisions = [decision for part in self._parts for decision in part.decisions()]
+        return [*decisions, *foreign_decisions(self._model, own)]
 
     @property
     def looks_at_batches(self) -> bool:

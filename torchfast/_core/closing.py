@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
@@ -24,3 +25,14 @@ class Closing(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def close_with(owner: object, held: Closing) -> None:
+    """Close something when its owner is dropped without having done so; neither is kept alive."""
+    # At the end of the process there is nobody left to see it.
+    weakref.finalize(owner, _close, weakref.ref(held)).atexit = False
+
+
+def _close(reference: weakref.ref[Closing]) -> None:
+    if (held := reference()) is not None:
+        held.close()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from torchfast._core.reachable import KINDS, held_of_kinds
 
@@ -76,32 +74,7 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.bit_generator.state = state
 
 
-@contextmanager
-def preserved_generators(
-    model: nn.Module, function: Callable[..., Any] | None = None
-) -> Iterator[None]:
-    """Leave the generators that a model and a function hold as they were found.
-
-    Args:
-        model: Those in attributes of its modules.
-        function: Those that it refers to (see `held_by`), and of modules that it refers to.
-    """
-    states = [(each, state_of(each)) for each in _held(model, function)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            set_state(generator, state)
-
-
 def held_with_generators(function: Callable[..., Any]) -> list[Any]:
     """Return what `held_by` returns, with generators of the host."""
     of_host = (np.random.Generator, np.random.RandomState, random.Random)
     return held_of_kinds(function, (*KINDS, *of_host))
-
-
-def _held(model: nn.Module, function: Callable[..., Any] | None) -> Iterable[Any]:
-    held = [model] if function is None else [model, *held_with_generators(function)]
-    modules = dict.fromkeys(m for h in held if isinstance(h, nn.Module) for m in h.modules())
-    values = [*held, *(value for module in modules for value in vars(module).values())]
-    return {id(value): value for value in values if has_state(value)}.values()

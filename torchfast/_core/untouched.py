@@ -1,58 +1,76 @@
 """A model that is run to be measured, and then is as it was.
 
-Gradients, buffers, plain numbers in attributes of modules and random generators are put back.
-Parameters are not written to by a forward and a backward. What is not found: a generator that only
-a global name has, and what objects of a person's own keep besides.
+Parameters, gradients, buffers, random generators, and what modules keep in attributes are put back
+(see `SavedModules`), and so are those of modules that the loss function holds. What is not found: a
+generator of Python or NumPy that only a global name has, and what objects of a person's own keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torchfast._core.generators import preserved_generators
-from torchfast._core.rng import preserved_rng
+from torchfast._core.generators import held_with_generators
+from torchfast._core.reachable import used_by
+from torchfast._core.saved_modules import SavedModules
 
-_NUMBERS = (bool, int, float)
+_SMALL_BYTES: Final = 2**26  # more than this may be data
+
+
+@final
+class TrialRun:
+    """What is run on trial, beside the loss function in it: what that uses is put back, too.
+
+    Args:
+        run: Runs it.
+        loss_fn: The loss function.
+    """
+
+    def __init__(self, run: Callable[[], Any], loss_fn: Callable[..., Any]) -> None:
+        self._run, self.loss_fn = run, loss_fn
+
+    def __call__(self) -> Any:
+        """Run it."""
+        return self._run()
 
 
 @contextmanager
 def untouched(
-    model: nn.Module, device: torch.device, function: Callable[..., Any] | None = None
+    model: nn.Module,
+    device: torch.device,
+    function: Callable[..., Any] | None = None,
+    *,
+    eagerly: bool = False,
 ) -> Iterator[None]:
     """Let the body run forwards and backwards of a model, and put back what they change.
 
     Args:
         model: The model.
         device: Whose generator is put back beside those of the host.
-        function: What is run, if it may hold generators of its own.
+        function: What is run, if it may hold modules, tensors and generators of its own.
+        eagerly: Whether nothing compiled runs in the body. Then only such parameters are copied
+            as something is about to write to.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [
-        (owner, name, buffer, buffer.detach().clone())
-        for owner in model.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    numbers = [
-        (vars(module), {name: v for name, v in vars(module).items() if type(v) in _NUMBERS})
-        for module in model.modules()
-    ]
-    for parameter, _ in gradients:
-        parameter.grad = None
+    state = SavedModules([model, *_held_by(function, eagerly)], device, eagerly=eagerly)
+    state.drop_gradients()
     try:
-        with preserved_rng(device), preserved_generators(model, function):
+        with state.keeping_writes() if eagerly else nullcontext():
             yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for attributes, values in numbers:
-            attributes.update(values)
-        with torch.no_grad():
-            for owner, name, buffer, value in buffers:
-                owner._buffers[name] = buffer
-                buffer.copy_(value)
+        state.put_back(thoroughly=True)
+
+
+def _held_by(function: Callable[..., Any] | None, eagerly: bool) -> list[Any]:
+    """Return what a function holds, and what the loss function has by global names.
+
+    Large tensors are left out, unless only those are copied that are written to.
+    """
+    if function is None:
+        return []
+    loss_fn = function.loss_fn if isinstance(function, TrialRun) else function
+    held = [*held_with_generators(function), *used_by(loss_fn)]
+    return [v for v in held if eagerly or not isinstance(v, Tensor) or v.nbytes <= _SMALL_BYTES]

@@ -7,6 +7,7 @@ from typing import final
 
 from torch import Tensor, nn
 
+from torchfast._core.saved_modules import SavedModules
 from torchfast.compiler.candidates import Candidate
 from torchfast.compiler.parity import (
     Errors,
@@ -17,7 +18,6 @@ from torchfast.compiler.parity import (
     tolerance_of,
     without_dropout,
 )
-from torchfast.compiler.saved_modules import SavedModules
 
 # By how much a candidate may be farther off than what does not repeat itself is from itself.
 _SPREAD_TIMES = 2.0

@@ -40,13 +40,13 @@ from torchfast._core.arguments import check_callable, check_positive
 from torchfast._core.batches import tensors
 from torchfast._core.generators import held_with_generators
 from torchfast._core.measure import Measurement, drain, first_line, measure
+from torchfast._core.saved_modules import SavedModules
 from torchfast.compiler.candidates import Candidate, OutError
 from torchfast.compiler.judge import Judge
 from torchfast.compiler.parity import ParityTolerance
 from torchfast.compiler.reasons import why_chosen, why_none
 from torchfast.compiler.receipts import CandidateResult, Receipt, ReceiptKey, Status, new_date
 from torchfast.compiler.replays import ALL_LAUNCHED, LAUNCHED, REPLAYED, Graphs, captured
-from torchfast.compiler.saved_modules import SavedModules
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from torchfast._core.errors import CaptureError
 from torchfast._core.rng import get_rng_state, same_generator, set_rng_state
+from torchfast._core.storages import Memory
 from torchfast.graphs.attributes import Attributes
 from torchfast.graphs.holders import is_tensor
 from torchfast.graphs.host_draws import HostDraws
 from torchfast.graphs.named_state import NamedState
-from torchfast.graphs.reached import Memory, Notes, Reached
+from torchfast.graphs.reached import Notes, Reached
 
 LATER = "the step made new state of its optimizer, and can be captured later"
 _NUMBERS = (bool, int, float)

@@ -9,7 +9,7 @@ nobody ever computed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
@@ -19,7 +19,7 @@ from torchfast._core.code_names import Read
 from torchfast._core.compare import same_bits
 from torchfast._core.proxies import is_dead
 from torchfast._core.refilling import REFILLED, refill
-from torchfast._core.storages import is_expanded
+from torchfast._core.storages import is_dense, is_expanded
 from torchfast.graphs.copies import copies_of
 from torchfast.graphs.holders import PLAIN, Kinds, parts_of
 from torchfast.graphs.places import CELL, NOTHING, Place, values_in
@@ -177,37 +177,6 @@ class Notes:
 
 
 @final
-class Memory:
-    """Where tensors lie, which ``tensor.data = other`` changes.
-
-    Args:
-        tensors: Which; those of a class of their own know by themselves where they lie.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._held = [
-            (tensor, tensor.data)
-            for tensor in tensors
-            if type(tensor) in (Tensor, nn.Parameter) and _is_dense(tensor)
-        ]
-
-    def has_moved(self) -> bool:
-        """Whether one lies elsewhere now."""
-        return any(True for _ in self._moved())
-
-    def put_back(self) -> None:
-        """Let each lie where it did."""
-        for tensor, place in self._moved():
-            tensor.data = place
-
-    def _moved(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for tensor, place in self._held:
-            is_there = tensor.data_ptr() == place.data_ptr() and tensor.shape == place.shape
-            if not is_there or tensor.stride() != place.stride() or tensor.dtype != place.dtype:
-                yield tensor, place
-
-
-@final
 class Copies:
     """Values of tensors, which are written to only if they have changed: a write is a trace.
 
@@ -239,14 +208,9 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether it has strides: a nested one has none, and may say that it is a strided one."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
 def _is_state(tensor: Tensor) -> bool:
     """Whether a step may keep in it what the next one reads, by writing to it in place."""
-    if not _is_dense(tensor) or tensor.is_inference():
+    if not is_dense(tensor) or tensor.is_inference():
         return False
     if tensor.requires_grad and not tensor.is_leaf:
         return False

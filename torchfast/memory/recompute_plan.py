@@ -175,7 +175,7 @@ def measure_recompute(
 
     with preserved_modes(model):
         model.train()
-        with untouched(model, where):
+        with untouched(model, where, loss_fn):
             with probe.counting():
                 step(moved)
                 wait(where)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from torchfast._core.later import later
 from torchfast.precision.convolutions import Convolutions
+from torchfast.precision.float8_foreign import check_none_foreign, foreign_decisions
 from torchfast.precision.float8_options import Float8Options
 from torchfast.precision.low_bit_kind import as_low_bit, check_replicas
 from torchfast.precision.low_bit_options import WORDS as LOW_BIT_WORDS
@@ -59,7 +60,9 @@ __all__ = [
     "Snapshot",
     "UpdateGuard",
     "as_low_bit",
+    "check_none_foreign",
     "check_replicas",
+    "foreign_decisions",
     "low_bit_source",
     "precision_from",
 ]

@@ -30,17 +30,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from torchfast._core.building import optimized
-from torchfast._core.closing import Closing
+from torchfast._core.closing import Closing, close_with
 from torchfast._core.decisions import Decision
-from torchfast._core.device import float8_obstacle
 from torchfast._core.errors import PlanError, UnsupportedDeviceError
-from torchfast._core.measure import first_line
 from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, noting_uses, uses_of
-from torchfast.precision.float8_forms import Form
-from torchfast.precision.float8_forward import forward_class, products
-from torchfast.precision.float8_layers import MULTIPLE, Layer, check_no_layer, obstacle_of, survey
+from torchfast.precision.float8_conversion import Float8Conversion
+from torchfast.precision.float8_forms import Form, leave_with
+from torchfast.precision.float8_forward import is_outside_autocast
+from torchfast.precision.float8_layers import Layer, check_no_layer, obstacle_of, survey
 from torchfast.precision.float8_options import RECIPES, Float8Options
-from torchfast.precision.torchao_modules import torchao_module
 
 if TYPE_CHECKING:
     from torchfast.precision.float8_gather import Float8Gather
@@ -51,6 +49,7 @@ _SHOWN = 4
 _REMEDY = "begin with a batch that reaches it, or name a recipe to have it unmeasured"
 _UNMEASURED = f"so its recipe was not measured: {_REMEDY}"
 _LOADED = "in the run whose state was loaded"
+_IN_FP32 = "in fp32, since what calls it has turned autocast off"
 _FEW = 2  # so many times the rows that were measured are another shape
 
 
@@ -64,6 +63,10 @@ class Float8Linears(Closing):
         options: Which layers and how; by default each as measured (see `decide`).
         device: Where the model trains; None means where its parameters are.
         is_sharded: Whether ``fully_shard`` has sharded the model or will.
+        until_dropped: Let the layers be plain again when this object is dropped without `close`,
+            too, for one whose owner nobody may remember to close. Otherwise they stay.
+        under_autocast: Whether the model trains under autocast. Then a layer that is called in fp32
+            where autocast was turned off is left so, unless weights are gathered in float8.
 
     Raises:
         PlanError: A model that is a linear layer itself; or ``all_gather`` without shards.
@@ -91,6 +94,8 @@ class Float8Linears(Closing):
         device: torch.device | None = None,
         *,
         is_sharded: bool = False,
+        until_dropped: bool = False,
+        under_autocast: bool = False,
     ) -> None:
         self.options = Float8Options() if options is None else options
         self.device = next(model.parameters()).device if device is None else device
@@ -98,6 +103,8 @@ class Float8Linears(Closing):
         self._layers: list[Layer] = []
         self._forms: dict[str, Form] = {}  # by the layer's name
         self._is_in, self._is_sharded = False, is_sharded
+        self._until_dropped = until_dropped
+        self._under_autocast = under_autocast and not self.options.all_gather
         self._gather: Float8Gather | None = None
         self.recipes: dict[str, str] = {}  # of the layers in float8, by name
         self.receipt: Float8Receipt | None = None  # what `decide` measured
@@ -112,12 +119,9 @@ class Float8Linears(Closing):
                 "take Plan(shard='fsdp') or 'hsdp', say is_sharded=True if you shard it, or leave "
                 "it out"
             )
-        self._check_hardware()
-        names = "Float8LinearConfig", "convert_to_float8_training"
-        self._ao = torchao_module("torchao.float8", "precision='fp8'", *names)
-        products()  # or a recipe that is measured would only be refused
+        self._conversion = Float8Conversion(self.device, emulate=self.options.emulate)
         if self.options.recipe != "auto":
-            self._probe(self.options.recipe)
+            self._conversion.probe(self.options.recipe)
 
     def apply(self) -> None:
         """Convert the layers; where recipes are measured, `decide` does.
@@ -166,8 +170,13 @@ class Float8Linears(Closing):
             agree: Takes the recipes that this process would choose, by layer, and returns those
                 that all ranks take.
 
+        Raises:
+            PlanError: There is nothing to decide: before `apply`, a second time, or where the
+                options name a recipe.
+
         Synchronizes: Yes.
         """
+        self._check_decidable()
         possible = self._look_again()
         # Shards stay gathered behind a forward whose backward never comes.
         with torch.no_grad() if self._is_sharded else nullcontext():
@@ -179,6 +188,8 @@ class Float8Linears(Closing):
                 reason = f"nothing called it in the first forward, {_UNMEASURED}"
             elif reason is None and uses[layer.name].rows == 0:
                 reason = f"it got no rows in the first forward, {_UNMEASURED}"
+            elif reason is None and uses[layer.name].is_in_fp32 and self._under_autocast:
+                reason = _IN_FP32
             layers.append(dataclasses.replace(layer, reason=reason))
         self._layers = layers
         self._measured_rows = {
@@ -187,7 +198,7 @@ class Float8Linears(Closing):
         possible = [layer for layer in layers if layer.reason is None]
         self.receipt = choose_recipes(
             {layer.name: (uses[layer.name], layer.module) for layer in possible},
-            self._converter,
+            self._conversion.by,
             self.device,
             budget_s=self.options.budget_s,
             compiled=compiled,
@@ -215,7 +226,7 @@ class Float8Linears(Closing):
             return False
         try:
             for name in sorted(names):
-                self._probe(name)
+                self._conversion.probe(name)
         except UnsupportedDeviceError:
             return False
         self._is_taken_over = True
@@ -275,6 +286,8 @@ class Float8Linears(Closing):
             from torchfast.precision.float8_gather import Float8Gather  # takes long to import
 
             self._gather = Float8Gather(self._model, self.modules())
+            if self._until_dropped:
+                close_with(self, self._gather)
         return self._gather
 
     @override
@@ -291,6 +304,10 @@ class Float8Linears(Closing):
         self._leave()
         self._forms = {}
         self.recipes = {}
+
+    def leaves_in_fp32(self, tensor: Tensor) -> bool:
+        """Whether a layer that gets or gives this tensor now does not compute in float8."""
+        return self._under_autocast and is_outside_autocast(tensor)
 
     def modules(self) -> Mapping[str, nn.Module]:
         """Return the layers in float8, by name."""
@@ -326,8 +343,8 @@ class Float8Linears(Closing):
     def decision(self) -> Decision:
         """Say which layers are in float8, in which recipe, and why the others are not."""
         if self.is_undecided:
-            detail = "the recipes are measured at the first step; until then bf16"
-            return Decision(lever="float8", outcome="applied", detail=detail)
+            detail = "all in bf16 until decide() measures recipes, as a trainer's first step does"
+            return Decision(lever="float8", outcome="left alone", detail=detail)
         why = self._left_out()
         rest = f"; in bf16: {why}" if why else ""
         if not self.recipes:
@@ -340,60 +357,38 @@ class Float8Linears(Closing):
             detail += f", as {_LOADED}"
         if self._gather is not None:
             detail += f", the weights of {self._gather.num_layers} gathered in float8"
+        in_fp32 = [repr(name) for name, form in self._forms.items() if form.was_in_fp32]
+        if in_fp32:
+            detail += f"; of these {_shown(in_fp32)} ({_IN_FP32})"
         return Decision(lever="float8", outcome="applied", detail=f"{detail}{rest}")
 
     def __repr__(self) -> str:
         return f"Float8Linears({type(self._model).__name__}, {self.recipes or 'undecided'})"
 
+    def _check_decidable(self) -> None:
+        if not self._layers:
+            why = "nothing is known of the layers; call apply() before"
+        elif self.options.recipe != "auto":
+            why = f"the options name recipe={self.options.recipe!r}, which is not measured"
+        elif not self.is_undecided:
+            why = "the recipes are chosen already; close() and apply() to measure anew"
+        else:
+            return
+        raise PlanError(f"decide() has nothing to decide: {why}")
+
     # --- conversion -------------------------------------------------------------------------
-
-    def _check_hardware(self) -> None:
-        obstacle = None if self.options.emulate else float8_obstacle(self.device)
-        if obstacle is not None:
-            raise UnsupportedDeviceError(
-                "float8 products need an NVIDIA GPU of compute capability 8.9 or later (Ada, "
-                f"Hopper, Blackwell), but {obstacle}; use precision='bf16', or "
-                "Float8Options(emulate=True) to test the numbers"
-            )
-
-    def _probe(self, recipe: str) -> None:
-        """Raise if this device refuses a recipe: which takes which differs between releases."""
-        # Not initialised by torch, which would draw from the generators of the run.
-        layer = nn.utils.skip_init(nn.Linear, MULTIPLE, MULTIPLE, False, device=self.device)
-        nn.init.ones_(layer.weight)
-        convert = self._converter(recipe)
-        try:
-            with torch.autocast(self.device.type, dtype=torch.bfloat16):
-                out: Tensor = convert(layer)(torch.ones(MULTIPLE, MULTIPLE, device=self.device))
-            out.float().sum().backward()
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            raise UnsupportedDeviceError(
-                f"this device refuses float8 with recipe={recipe!r} ({first_line(error)}); use "
-                "recipe='auto' or another, or precision='bf16'"
-            ) from error
-
-    def _converter(self, recipe: str) -> Callable[[nn.Module], nn.Module]:
-        """Return what converts a layer, or those within a module that a filter names."""
-        config = dataclasses.replace(
-            self._ao.Float8LinearConfig.from_recipe_name(recipe),
-            emulate=self.options.emulate,
-        )
-
-        def convert(module: nn.Module) -> nn.Module:
-            converted: nn.Module = self._ao.convert_to_float8_training(module, config=config)
-            kind: Any = type(converted)
-            converted.__class__ = forward_class(kind)
-            return converted
-
-        return convert
 
     def _convert(self, recipes: Mapping[str, str]) -> None:
         for layer in self._layers:
             recipe = recipes.get(layer.name)
             if recipe is not None:
-                new = self._converter(recipe)(layer.module)
-                self._forms[layer.name] = Form(layer.module, new)
+                new = self._conversion.by(recipe)(layer.module)
+                self._forms[layer.name] = Form(
+                    layer.name, layer.module, new, under_autocast=self._under_autocast
+                )
                 self.recipes[layer.name] = recipe
+        if self._until_dropped:
+            leave_with(self, self._forms.values())
         self._enter()
 
     def _look_again(self) -> list[Layer]:
@@ -428,8 +423,9 @@ class Float8Linears(Closing):
                 reason += f"; before update {step} it got {rows} rows, of which nothing is known"
                 reason += "" if _UNMEASURED in reason else f": {_REMEDY}"
             by_reason.setdefault(reason, []).append(repr(layer.name))
-        parts = []
-        for reason, names in by_reason.items():
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            parts.append(f"{', '.join(names[:_SHOWN])}{more} ({reason})")
-        return "; ".join(parts)
+        return "; ".join(f"{_shown(names)} ({reason})" for reason, names in by_reason.items())
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfast._core.measure import Measurement, first_line, measure
+from torchfast.precision.float8_forward import is_outside_autocast
 from torchfast.precision.float8_layers import Layer, layer_input
 from torchfast.precision.float8_options import RECIPES
 from torchfast.precision.float8_trial import without_trace
@@ -39,6 +40,7 @@ class Use(NamedTuple):
 
     rows: int
     dtype: torch.dtype  # of its weight, which shards may be gathered in
+    is_in_fp32: bool = True  # in each call, autocast being off
 
 
 class Shape(NamedTuple):
@@ -152,7 +154,8 @@ def noting_uses(layers: Iterable[Layer]) -> Iterator[dict[str, Use]]:
             if given is not None:
                 rows = math.prod(given.shape[:-1])
                 known = uses.get(name, Use(0, layer.weight.dtype))  # one may be called often
-                uses[name] = known._replace(rows=max(rows, known.rows))
+                in_fp32 = known.is_in_fp32 and is_outside_autocast(given)
+                uses[name] = known._replace(rows=max(rows, known.rows), is_in_fp32=in_fp32)
 
         return hook
 

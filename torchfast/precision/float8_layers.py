@@ -7,8 +7,8 @@ that a hook makes), and layers that lose more than they gain.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -20,6 +20,7 @@ from torchfast._core.arguments import suggestion
 from torchfast._core.errors import PlanError
 from torchfast._core.local import local
 from torchfast.precision.float8_options import Float8Options
+from torchfast.precision.float8_vocabulary import logits_layers
 
 # The float8 units multiply tiles whose sides are multiples of it.
 MULTIPLE: Final = 16
@@ -41,11 +42,13 @@ class Layer:
     Attributes:
         name: Its first name in the model.
         module: The layer.
+        names: All its names: one that several modules hold has several.
         reason: Why it stays in bf16; None where float8 is possible.
     """
 
     name: str
     module: nn.Linear
+    names: tuple[str, ...]
     reason: str | None = None
 
     @property
@@ -74,7 +77,7 @@ def survey(model: nn.Module, options: Float8Options) -> list[Layer]:
         PlanError: The model is in float8 already; a layer has no sizes yet; a name that fits no
             layer; or a layer that ``only`` names and that cannot be converted.
     """
-    found = list(_linears(model))
+    found = _linears(model)
     for layer in found:
         if isinstance(layer.module.weight, nn.UninitializedParameter):
             raise PlanError(
@@ -84,10 +87,11 @@ def survey(model: nn.Module, options: Float8Options) -> list[Layer]:
     done = next((layer.name for layer in found if is_float8(layer.module)), None)
     if done is not None:
         raise PlanError(
-            f"layer {done!r} is in float8 already; close what converted it, or give the model as "
-            "it was and leave the conversion to the plan"
+            f"layer {done!r} is in float8 already; close what converted it, or give "
+            "copy.deepcopy(model), whose layers are plain, or the model as it was before torchao, "
+            "and leave the conversion to the plan"
         )
-    names = [layer.name for layer in found]
+    names = [name for layer in found for name in layer.names]
     for argument in ("keep", "only"):
         for pattern in getattr(options, argument):
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -95,8 +99,8 @@ def survey(model: nn.Module, options: Float8Options) -> list[Layer]:
                     f"{argument} names {pattern!r}, but the model has no linear layer of that name"
                     f"{suggestion(pattern, names)}"
                 )
-    logits = _logits_layers(model, found)
-    return [_judged(layer, options, gives_logits=layer.module in logits) for layer in found]
+    logits = logits_layers(model, [layer.module for layer in found])
+    return [_judged(layer, options, logits.get(layer.module)) for layer in found]
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -110,72 +114,23 @@ def layer_input(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | Non
     return given if isinstance(given, Tensor) else None
 
 
-def _linears(model: nn.Module) -> Iterator[Layer]:
-    for name, module in model.named_modules():
+def _linears(model: nn.Module) -> list[Layer]:
+    names: dict[nn.Linear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
-            yield Layer(name=name, module=module)
+            names.setdefault(module, []).append(name)
+    return [Layer(name=of[0], module=module, names=tuple(of)) for module, of in names.items()]
 
 
-def _logits_layers(model: nn.Module, layers: list[Layer]) -> set[nn.Linear]:
-    """Return the layers that give logits over what an embedding looks up.
-
-    Surely those that share its weight, and those that the model itself names, as models of
-    transformers do. Of others there is the shape only, which layers of a block may have too: of as
-    many tables of a shape as many layers count, the last ones, for heads stand at the end.
-
-    A table of positions can have the shape of a block's layers: 1024 positions of 1024 features.
-    So a table of which there is a larger one counts only where no more layers are like it.
-    """
-    linears = [layer.module for layer in layers]
-    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    # A table need not be a module: F.embedding takes a parameter of any.
-    looked_up = {
-        id(p) for m in model.modules() if not isinstance(m, nn.Linear) for p in _own_weights(m)
-    }
-    known = {m for m in linears if id(m.weight) in looked_up} | _named_outputs(model, linears)
-    settled = {tuple(m.weight.shape) for m in known}
-    largest: dict[int, int] = {}
-    for weight in tables.values():
-        rows, features = weight.shape
-        largest[features] = max(rows, largest.get(features, 0))
-    untied = Counter(tuple(weight.shape) for weight in tables.values())
-    for shape, count in untied.items():
-        alike = [m for m in linears if tuple(m.weight.shape) == shape]
-        is_sure = len(alike) <= count or largest[shape[1]] == shape[0]
-        if is_sure and shape not in settled:
-            known.update(alike[-count:])
-    return known
-
-
-def _own_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (p for p in module._parameters.values() if p is not None)
-
-
-def _named_outputs(model: nn.Module, linears: list[nn.Linear]) -> set[nn.Linear]:
-    """Return the layers that models within this one say they give their logits by."""
-    found: set[nn.Module] = set()
-    for module in model.modules():
-        ask = getattr(module, "get_output_embeddings", None)
-        if not callable(ask):
-            continue
-        try:
-            output = ask()
-        except (AttributeError, NotImplementedError):  # one that has no such layer
-            continue
-        if isinstance(output, nn.Module):
-            found.update(output.modules())
-    return {m for m in linears if m in found}
-
-
-def _judged(layer: Layer, options: Float8Options, *, gives_logits: bool) -> Layer:
+def _judged(layer: Layer, options: Float8Options, gives_logits: str | None) -> Layer:
     obstacle = obstacle_of(layer.module)
-    if obstacle is not None and layer.name in options.only:
+    named = next((name for name in layer.names if name in options.only), None)
+    if obstacle is not None and named is not None:
         raise PlanError(
-            f"only names layer {layer.name!r}, which cannot be in float8: {obstacle}; take it out "
-            "of only"
+            f"only names layer {named!r}, which cannot be in float8: {obstacle}; take it out of "
+            "only"
         )
-    reason = obstacle or _unwanted(layer, options, gives_logits=gives_logits)
-    return Layer(name=layer.name, module=layer.module, reason=reason)
+    return dataclasses.replace(layer, reason=obstacle or _unwanted(layer, options, gives_logits))
 
 
 def obstacle_of(module: nn.Linear) -> str | None:
@@ -201,16 +156,20 @@ def obstacle_of(module: nn.Linear) -> str | None:
     return None
 
 
-def _unwanted(layer: Layer, options: Float8Options, *, gives_logits: bool) -> str | None:
+def _unwanted(layer: Layer, options: Float8Options, gives_logits: str | None) -> str | None:
     """Return why the options leave out a layer that could be converted."""
-    if any(fnmatchcase(layer.name, pattern) for pattern in options.keep):
+    if _is_named(layer, options.keep):
         return "keep names it"
-    if layer.name in options.only:
+    if any(name in options.only for name in layer.names):
         return None
-    if options.only and not any(fnmatchcase(layer.name, pattern) for pattern in options.only):
+    if options.only and not _is_named(layer, options.only):
         return "only names others"
-    if gives_logits and not options.vocabulary:
-        return "it gives the logits of the vocabulary"
+    if gives_logits is not None and not options.vocabulary:
+        return gives_logits
     if options.recipe != "auto" and min(layer.shape) < options.smallest:
         return f"too small to gain: {layer.shape[0]} to {layer.shape[1]} features"
     return None
+
+
+def _is_named(layer: Layer, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in layer.names for pattern in patterns)

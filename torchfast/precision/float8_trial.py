@@ -21,7 +21,10 @@ def without_trace(
 ) -> Iterator[None]:
     """Run the body eagerly, and put the model back behind it.
 
-    Synchronizes: To read the state of the device's generator.
+    Synchronizes: To read the state of the device's generator, and to compare buffers.
     """
-    with untouched(model, device, forward), torch.compiler.set_stance("force_eager"):
+    with (
+        untouched(model, device, forward, eagerly=True),
+        torch.compiler.set_stance("force_eager"),
+    ):
         yield

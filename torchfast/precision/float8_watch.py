@@ -57,9 +57,9 @@ class Float8Watch:
         float8: Its converted layers.
         ranks: Who trains it together; None means this process alone.
 
-    Numerics: None, where the step changes nothing but gradients, buffers, numbers in attributes of
-        modules, and generators that the model and the loss function hold.
-    Synchronizes: To read the generator's state before the updates named; never in between.
+    Numerics: None, where the step changes nothing but gradients, parameters, buffers, generators,
+        what modules keep in attributes, and what of these the loss function holds.
+    Synchronizes: Before the updates named, to put the model back; never in between.
     """
 
     def __init__(
@@ -213,6 +213,9 @@ class Float8Watch:
 
         def before(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             given = layer_input(args, named)
+            if given is not None and self._float8.leaves_in_fp32(given):
+                self._called.add(name)
+                return
             if given is not None:
                 note("input", given, _E4M3)
             weight = module.weight
@@ -222,7 +225,7 @@ class Float8Watch:
                 note("weight", weight, _E4M3)
 
         def after(_: nn.Module, __: tuple[Any, ...], out: Tensor) -> None:
-            if out.requires_grad:
+            if out.requires_grad and not self._float8.leaves_in_fp32(out):
                 out.register_hook(lambda g: note("gradient", g, _GRADIENTS[recipe]))
 
         return [

@@ -1,18 +1,20 @@
 """What a forward and a backward may change, saved on the side and put back bit for bit.
 
-A search runs the user's own step many times before training begins, so nothing of it may stay:
+A search runs the user's own step many times before training begins, and a watch some times within
+it, so nothing of it may stay:
 
 - gradients: ``None`` or the tensor that was there, with its values;
 - buffers (BatchNorm statistics, counters), also such as were replaced by new tensors;
 - attributes of modules: what each name stood for, and the contents of tensors, of lists, dicts,
   sets, deques and NumPy arrays, and of what lies in those, to any depth;
-- parameters, which forward and backward leave alone unless something is wrong, such as a hook that
-  updates them;
+- parameters, which most forwards leave alone: not those of an encoder that follows another one, as
+  in MoCo and BYOL, nor those that are normalized in place;
 - every random generator: Python's, NumPy's, torch's on the host and the device, and those that
   modules keep.
 
 Modules that others keep in plain lists, as a teacher that is not to be trained is kept, are saved
-with them. Parameters and gradients are kept on the host, the rest where it is. Containers are
+with them. Parameters and gradients are kept on the host, the rest where it is; or, for what is done
+every so often, all but buffers is copied when something is about to write to it. Containers are
 copied shallowly, each by itself, and nothing is asked of objects of the user's own. So what these
 hold is not saved, nor are containers of classes of his own, hooks, files, and the peaks that the
 caching allocator counts (after a search they are the search's).
@@ -21,6 +23,7 @@ caching allocator counts (after a search they are the search's).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeGuard, TypeVar, final
 
 import numpy as np
@@ -29,9 +32,10 @@ from torch import Tensor, nn
 
 from torchfast._core.compare import same_bits, same_objects
 from torchfast._core.generators import has_state, same_state, set_state, state_of
+from torchfast._core.kept_writes import KeptWrites
 from torchfast._core.refilling import REFILLED, refill
 from torchfast._core.rng import get_rng_state, same_rng_state, set_rng_state
-from torchfast._core.storages import is_expanded
+from torchfast._core.storages import Memory, is_expanded
 
 T = TypeVar("T")
 
@@ -50,11 +54,15 @@ class SavedModules:
     Args:
         holders: Modules, tensors and generators; anything else is passed over.
         device: Whose default generator is saved beside those of the host.
+        eagerly: Whether all that is run until ``put_back`` is within `keeping_writes` and eager,
+            and leaves the gradients that there are alone. Then only buffers are copied beforehand.
 
     Synchronizes: At construction and in ``put_back``.
     """
 
-    def __init__(self, holders: Iterable[object], device: torch.device) -> None:
+    def __init__(
+        self, holders: Iterable[object], device: torch.device, *, eagerly: bool = False
+    ) -> None:
         holders = list(holders)
         roots = [h for h in holders if isinstance(h, nn.Module)]
         modules, parts = _reached(roots)
@@ -75,15 +83,24 @@ class SavedModules:
         self._graded = list(dict.fromkeys(graded))  # by identity
         self._grads = [p.grad for p in self._graded]
         tensors = [*self._graded, *(g for g in self._grads if g is not None)]
-        self._kept = [(t, _copied(t, host=True), t._version) for t in tensors if _is_writable(t)]
+        self._writes = KeptWrites([*self._graded, *kept] if eagerly else ())
+        copied = () if eagerly else tensors
+        self._kept = [(t, _copied(t, host=True), t._version) for t in copied if _is_writable(t)]
         seen = {id(t) for t in tensors}
-        for tensor in (*(b for m in modules for b in m.buffers(recurse=False)), *kept):
+        # Kernels of normalisation write to buffers without saying so.
+        buffers = [b for m in modules for b in m.buffers(recurse=False)]
+        for tensor in buffers if eagerly else (*buffers, *kept):
             if id(tensor) not in seen and _is_writable(tensor):
                 seen.add(id(tensor))
                 self._kept.append((tensor, _copied(tensor, host=False), tensor._version))
+        self._memory = Memory([*tensors, *(tensor for tensor, _, _ in self._kept)])
         generators = {id(g): g for g in (*holders, *parts) if has_state(g)}
         self._generators = [(g, state_of(g)) for g in generators.values()]
         self._rng = get_rng_state(device)
+
+    def keeping_writes(self) -> AbstractContextManager[object]:
+        """Return a context in which parameters are copied before something writes to them."""
+        return self._writes
 
     def drop_gradients(self) -> None:
         """Take gradients away, as ``zero_grad`` does."""
@@ -121,6 +138,9 @@ class SavedModules:
             self._put_back_attributes()
         for container, content in self._contents:
             refill(container, content)
+        # First: what lies in the memory of another now would be written there.
+        self._memory.put_back()
+        self._writes.put_back()
         for index, (tensor, copy, version) in enumerate(self._kept):
             is_far = copy.device != tensor.device and not thoroughly
             if not (is_far and tensor._version == version) and not _is_same(tensor, copy):
