@@ -332,33 +332,6 @@ def test_guards_nest():
     assert (outer.report().count, inner.report().count) == (2, 1)
 
 
-def test_a_guard_around_each_step_stays_in_place_until_it_is_closed():
-    guard = SyncGuard(device="cpu")
-    with guard:
-        read_item(batch())
-    assert "item" not in vars(torch.Tensor)
-    for _ in range(2):
-        with guard:
-            read_item(batch())
-        read_item(batch())  # outside: not counted
-    assert "item" in vars(torch.Tensor)
-    assert guard.report().count == 3
-    guard.close()
-    assert "item" not in vars(torch.Tensor)
-    with pytest.raises(RuntimeError, match="make a new one"), guard:
-        pass
-
-
-def test_a_guard_that_is_dropped_puts_torch_back():
-    guard = SyncGuard(device="cpu")
-    for _ in range(2):
-        with guard:
-            pass
-    assert "item" in vars(torch.Tensor)
-    del guard
-    assert "item" not in vars(torch.Tensor)
-
-
 def test_an_error_inside_of_a_call_is_no_wait():
     with SyncGuard(device="cpu") as guard, pytest.raises(RuntimeError):
         torch.ones(3).item()

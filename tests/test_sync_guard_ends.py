@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 
+from host_waits import batch, read_item
 from torchfast import SyncGuard, UnsupportedDeviceError
 
 
@@ -110,3 +111,30 @@ def test_a_backward_is_heard_by_all_guards_of_whoever_runs_it():
         thread.start()
         thread.join()
     assert (outer.report().count, inner.report().count) == (1, 1)
+
+
+def test_a_guard_around_each_step_stays_in_place_until_it_is_closed():
+    guard = SyncGuard(device="cpu")
+    with guard:
+        read_item(batch())
+    assert "item" not in vars(torch.Tensor)
+    for _ in range(2):
+        with guard:
+            read_item(batch())
+        read_item(batch())  # outside: not counted
+    assert "item" in vars(torch.Tensor)
+    assert guard.report().count == 3
+    guard.close()
+    assert "item" not in vars(torch.Tensor)
+    with pytest.raises(RuntimeError, match="make a new one"), guard:
+        pass
+
+
+def test_a_guard_that_is_dropped_puts_torch_back():
+    guard = SyncGuard(device="cpu")
+    for _ in range(2):
+        with guard:
+            pass
+    assert "item" in vars(torch.Tensor)
+    del guard
+    assert "item" not in vars(torch.Tensor)
