@@ -130,6 +130,47 @@ def test_replicas_that_would_drift_apart_are_refused(shard):
         assert said
 
 
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize("how", ["ddp", "DistributedDataParallel", "mesh"])
+def test_replicas_are_found_behind_offloading_and_where_the_plan_has_not_made_them(
+    how, is_offloaded
+):
+    def rank(number):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model, offload = net(), "optimizer" if is_offloaded else None
+        if how == "DistributedDataParallel":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif how == "mesh":
+            fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+        plan = Plan(optimizer=ROUNDED, offload=offload, shard="ddp" if how == "ddp" else None)
+        with pytest.raises(PlanError, match="stochastic rounding does not go with"):
+            Trainer(model, ADAMW, loss_fn, plan)
+
+    ranks.run(rank)
+
+
+def test_what_a_mesh_shards_and_replicas_in_fp32_are_taken_as_they_are():
+    def rank(number):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        sharded = net()
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+        # Of bf16 there is only what the ranks do not have in common.
+        apart = nn.Sequential(nn.Linear(64, 64), net()[2:])
+        apart[0].to(torch.float32)
+        names = [name for name, p in apart.named_parameters() if p.dtype == torch.bfloat16]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            apart, names
+        )
+        for model in (sharded, nn.parallel.DistributedDataParallel(apart)):
+            Trainer(model, ADAMW, loss_fn, Plan(optimizer=ROUNDED)).close()
+
+    ranks.run(rank)
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_shards_leave_whole_would_drift_apart_and_is_refused(by_hand):
     def rank(number):

@@ -117,7 +117,8 @@ def prepare(
         transforms.sharding.check_optimizer(optimizer)
         if transforms.sharding.is_sharded:
             check_takes_shards(optimizer)
-        check_replicas(optimizer, sharded.strategy, transforms.sharding.whole_parameters())
+    strategy = None if sharded is None else sharded.strategy
+    check_replicas(optimizer, model, strategy, transforms.sharding.whole_parameters())
     built = build_scheduler(scheduler, optimizer)
     if is_fp16 and clips:
         check_no_strays(model, optimizer)

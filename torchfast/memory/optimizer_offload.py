@@ -117,6 +117,7 @@ class OffloadedOptimizer(Optimizer):
         inner = make([self._on_host(group) for group in self.param_groups])
         self._check(inner)
         self._inner = inner
+        self._torchfast_inner = inner  # for `at_work`
         self.defaults = inner.defaults
         self._take_over(inner)
 
