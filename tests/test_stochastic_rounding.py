@@ -77,6 +77,10 @@ def test_small_updates_add_up_only_where_they_are_rounded_by_chance():
 def test_weights_that_are_not_bf16_are_refused():
     with pytest.raises(PlanError, match=r"rounds bf16 weights, .* has none, but float32; train"):
         Trainer(net(torch.float32), ADAMW, loss_fn, Plan(optimizer=ROUNDED))
+    model = net(torch.float32)
+    own = LowBitAdamW(model.parameters(), state="full", stochastic_rounding=True)
+    with pytest.raises(PlanError, match="rounds bf16 weights"):
+        Trainer(model, own, loss_fn, Plan(optimizer=ROUNDED))
     mixed = net()
     mixed[0].float()
     Trainer(mixed, ADAMW, loss_fn, Plan(optimizer=ROUNDED))
@@ -92,6 +96,36 @@ def test_an_optimizer_that_is_built_must_round_too():
     compiled = ROUNDED.__class__(state="full", compiled=False)
     with pytest.raises(PlanError, match=r"optimizer=LowBitOptions\(state='full', compiled=False\)"):
         Trainer(model, plain, loss_fn, Plan(optimizer=compiled))
+
+
+@pytest.mark.parametrize(
+    ("built", "wanted", "message"),
+    [
+        ({}, {"state": "4bit"}, "has state='8bit', and state='4bit' is asked for"),
+        (
+            {"state": "4bit"},
+            {"state": "full", "stochastic_rounding": True},
+            "has state='4bit', stochastic_rounding=False, and state='full', stochastic_rounding=T",
+        ),
+        ({"compiled": True}, {"compiled": False}, "has compiled=True, and compiled=False is asked"),
+    ],
+)
+def test_an_optimizer_that_the_callable_builds_must_do_what_the_plan_says(built, wanted, message):
+    with pytest.raises(PlanError, match=message):
+        Trainer(
+            net(), partial(LowBitAdamW, **built), loss_fn, Plan(optimizer=LowBitOptions(**wanted))
+        )
+    low = LowBitAdamW(net().parameters(), **built)
+    with pytest.raises(PlanError, match=message):
+        LowBitAdamW.like(low, **wanted)
+
+
+@pytest.mark.parametrize("wanted", [{}, {"state": "8bit"}, {"stochastic_rounding": False}])
+def test_an_optimizer_that_the_callable_builds_may_do_more(wanted):
+    make = partial(LowBitAdamW, stochastic_rounding=True, compiled=False)
+    optimizer = Trainer(net(), make, loss_fn, Plan(optimizer=LowBitOptions(**wanted))).optimizer
+    assert (optimizer.stochastic_rounding, optimizer.compiled) == (True, False)
+    assert LowBitAdamW.like(optimizer, **wanted) is optimizer
 
 
 def test_options_are_one_way_to_write_a_plan():

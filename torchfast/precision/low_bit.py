@@ -43,11 +43,14 @@ from torchfast.precision.low_bit_saved import (
     CODES,
     KIND,
     MOMENTS,
+    OF_ADAMW,
     SCALE,
     check_convertible,
+    check_does,
     check_kind,
     check_of_adamw,
     in_full,
+    plain_group,
 )
 from torchfast.precision.low_bit_shards import can_be_coded, spread_as
 from torchfast.precision.low_bit_update import compiled_update, make_update
@@ -55,17 +58,6 @@ from torchfast.precision.low_bit_update import compiled_update, make_update
 logger = logging.getLogger(__name__)
 
 _OWN = ("kind", "stochastic_rounding", "compiled")
-# What an AdamW has in its groups beside, which says how it computes. Any other key is a scheduler's
-# or the user's: OneCycleLR keeps its bounds there, timm the part of the rate that a layer takes.
-_OF_ADAMW = (
-    "amsgrad",
-    "foreach",
-    "maximize",
-    "capturable",
-    "differentiable",
-    "fused",
-    "decoupled_weight_decay",
-)
 # So many values of betas and weight decay a group are compiled for, and then no more.
 _MOST_NUMBERS = 4
 
@@ -154,17 +146,19 @@ class LowBitAdamW(Optimizer):
         """Return one with the parameters and hyperparameters of an AdamW that has not stepped yet.
 
         Args:
-            optimizer: A ``torch.optim.AdamW``.
+            optimizer: A ``torch.optim.AdamW``; or a LowBitAdamW, which is returned.
             **options: ``state``, ``stochastic_rounding``, ``compiled``.
 
         Raises:
             PlanError: Another kind of optimizer, a variant that is not to be had in low bits, or
-                one that has stepped, has hooks or is driven by a scheduler.
+                one that has stepped, has hooks or is driven by a scheduler; a LowBitAdamW with
+                other options.
         """
         if isinstance(optimizer, cls):
+            check_does(optimizer, options)
             return optimizer
         check_convertible(optimizer)
-        return cls([_plain_group(group) for group in optimizer.param_groups], **options)
+        return cls([plain_group(group) for group in optimizer.param_groups], **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -219,7 +213,7 @@ class LowBitAdamW(Optimizer):
         # torch casts state to the dtype of its parameter, which codes and scales are not.
         self.state.update(adopted)
         for group in self.param_groups:
-            for name in {*_OF_ADAMW} - {*self.defaults}:
+            for name in {*OF_ADAMW} - {*self.defaults}:
                 group.pop(name, None)
             group |= {"capturable": True, KIND: self.kind}
 
@@ -440,11 +434,3 @@ class LowBitAdamW(Optimizer):
         with torch.device("meta"):
             codes = empty_codes(self.kind, torch.empty(own.shape))
         return 2 * sum(t.numel() * t.element_size() for t in codes)
-
-
-def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of an AdamW without what only that knows."""
-    kept = {k: v for k, v in group.items() if k not in (*_OF_ADAMW, "params", "param_names")}
-    names = group.get("param_names")  # which torch takes together with the parameters only
-    own = group["params"]
-    return {**kept, "params": own if names is None else list(zip(names, own, strict=True))}

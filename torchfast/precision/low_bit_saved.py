@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -11,12 +11,26 @@ from torch.optim import Optimizer
 
 from torchfast._core.errors import PlanError
 
+if TYPE_CHECKING:
+    from torchfast.precision.low_bit import LowBitAdamW
+
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 # Codes have a name of their own, or an AdamW would take them for moments of 0 to 255.
 CODES: Final = "_codes"
 SCALE: Final = "_scale"
 # By which groups say what their codes are.
 KIND: Final = "state_kind"
+# What an AdamW has in its groups beside, which says how it computes. Any other key is a scheduler's
+# or the user's: OneCycleLR keeps its bounds there, timm the part of the rate that a layer takes.
+OF_ADAMW: Final = (
+    "amsgrad",
+    "foreach",
+    "maximize",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+)
 # Forms of AdamW that are not to be had in low bits.
 VARIANTS: Final = ("amsgrad", "maximize")
 
@@ -89,6 +103,43 @@ def check_convertible(optimizer: Optimizer) -> None:
             f"low-bit state is kept by another optimizer in place of this AdamW, which has {lost} "
             "that it would lose; build LowBitAdamW itself, with what belongs to it, or the AdamW "
             "without"
+        )
+
+
+def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group of an AdamW without what only that knows."""
+    kept = {k: v for k, v in group.items() if k not in (*OF_ADAMW, "params", "param_names")}
+    names = group.get("param_names")  # which torch takes together with the parameters only
+    own = group["params"]
+    return {**kept, "params": own if names is None else list(zip(names, own, strict=True))}
+
+
+def unmet(low_bit: LowBitAdamW, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer has in place of what options ask for; it may do more than that.
+
+    Args:
+        low_bit: The optimizer.
+        options: ``state``, ``stochastic_rounding``, ``compiled``; what is None is not asked for.
+    """
+    own = {
+        "state": low_bit.kind,
+        "stochastic_rounding": low_bit.stochastic_rounding,
+        "compiled": low_bit.compiled,
+    }
+    # Not to ask for rounding by chance is not to ask that there be none.
+    asked = {**options, "stochastic_rounding": options.get("stochastic_rounding") or None}
+    return {name: has for name, has in own.items() if asked.get(name) not in (None, has)}
+
+
+def check_does(low_bit: LowBitAdamW, options: Mapping[str, Any]) -> None:
+    """Raise PlanError if an optimizer that is built does not do what options ask for."""
+    has = unmet(low_bit, options)
+    if has:
+        found = ", ".join(f"{name}={value!r}" for name, value in has.items())
+        wanted = ", ".join(f"{name}={options[name]!r}" for name in has)
+        raise PlanError(
+            f"the LowBitAdamW that was built has {found}, and {wanted} is asked for; build it so, "
+            "or an AdamW, which one that is so will replace"
         )
 
 
