@@ -10,7 +10,7 @@ import torch
 from torch import nn, optim
 
 from eager_torch import EagerTorch
-from torchfast import LowBitAdamW, Plan, PlanError, StateMismatchError, Trainer
+from torchfast import LowBitAdamW, LowBitOptions, Plan, PlanError, StateMismatchError, Trainer
 from torchfast._core.compare import differences
 
 KINDS = ("8bit", "4bit", "fp8", "full")
@@ -177,6 +177,65 @@ def test_a_trainer_goes_on_from_a_checkpoint_of_an_adamw():
     with pytest.raises(StateMismatchError, match="it is not that of an AdamW"):
         then.load_state_dict(sgd.state_dict())
     assert not differences(expected, then.state_dict())
+
+
+ADAMW = partial(optim.AdamW, lr=1e-3)
+
+
+def small(plan, make=ADAMW):
+    torch.manual_seed(0)
+    return Trainer(nn.Linear(64, 128), make, square_loss, plan)
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+@pytest.mark.parametrize(
+    ("saved", "other", "message"),
+    [
+        ("adamw8bit", "adamwfp8", "by other low bits than 'fp8': by '8bit'"),
+        ("adamw4bit", LowBitOptions(state="full"), "but this LowBitAdamW keeps them in 'full'"),
+    ],
+)
+def test_codes_that_do_not_fit_change_nothing_of_a_trainer(saved, other, message, offload):
+    first, then = small(Plan(optimizer=saved)), small(Plan(optimizer=other, offload=offload))
+    first.step(torch.randn(4, 64))
+    expected = copy.deepcopy(then.state_dict())
+    with pytest.raises(StateMismatchError, match=message):
+        then.load_state_dict(first.state_dict())
+    assert not differences(expected, then.state_dict())
+
+
+@pytest.mark.parametrize("make", [optim.SGD, optim.RMSprop])
+def test_state_of_others_is_refused_behind_offloading_as_without(make):
+    first = small(Plan(), partial(make, lr=0.1, momentum=0.9))
+    first.step(torch.randn(4, 64))
+    said = []
+    for offload in (None, "optimizer"):
+        for optimizer in ("adamw8bit", "as_given"):
+            with pytest.raises(StateMismatchError) as caught:
+                small(Plan(optimizer=optimizer, offload=offload)).load_state_dict(
+                    first.state_dict()
+                )
+            said.append(str(caught.value))
+    assert said[:2] == said[2:]
+
+
+def test_low_bit_state_behind_offloading_is_loaded_and_told_as_without():
+    first = small(Plan())
+    first.step(torch.randn(4, 64))
+    low = [small(Plan(optimizer="adamw8bit", offload=o)) for o in (None, "optimizer")]
+    for trainer in low:
+        trainer.load_state_dict(copy.deepcopy(first.state_dict()))
+        for seed in range(3):
+            trainer.step(torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)))
+    states = [trainer.state_dict() for trainer in low]
+    for part in ("model", "optimizer"):
+        assert not differences(*(state[part] for state in states))
+    for lever in ("optimizer", "optimizer state"):
+        with_, without = (
+            [d for d in trainer.report().decisions if d.lever == lever] for trainer in low
+        )
+        assert with_ == without
+        assert with_
 
 
 def square_loss(model, x):

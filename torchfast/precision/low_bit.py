@@ -45,6 +45,7 @@ from torchfast.precision.low_bit_saved import (
     MOMENTS,
     OF_ADAMW,
     SCALE,
+    check_codes,
     check_convertible,
     check_does,
     check_kind,
@@ -202,7 +203,7 @@ class LowBitAdamW(Optimizer):
 
         def adopt(_: Optimizer, given: dict[str, Any]) -> None:
             self.check_state_dict(given)
-            adopted[:] = self._all_adopted(given)
+            adopted[:] = [(p, self._adopted(saved, p)) for p, saved in self._given(given)]
 
         # The last hook sees what the others have made of it, and raises before anything changes.
         handle = self.register_load_state_dict_pre_hook(adopt)
@@ -221,6 +222,8 @@ class LowBitAdamW(Optimizer):
         """Raise ValueError if a state is of one that computes otherwise; change nothing."""
         check_of_adamw(state_dict)
         check_kind(state_dict, self.kind)
+        for parameter, saved in self._given(state_dict):
+            check_codes(saved, self.kind, parameter)
 
     def dense_state_dict(self) -> dict[str, Any]:
         """Return the state as an AdamW takes it, its moments in fp32."""
@@ -242,7 +245,7 @@ class LowBitAdamW(Optimizer):
         how = "compiled" if self._is_compiled(next(self._parameters()).device) else "not compiled"
         detail = (
             f"AdamW with moments in {self.kind}: {coded:,} bytes of state, fp32 takes {full:,}; "
-            f"the update is {how}, and a graph can hold it"
+            f"the update is {how}"
         )
         if self.stochastic_rounding:
             rounded = sum(p.dtype == torch.bfloat16 for p in self._parameters())
@@ -316,40 +319,25 @@ class LowBitAdamW(Optimizer):
         flat = self._codec.decode(codes.reshape(-1), scales, table)
         return spread_as(parameter, flat.view(local(parameter).shape))
 
-    def _all_adopted(
-        self, state_dict: Mapping[str, Any]
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    def _given(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+        """Yield each parameter that a state has something of, and that."""
         given = [i for group in state_dict["param_groups"] for i in group["params"]]
         for index, parameter in zip(given, self._parameters(), strict=False):  # torch compares
             if saved := state_dict["state"].get(index):
-                yield parameter, self._adopted(saved, parameter)
+                yield parameter, saved
 
     def _adopted(self, saved: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         """Return saved state in the form that this optimizer keeps."""
+        check_codes(saved, self.kind, parameter, is_part=True)
         device = parameter.device
         state = {"step": torch.as_tensor(saved["step"]).to(device, torch.float32, copy=True)}
         for moment in MOMENTS:
-            value = saved.get(moment + CODES)
-            if value is None:
+            if moment + CODES in saved:
+                for name in (moment + CODES, moment + SCALE):
+                    state[name] = saved[name].to(device, copy=True)
+            else:
                 full = in_full(saved[moment]).to(device, torch.float32, copy=True)
                 state |= self._coded(moment, parameter, full)
-            elif can_be_coded(self.kind, parameter):
-                expected, _ = empty_codes(self.kind, local(parameter))
-                if local(value).shape != expected.shape:
-                    raise ValueError(
-                        f"the optimizer state was saved by other low bits than {self.kind!r}, or "
-                        f"of parameters in another order: codes of {moment} have shape "
-                        f"{tuple(local(value).shape)}, and those of a parameter of shape "
-                        f"{tuple(parameter.shape)} {tuple(expected.shape)}; build LowBitAdamW with "
-                        "the state= and the groups it had"
-                    )
-                state[moment + CODES] = value.to(device, copy=True)
-                state[moment + SCALE] = saved[moment + SCALE].to(device, copy=True)
-            else:
-                raise ValueError(
-                    "the optimizer state holds moments in low bits, but this LowBitAdamW keeps "
-                    f"them in {self.kind!r}; build it with the state= it had"
-                )
         return state
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any], rate: Tensor) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchfast._core.errors import PlanError
+from torchfast._core.local import local
+from torchfast.precision.low_bit_codes import empty_codes
+from torchfast.precision.low_bit_shards import can_be_coded
 
 if TYPE_CHECKING:
     from torchfast.precision.low_bit import LowBitAdamW
@@ -73,6 +76,38 @@ def check_kind(state_dict: Mapping[str, Any], kind: str) -> None:
             f"the optimizer state was saved by other low bits than {kind!r}: by {min(saved)!r}; "
             "build LowBitAdamW with the state= it had"
         )
+
+
+def check_codes(
+    saved: Mapping[str, Any], kind: str, parameter: Tensor, *, is_part: bool = False
+) -> None:
+    """Raise if the codes of a parameter's moments are not such as this kind has of it.
+
+    Args:
+        saved: Its state.
+        kind: How its moments are kept.
+        parameter: Whose state it is to be.
+        is_part: Whether the state of a sharded parameter is this rank's part, and not all of it, as
+            in a file.
+    """
+    for moment in MOMENTS:
+        codes = saved.get(moment + CODES)
+        if codes is None:
+            continue
+        if not can_be_coded(kind, parameter):
+            raise ValueError(
+                "the optimizer state holds moments in low bits, but this LowBitAdamW keeps "
+                f"them in {kind!r}; build it with the state= it had"
+            )
+        shape, of = (local(t).shape if is_part else t.shape for t in (codes, parameter))
+        expected, _ = empty_codes(kind, torch.empty(of, device="meta"))
+        if shape != expected.shape:
+            raise ValueError(
+                f"the optimizer state was saved by other low bits than {kind!r}, or of parameters "
+                f"in another order: codes of {moment} have shape {tuple(shape)}, and those of a "
+                f"parameter of shape {tuple(of)} {tuple(expected.shape)}; build LowBitAdamW with "
+                "the state= and the groups it had"
+            )
 
 
 def check_convertible(optimizer: Optimizer) -> None:
