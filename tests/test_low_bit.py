@@ -106,6 +106,17 @@ def test_what_the_state_takes(kind, most):
     assert f"{found:,} bytes of state, fp32 takes 524,288" in optimizer.decision().detail
 
 
+def test_what_is_frozen_is_not_counted_as_state():
+    model = net(torch.bfloat16)
+    model[0].requires_grad_(False)
+    optimizer = LowBitAdamW(model.parameters(), state="full", stochastic_rounding=True)
+    train(model, optimizer, batches(1, dtype=torch.bfloat16))
+    found = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim())
+    detail = optimizer.decision().detail
+    assert f"{found:,} bytes of state, fp32 takes {found:,}" in detail
+    assert "2 of 2 parameters are bf16 and rounded by chance" in detail
+
+
 def test_small_and_uneven_tensors_keep_fp32_moments():
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     optimizer = LowBitAdamW(parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -73,6 +74,10 @@ def test_an_adamw_is_given_no_word_that_it_does_not_know():
         (optim.Adam, {"weight_decay": 0.1}, "weight decay within the gradient, as Adam has it"),
         (optim.SGD, {"momentum": 0.9}, r"has no 'step' but \['momentum_buffer'\]"),
         (optim.RMSprop, {}, r"has no 'exp_avg' but \['square_avg', 'step'\]"),
+        (optim.Adamax, {}, r"has no 'exp_avg_sq' but \['exp_avg', 'exp_inf', 'step'\]"),
+        (optim.NAdam, {}, "is of one with mu_product, which LowBitAdamW has not"),
+        (optim.SGD, {}, r"has no 'betas' but \['dampening', 'differentiable'"),
+        (optim.RAdam, {}, "is of one with groups without amsgrad, as RAdam and NAdam have them"),
     ],
 )
 def test_state_of_what_trains_otherwise_is_refused(kind, options, message):
@@ -83,6 +88,25 @@ def test_state_of_what_trains_otherwise_is_refused(kind, options, message):
     # Nothing of it was taken.
     assert low.param_groups[0]["lr"] == 0.5
     assert not low.state
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state, _: state.update(projector=torch.ones(2)), "is of one with projector, which"),
+        (lambda _, group: group.pop("weight_decay"), "has no 'weight_decay' but "),
+        (lambda state, _: state.update(max_exp_avg_sq=torch.ones(64, 128)), None),
+        (lambda _, group: group.update(rank=4), None),
+    ],
+)
+def test_what_a_state_has_besides_is_not_dropped_unsaid(change, message):
+    weight, adamw = stepped(optim.AdamW)
+    state = copy.deepcopy(adamw.state_dict())
+    change(state["state"][0], state["param_groups"][0])
+    low = LowBitAdamW([weight])
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        low.load_state_dict(state)
+    assert bool(low.state) is (message is None)
 
 
 def test_adam_without_weight_decay_is_an_adamw_without():

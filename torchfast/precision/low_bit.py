@@ -240,17 +240,18 @@ class LowBitAdamW(Optimizer):
 
     def decision(self) -> Decision:
         """Say what the state takes, beside what it would in fp32."""
-        full = sum(8 * local(p).numel() for p in self._parameters())
-        coded = sum(self._state_bytes(p) for p in self._parameters())
+        # What is frozen gets no gradient, and so no state.
+        trained = [p for p in self._parameters() if p.requires_grad]
+        full = sum(8 * local(p).numel() for p in trained)
+        coded = sum(self._state_bytes(p) for p in trained)
         how = "compiled" if self._is_compiled(next(self._parameters()).device) else "not compiled"
         detail = (
             f"AdamW with moments in {self.kind}: {coded:,} bytes of state, fp32 takes {full:,}; "
             f"the update is {how}"
         )
         if self.stochastic_rounding:
-            rounded = sum(p.dtype == torch.bfloat16 for p in self._parameters())
-            total = sum(1 for _ in self._parameters())
-            detail += f"; {rounded} of {total} parameters are bf16 and rounded by chance"
+            rounded = sum(p.dtype == torch.bfloat16 for p in trained)
+            detail += f"; {rounded} of {len(trained)} parameters are bf16 and rounded by chance"
         return Decision(lever="optimizer state", outcome="applied", detail=detail)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -34,33 +34,57 @@ OF_ADAMW: Final = (
     "fused",
     "decoupled_weight_decay",
 )
+# By what names it keeps its state; the last is left over where amsgrad was on and is not any more.
+_STATE: Final = frozenset(
+    ("step", *(m + part for m in MOMENTS for part in ("", CODES, SCALE)), "max_exp_avg_sq")
+)
+_NUMBERS: Final = ("lr", "betas", "eps", "weight_decay")
+# What torch's optimizers say of themselves in their groups, and LowBitAdamW does not.
+_OF_TORCHS: Final = ("maximize", "foreach", "differentiable")
 # Forms of AdamW that are not to be had in low bits.
 VARIANTS: Final = ("amsgrad", "maximize")
 
 
 def check_of_adamw(state_dict: Mapping[str, Any]) -> None:
     """Raise if a state is of an optimizer that would go on otherwise than AdamW does."""
+    for saved in filter(None, state_dict["state"].values()):
+        _check_keys({name.removesuffix(CODES) for name in saved}, ("step", *MOMENTS))
+        other = next((name for name in saved if name not in _STATE), None)
+        if other is not None:
+            raise ValueError(_would_differ(other))
     for group in state_dict["param_groups"]:
-        other = next((name for name in VARIANTS if group.get(name)), None)
-        what = None if other is None else f"{other}=True"
-        if what is None and group.get("weight_decay") and not _is_decoupled(group):
-            what = "weight decay within the gradient, as Adam has it"
-        if what is not None:
-            raise ValueError(
-                f"the optimizer state is of one with {what}, which LowBitAdamW has not: it would "
-                "train otherwise from here on; load it into the optimizer that saved it"
-            )
-    for saved in state_dict["state"].values():
-        lacking = [
-            name
-            for name in ("step", *MOMENTS)
-            if saved and name not in saved and name + CODES not in saved
-        ]
-        if lacking:
-            raise ValueError(
-                f"the optimizer state has no {lacking[0]!r} but {sorted(saved)}, so it is not that "
-                "of an AdamW; load it into the optimizer that saved it"
-            )
+        _check_keys(group, _NUMBERS)
+        if (what := _other_kind(group)) is not None:
+            raise ValueError(_would_differ(what))
+
+
+def _check_keys(found: Collection[str], expected: Iterable[str]) -> None:
+    lacking = next((name for name in expected if name not in found), None)
+    if lacking is not None:
+        raise ValueError(
+            f"the optimizer state has no {lacking!r} but {sorted(found)}, so it is not that of an "
+            "AdamW; load it into the optimizer that saved it"
+        )
+
+
+def _other_kind(group: Mapping[str, Any]) -> str | None:
+    """Return what a group has that AdamW has not, or None."""
+    if (variant := next((name for name in VARIANTS if group.get(name)), None)) is not None:
+        return f"{variant}=True"
+    if group["weight_decay"] and not _is_decoupled(group):
+        return "weight decay within the gradient, as Adam has it"
+    # Of torch's optimizers that keep these moments only Adam and AdamW can do amsgrad, and say that
+    # they do not. Nothing else tells RAdam from them.
+    if "amsgrad" not in group and any(name in group for name in _OF_TORCHS):
+        return "groups without amsgrad, as RAdam and NAdam have them"
+    return None
+
+
+def _would_differ(what: str) -> str:
+    return (
+        f"the optimizer state is of one with {what}, which LowBitAdamW has not: it would train "
+        "otherwise from here on; load it into the optimizer that saved it"
+    )
 
 
 def check_kind(state_dict: Mapping[str, Any], kind: str) -> None:
