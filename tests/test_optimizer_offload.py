@@ -370,6 +370,24 @@ def test_a_group_that_is_added(device):
     assert equal(read(device, parameters), expected)
 
 
+def test_hooks_of_the_optimizer_itself_run_once_an_update(device):
+    counts = []
+
+    def make(parameters):
+        optimizer = MAKERS["sgd"](parameters)
+        optimizer.register_step_post_hook(lambda *_: counts.append(1))
+        return optimizer
+
+    expected, _ = plain(MAKERS["sgd"], steps=1)
+    with device:
+        parameters = placed(device)
+        optimizer = OffloadedOptimizer(groups(parameters), make, bucket_bytes=1)
+        give(device, parameters, 1)
+        optimizer.step()
+    assert counts == [1]
+    assert equal(read(device, parameters), expected)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11
 def test_what_cannot_be_offloaded_is_refused(device):
     parameters = placed(device)
@@ -378,6 +396,17 @@ def test_what_cannot_be_offloaded_is_refused(device):
     others = [nn.Parameter(torch.ones(1))]
     with pytest.raises(UnsupportedOptimizerError, match="the update of SGD cannot be offloaded"):
         OffloadedOptimizer(parameters, lambda _: torch.optim.SGD(others, lr=1))
+    split = lambda ps: torch.optim.SGD([{"params": [p]} for p in ps[0]["params"]], lr=1)  # noqa: E731
+    with pytest.raises(UnsupportedOptimizerError, match="the update of SGD cannot be offloaded: "):
+        OffloadedOptimizer(parameters, split)
+
+    def scheduled(parameters):
+        optimizer = MAKERS["sgd"](parameters)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+    with pytest.raises(UnsupportedOptimizerError, match=r"with a scheduler that make\(\) builds"):
+        OffloadedOptimizer(parameters, scheduled)
     with pytest.raises(TypeError, match=r"make must return a torch\.optim\.Optimizer"):
         OffloadedOptimizer(parameters, list)
     optimizer = OffloadedOptimizer(parameters[:1], MAKERS["sgd"])
