@@ -299,12 +299,17 @@ def test_what_another_optimizer_would_lose_is_refused(how, what):
         ({"lr": torch.tensor(-1.0)}, "lr must be >= 0"),
         ({"betas": (2.0, 3.0)}, "betas must be at least 0"),
         ({"eps": -1.0}, "eps must be >= 0"),
+        ({"maximize": True}, "LowBitAdamW does not do maximize=True, which a group asks for"),
+        ({"amsgrad": True}, "LowBitAdamW does not do amsgrad=True"),
     ],
 )
 def test_numbers_of_every_group_are_checked(options, message):
     weights = [nn.Parameter(torch.randn(4)) for _ in range(2)]
     with pytest.raises(ValueError, match=message):
-        LowBitAdamW(weights, **options)
+        LowBitAdamW([{"params": weights, **options}])
+    if not {"maximize", "amsgrad"} & set(options):  # which the constructor does not take at all
+        with pytest.raises(ValueError, match=message):
+            LowBitAdamW(weights, **options)
     low = LowBitAdamW(weights[:1])
     with pytest.raises(ValueError, match=message):
         low.add_param_group({"params": weights[1:], **options})

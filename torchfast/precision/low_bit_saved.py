@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torchfast._core.errors import PlanError
 from torchfast._core.local import local
 from torchfast.precision.low_bit_codes import empty_codes
+from torchfast.precision.low_bit_options import VARIANTS
 from torchfast.precision.low_bit_shards import can_be_coded
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ _STATE: Final = frozenset(
 _NUMBERS: Final = ("lr", "betas", "eps", "weight_decay")
 # What torch's optimizers say of themselves in their groups, and LowBitAdamW does not.
 _OF_TORCHS: Final = ("maximize", "foreach", "differentiable")
-# Forms of AdamW that are not to be had in low bits.
-VARIANTS: Final = ("amsgrad", "maximize")
 
 
 def check_of_adamw(state_dict: Mapping[str, Any]) -> None:
