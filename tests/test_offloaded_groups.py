@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchfast import Plan, Trainer
 from torchfast.memory import OffloadedOptimizer
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -54,3 +55,31 @@ def test_hooks_of_the_state_run_as_those_of_any_optimizer():
         state = optimizer.state_dict()
         assert (state["mine"], state["also"]) == (1, 2)
         assert seen == [optimizer]
+
+
+def test_names_of_parameters_are_in_the_groups_as_without():
+    named = [("weight", nn.Parameter(torch.ones(4))), ("bias", nn.Parameter(torch.ones(2)))]
+    for make in (ADAMW, lambda parameters: ADAMW([{"params": list(parameters)}])):
+        optimizer, plain = OffloadedOptimizer(named, make), make(named)
+        assert optimizer.param_groups == plain.param_groups
+        assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_a_trainer_takes_a_callable_that_groups_or_leaves_out_what_is_frozen():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    frozen = model[0].weight.detach().clone()
+
+    def make(parameters):
+        trained = [p for p in parameters if p.requires_grad]
+        decayed, rest = ([p for p in trained if (p.dim() > 1) is wide] for wide in (True, False))
+        return ADAMW([{"params": rest, "weight_decay": 0.0}, {"params": decayed}])
+
+    plan = Plan(offload="optimizer")
+    with Trainer(model, make, lambda m, x: m(x).square().mean(), plan) as trainer:
+        losses = [float(trainer.step(torch.ones(2, 4))) for _ in range(4)]
+        first, second = (group["params"] for group in trainer.optimizer.param_groups)
+        assert first[0] is model[1].bias
+        assert second[0] is model[1].weight
+    assert losses[-1] < losses[0]
+    assert torch.equal(model[0].weight, frozen)

@@ -370,6 +370,27 @@ def test_a_group_that_is_added(device):
     assert equal(read(device, parameters), expected)
 
 
+def test_a_callable_may_put_parameters_into_groups_and_leave_some_out(device):
+    def make(parameters):
+        wide, flat = ([p for p in parameters if p.dim() == dim] for dim in (2, 1))
+        return MAKERS["sgd"]([{"params": flat[:1], "lr": 0.5}, {"params": wide}])
+
+    expected = [nn.Parameter(v) for v in values()]
+    reference = make(expected)
+    for parameter, value in zip(expected, values(1), strict=True):
+        parameter.grad = value
+    reference.step()
+    with device:
+        parameters = placed(device)
+        optimizer = OffloadedOptimizer(parameters, make)
+        held = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        assert held == [[id(parameters[1])], [id(parameters[0]), id(parameters[2])]]
+        give(device, parameters, 1)
+        optimizer.step()
+    assert equal(read(device, parameters), expected)
+    assert optimizer.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+
+
 def test_hooks_of_the_optimizer_itself_run_once_an_update(device):
     counts = []
 
@@ -396,9 +417,6 @@ def test_what_cannot_be_offloaded_is_refused(device):
     others = [nn.Parameter(torch.ones(1))]
     with pytest.raises(UnsupportedOptimizerError, match="the update of SGD cannot be offloaded"):
         OffloadedOptimizer(parameters, lambda _: torch.optim.SGD(others, lr=1))
-    split = lambda ps: torch.optim.SGD([{"params": [p]} for p in ps[0]["params"]], lr=1)  # noqa: E731
-    with pytest.raises(UnsupportedOptimizerError, match="the update of SGD cannot be offloaded: "):
-        OffloadedOptimizer(parameters, split)
 
     def scheduled(parameters):
         optimizer = MAKERS["sgd"](parameters)

@@ -69,15 +69,16 @@ class OffloadedOptimizer(Optimizer):
 
     Args:
         parameters: Parameters or groups of them, as for any optimizer.
-        make: Makes the optimizer, such as ``functools.partial(AdamW, lr=1e-3, fused=True)``.
+        make: Makes the optimizer, such as ``functools.partial(AdamW, lr=1e-3, fused=True)``. It is
+            given copies on the host of what is given here, and may leave some out or group them.
         bucket_bytes: How much is updated at a time, by an optimizer of torch's.
         copy_early: Copy gradients in the backward. It uses hooks, which a graph does not replay.
 
     Raises:
         TypeError: An argument of the wrong kind.
-        UnsupportedOptimizerError: The optimizer holds other parameters than it was given, or in
-            other groups, needs a closure or has a scheduler already; or a parameter is no ordinary
-            dense tensor (``DTensor``).
+        UnsupportedOptimizerError: The optimizer holds other parameters than it was given, needs a
+            closure or has a scheduler already; or a parameter is no ordinary dense tensor
+            (``DTensor``).
 
     Numerics: Bitwise the optimizer on the CPU; close to it on the device.
     Synchronizes: In ``step()``, which waits for the gradients.
@@ -114,9 +115,13 @@ class OffloadedOptimizer(Optimizer):
         self._side: CopyStreams | None = None
         self._pool: HostPool | None = None
         self._streams: tuple[Any, Any] = (None, None)
-        super().__init__(parameters, {})
-        inner = make([self._on_host(group) for group in self.param_groups])
+        given = list(parameters)
+        super().__init__(given, {})
+        hosts = [self._on_host(group) for group in self.param_groups]
+        # As it was given: a callable may look at parameters, and put them into groups itself.
+        inner = make(hosts if any(isinstance(p, dict) for p in given) else _listed(hosts[0]))
         self._check(inner)
+        self._group_as(inner)
         self._inner = inner
         self._torchfast_inner = inner  # for `at_work`
         self.defaults = inner.defaults
@@ -273,14 +278,22 @@ class OffloadedOptimizer(Optimizer):
                 "learning rates are those of the OffloadedOptimizer, which it would not change; "
                 "build the scheduler on that, in Trainer(lr_scheduler=...) by a callable"
             )
-        held = [[id(p) for p in group["params"]] for group in inner.param_groups]
-        wanted = [[id(self._hosts[p]) for p in group["params"]] for group in self.param_groups]
-        if held != wanted or isinstance(inner, torch.optim.LBFGS):
+        given = {id(host) for host in self._hosts.values()}
+        held = {id(p) for group in inner.param_groups for p in group["params"]}
+        if not held <= given or isinstance(inner, torch.optim.LBFGS):
             raise UnsupportedOptimizerError(
-                f"the update of {name} cannot be offloaded: it must hold the "
-                "parameters that make() was given, in their groups, and update each by its own "
-                "gradient"
+                f"the update of {name} cannot be offloaded: it must hold the parameters that "
+                "make() was given, all or some of them, and update each by its own gradient"
             )
+
+    def _group_as(self, inner: Optimizer) -> None:
+        """Have the parameters that an optimizer holds, in its groups."""
+        of = {id(host): parameter for parameter, host in self._hosts.items()}
+        self.param_groups = [
+            {"params": [of[id(host)] for host in group["params"]]} for group in inner.param_groups
+        ]
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        self._hosts = {p: host for p, host in self._hosts.items() if p in held}
 
     def _hand_over(self, inner: Optimizer) -> None:
         """Let the optimizer see what schedulers and the user have changed."""
@@ -404,6 +417,12 @@ class OffloadedOptimizer(Optimizer):
             pairs = zip(kept.items(), is_same.tolist(), strict=True)
             kept = {p: copy for (p, copy), same in pairs if same}
         self._early = kept
+
+
+def _listed(group: dict[str, Any]) -> list[Any]:
+    """Return the parameters of a group as they are given without one: with names, if they have."""
+    names = group.get("param_names")
+    return group["params"] if names is None else list(zip(names, group["params"], strict=True))
 
 
 def _copy_all_but_parameters(source: dict[str, Any], target: dict[str, Any]) -> None:
