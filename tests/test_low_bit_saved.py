@@ -171,6 +171,17 @@ def test_shapes_in_another_order_are_told():
     assert not low.state
 
 
+def test_codes_of_a_parameter_that_has_none_are_told():
+    first, second = nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.randn(64))
+    saved, low = LowBitAdamW([first, second]), LowBitAdamW([second, first])
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+    saved.step()
+    with pytest.raises(
+        ValueError, match=r"in another order: .* of shape \(64,\) has none, but fp32"
+    ):
+        low.load_state_dict(saved.state_dict())
+
+
 def test_what_a_hook_makes_of_a_state_is_loaded():
     weight, saved = stepped(LowBitAdamW)
     low = LowBitAdamW([weight])
@@ -276,6 +287,11 @@ def _scheduled(optimizer):
     return optimizer
 
 
+def _own(optimizer):
+    optimizer.step = partial(type(optimizer).step, optimizer)
+    return optimizer
+
+
 def _stepped(optimizer):
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
@@ -284,7 +300,13 @@ def _stepped(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("how", "what"), [(_hooked, "hooks"), (_scheduled, "a scheduler"), (_stepped, "state")]
+    ("how", "what"),
+    [
+        (_hooked, "hooks"),
+        (_scheduled, "a scheduler"),
+        (_stepped, "state"),
+        (_own, r"a step\(\) of its own"),
+    ],
 )
 def test_what_another_optimizer_would_lose_is_refused(how, what):
     build = lambda p: how(optim.AdamW(p, lr=1e-3))  # noqa: E731

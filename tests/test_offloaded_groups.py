@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchfast import Plan, Trainer
+from torchfast import Plan, Trainer, UnsupportedOptimizerError
 from torchfast.memory import OffloadedOptimizer
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -29,6 +29,16 @@ def test_a_group_that_is_refused_is_not_there():
     weight.grad = torch.ones(4)
     optimizer.step()
     assert float(weight.detach()[0]) == pytest.approx(0.9)
+
+
+def test_a_scheduler_that_would_change_nothing_is_refused():
+    def scheduled(parameters):
+        optimizer = SGD(parameters)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+    with pytest.raises(UnsupportedOptimizerError, match=r"with a scheduler that make\(\) builds"):
+        OffloadedOptimizer([nn.Parameter(torch.ones(4))], scheduled)
 
 
 def test_groups_have_what_is_loaded_and_no_more():

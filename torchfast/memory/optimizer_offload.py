@@ -10,7 +10,7 @@ state lies there too. An update goes through the parameters in buckets:
 - its parameters back to the device, by another stream, while the next bucket is updated.
 
 An optimizer that is not torch's own may count its steps, or look at all gradients at once, and so
-may hooks of its ``step()``, so its update is one bucket.
+may hooks of ``step()`` or another in its place, so its update is one bucket.
 
 The device computes nothing meanwhile, and the bus carries two copies of the model in each update.
 So it pays where the state does not fit otherwise, with few and large steps: many micro-batches in
@@ -318,7 +318,9 @@ class OffloadedOptimizer(Optimizer):
         out.wait_event(home.record_event())
         # All that goes to the host is enqueued first, so that the bus is never left waiting.
         is_torchs = type(inner).__module__.startswith("torch.optim.") and not (
-            inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+            inner._optimizer_step_pre_hooks
+            or inner._optimizer_step_post_hooks
+            or "step" in vars(inner)
         )
         found = self._buckets(self._bucket_bytes if is_torchs else None)
         self._forget_changed(out)

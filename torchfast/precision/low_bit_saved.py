@@ -117,19 +117,22 @@ def check_codes(
         codes = saved.get(moment + CODES)
         if codes is None:
             continue
-        if not can_be_coded(kind, parameter):
+        if kind == "full":
             raise ValueError(
                 "the optimizer state holds moments in low bits, but this LowBitAdamW keeps "
                 f"them in {kind!r}; build it with the state= it had"
             )
         shape, of = (local(t).shape if is_part else t.shape for t in (codes, parameter))
-        expected, _ = empty_codes(kind, torch.empty(of, device="meta"))
-        if shape != expected.shape:
+        expected = None
+        if can_be_coded(kind, parameter):
+            expected = empty_codes(kind, torch.empty(of, device="meta"))[0].shape
+        if shape != expected:
+            has = "none, but fp32" if expected is None else f"such of shape {tuple(expected)}"
             raise ValueError(
                 f"the optimizer state was saved by other low bits than {kind!r}, or of parameters "
-                f"in another order: codes of {moment} have shape {tuple(shape)}, and those of a "
-                f"parameter of shape {tuple(of)} {tuple(expected.shape)}; build LowBitAdamW with "
-                "the state= and the groups it had"
+                f"in another order: codes of {moment} have shape {tuple(shape)}, and a parameter "
+                f"of shape {tuple(of)} has {has}; build LowBitAdamW with the state=, the groups "
+                "and as many ranks as it had"
             )
 
 
@@ -156,6 +159,8 @@ def check_convertible(optimizer: Optimizer) -> None:
         lost = "hooks"
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         lost = "a scheduler"
+    elif "step" in vars(optimizer):
+        lost = "a step() of its own"
     if lost is not None:
         raise PlanError(
             f"low-bit state is kept by another optimizer in place of this AdamW, which has {lost} "
