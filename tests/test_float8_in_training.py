@@ -217,6 +217,37 @@ def test_a_refused_argument_leaves_the_model_as_it_was():
     assert type(model.blocks[0][0]) is nn.Linear
 
 
+def decaying(model):
+    """Return what builds an AdamW that decays weights of linear layers, found by their class."""
+
+    def build(parameters):
+        linear = [m.weight for m in model.modules() if type(m) is nn.Linear]
+        decayed = {id(weight) for weight in linear}
+        rest = [p for p in parameters if id(p) not in decayed]
+        groups = [{"params": linear, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        return optim.AdamW(groups, lr=3e-3)
+
+    return build
+
+
+@pytest.mark.parametrize("optimizer", ["as_given", "adamw8bit"])
+def test_a_callable_that_looks_at_layers_finds_them_as_they_were_given(optimizer):
+    model, other = gpt(), gpt()
+    expected = decaying(other)(other.parameters()).param_groups
+    names, plain = ({id(p): n for n, p in m.named_parameters()} for m in (model, other))
+    plan = Plan(precision=EMULATED, optimizer=optimizer)
+    with Trainer(model, decaying(model), loss_fn, plan) as trainer:
+        for found, group in zip(trainer.optimizer.param_groups, expected, strict=True):
+            assert [names[id(p)] for p in found["params"]] == [
+                plain[id(p)] for p in group["params"]
+            ]
+            assert found["weight_decay"] == group["weight_decay"]
+        # It is back in float8 behind that, and trains.
+        assert type(model.blocks[0][0]) is not nn.Linear
+        losses = [float(trainer.step(batch)) for batch in batches(1) * 4]
+        assert losses[-1] < losses[0]
+
+
 def test_measured_recipes_are_decided_at_the_first_step(monkeypatch):
     seen = []
     seconds = {"bf16": 1.0, "tensorwise": 0.5, "rowwise": 0.6, "rowwise_with_gw_hp": 0.7}
@@ -250,6 +281,26 @@ def test_replicas_and_shards_train_in_float8(shard):
         assert "4 of 6 linear layers (4 tensorwise, emulated)" in report
         assert "beside bf16, update 1: loss" in report
         assert is_linear
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_a_callable_finds_layers_as_given_on_several_ranks(shard):
+    def rank(number):
+        model = gpt_without_batch_norm()
+        all_gather = shard == "fsdp"
+        precision = dataclasses.replace(EMULATED, all_gather=all_gather)
+        plan = Plan(precision=precision, shard=shard)
+        with Trainer(model, decaying(model), loss_fn, plan) as trainer:
+            sizes = [len(group["params"]) for group in trainer.optimizer.param_groups]
+            losses = [float(trainer.step(batch)) for batch in batches(1) * 4]
+            return sizes, losses, "4 of 6 linear layers" in str(trainer.report())
+
+    plain = gpt_without_batch_norm()
+    groups = decaying(plain)(plain.parameters()).param_groups
+    for sizes, losses, is_converted in ranks.run(rank):
+        assert sizes == [len(group["params"]) for group in groups]
+        assert losses[-1] < losses[0]
+        assert is_converted
 
 
 def test_replicas_take_the_recipes_of_the_first():

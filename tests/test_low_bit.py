@@ -63,7 +63,7 @@ def test_the_update_is_torchaos_to_the_bit(kind, theirs, monkeypatch):
 
     monkeypatch.setattr(adam, "torch", EagerTorch())
     ours, other = net(), net()
-    options = {"lr": 1e-2, "betas": (0.8, 0.99), "weight_decay": 0.1}
+    options = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-3, "weight_decay": 0.1}
     losses = train(ours, LowBitAdamW(ours.parameters(), state=kind, **options), batches(8))
     reference = getattr(torchao.optim, f"AdamW{theirs}")(other.parameters(), **options)
     assert losses == train(other, reference, batches(8))
@@ -104,6 +104,17 @@ def test_what_the_state_takes(kind, most):
     assert found < most * 8 * weight.numel()
     assert all(type(t) is torch.Tensor for t in state)
     assert f"{found:,} bytes of state, fp32 takes 524,288" in optimizer.decision().detail
+
+
+def test_what_is_frozen_is_not_counted_as_state():
+    model = net(torch.bfloat16)
+    model[0].requires_grad_(False)
+    optimizer = LowBitAdamW(model.parameters(), state="full", stochastic_rounding=True)
+    train(model, optimizer, batches(1, dtype=torch.bfloat16))
+    found = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim())
+    detail = optimizer.decision().detail
+    assert f"{found:,} bytes of state, fp32 takes {found:,}" in detail
+    assert "2 of 2 parameters are bf16 and rounded by chance" in detail
 
 
 def test_small_and_uneven_tensors_keep_fp32_moments():
@@ -150,6 +161,25 @@ def test_each_group_has_its_own_rate():
     assert {d.key for d in differences(before, model.state_dict())} == {"2.weight", "2.bias"}
 
 
+@pytest.mark.parametrize("name", ["eps", "betas", "weight_decay"])
+def test_each_group_has_its_own_numbers(name):
+    values = {"eps": (1e-8, 1e-2), "betas": ((0.9, 0.999), (0.5, 0.6)), "weight_decay": (0.0, 0.5)}
+
+    def updated(kind, **options):
+        parameters = [nn.Parameter(torch.full((64, 128), 0.5)) for _ in range(2)]
+        pairs = zip(parameters, values[name], strict=True)
+        optimizer = kind([{"params": [p], name: value} for p, value in pairs], lr=0.1, **options)
+        for size in (1.0, 0.01, 0.3):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, size)
+            optimizer.step()
+        return [float(parameter.detach()[0, 0]) for parameter in parameters]
+
+    found = updated(LowBitAdamW, state="full")
+    assert found == pytest.approx(updated(optim.AdamW), rel=1e-5)
+    assert found[0] != pytest.approx(found[1], rel=1e-3)
+
+
 # --- state ---------------------------------------------------------------------------------------
 
 
@@ -167,11 +197,13 @@ def test_a_file_loads_without_torchao_and_goes_on_to_the_bit(kind, dtype):
     resumed = net(dtype)
     resumed.load_state_dict(state["model"])
     other = LowBitAdamW(resumed.parameters(), lr=3.0, state=kind)
+    kept = copy.deepcopy(state["optimizer"])
     other.load_state_dict(state["optimizer"])
     assert other.param_groups[0]["lr"] == 1e-2
     assert train(resumed, other, batches(3, 2, dtype)) == losses
     assert differences(model.state_dict(), resumed.state_dict()) == []
-    # What was loaded is nobody else's.
+    # What was loaded is nobody else's: none of it went on with the training.
+    assert differences(kept, state["optimizer"]) == []
     assert differences(state["optimizer"]["state"], other.state_dict()["state"]) != []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from eager_torch import EagerTorch
-from torchfast import LowBitAdamW, Plan, PlanError, StateMismatchError, Trainer
+from torchfast import LowBitAdamW, LowBitOptions, Plan, PlanError, StateMismatchError, Trainer
 from torchfast._core.compare import differences
 
 KINDS = ("8bit", "4bit", "fp8", "full")
@@ -73,6 +74,10 @@ def test_an_adamw_is_given_no_word_that_it_does_not_know():
         (optim.Adam, {"weight_decay": 0.1}, "weight decay within the gradient, as Adam has it"),
         (optim.SGD, {"momentum": 0.9}, r"has no 'step' but \['momentum_buffer'\]"),
         (optim.RMSprop, {}, r"has no 'exp_avg' but \['square_avg', 'step'\]"),
+        (optim.Adamax, {}, r"has no 'exp_avg_sq' but \['exp_avg', 'exp_inf', 'step'\]"),
+        (optim.NAdam, {}, "is of one with mu_product, which LowBitAdamW has not"),
+        (optim.SGD, {}, r"has no 'betas' but \['dampening', 'differentiable'"),
+        (optim.RAdam, {}, "is of one with groups without amsgrad, as RAdam and NAdam have them"),
     ],
 )
 def test_state_of_what_trains_otherwise_is_refused(kind, options, message):
@@ -83,6 +88,25 @@ def test_state_of_what_trains_otherwise_is_refused(kind, options, message):
     # Nothing of it was taken.
     assert low.param_groups[0]["lr"] == 0.5
     assert not low.state
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state, _: state.update(projector=torch.ones(2)), "is of one with projector, which"),
+        (lambda _, group: group.pop("weight_decay"), "has no 'weight_decay' but "),
+        (lambda state, _: state.update(max_exp_avg_sq=torch.ones(64, 128)), None),
+        (lambda _, group: group.update(rank=4), None),
+    ],
+)
+def test_what_a_state_has_besides_is_not_dropped_unsaid(change, message):
+    weight, adamw = stepped(optim.AdamW)
+    state = copy.deepcopy(adamw.state_dict())
+    change(state["state"][0], state["param_groups"][0])
+    low = LowBitAdamW([weight])
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        low.load_state_dict(state)
+    assert bool(low.state) is (message is None)
 
 
 def test_adam_without_weight_decay_is_an_adamw_without():
@@ -147,6 +171,17 @@ def test_shapes_in_another_order_are_told():
     assert not low.state
 
 
+def test_codes_of_a_parameter_that_has_none_are_told():
+    first, second = nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.randn(64))
+    saved, low = LowBitAdamW([first, second]), LowBitAdamW([second, first])
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+    saved.step()
+    with pytest.raises(
+        ValueError, match=r"in another order: .* of shape \(64,\) has none, but fp32"
+    ):
+        low.load_state_dict(saved.state_dict())
+
+
 def test_what_a_hook_makes_of_a_state_is_loaded():
     weight, saved = stepped(LowBitAdamW)
     low = LowBitAdamW([weight])
@@ -179,6 +214,65 @@ def test_a_trainer_goes_on_from_a_checkpoint_of_an_adamw():
     assert not differences(expected, then.state_dict())
 
 
+ADAMW = partial(optim.AdamW, lr=1e-3)
+
+
+def small(plan, make=ADAMW):
+    torch.manual_seed(0)
+    return Trainer(nn.Linear(64, 128), make, square_loss, plan)
+
+
+@pytest.mark.parametrize("offload", [None, "optimizer"])
+@pytest.mark.parametrize(
+    ("saved", "other", "message"),
+    [
+        ("adamw8bit", "adamwfp8", "by other low bits than 'fp8': by '8bit'"),
+        ("adamw4bit", LowBitOptions(state="full"), "but this LowBitAdamW keeps them in 'full'"),
+    ],
+)
+def test_codes_that_do_not_fit_change_nothing_of_a_trainer(saved, other, message, offload):
+    first, then = small(Plan(optimizer=saved)), small(Plan(optimizer=other, offload=offload))
+    first.step(torch.randn(4, 64))
+    expected = copy.deepcopy(then.state_dict())
+    with pytest.raises(StateMismatchError, match=message):
+        then.load_state_dict(first.state_dict())
+    assert not differences(expected, then.state_dict())
+
+
+@pytest.mark.parametrize("make", [optim.SGD, optim.RMSprop])
+def test_state_of_others_is_refused_behind_offloading_as_without(make):
+    first = small(Plan(), partial(make, lr=0.1, momentum=0.9))
+    first.step(torch.randn(4, 64))
+    said = []
+    for offload in (None, "optimizer"):
+        for optimizer in ("adamw8bit", "as_given"):
+            with pytest.raises(StateMismatchError) as caught:
+                small(Plan(optimizer=optimizer, offload=offload)).load_state_dict(
+                    first.state_dict()
+                )
+            said.append(str(caught.value))
+    assert said[:2] == said[2:]
+
+
+def test_low_bit_state_behind_offloading_is_loaded_and_told_as_without():
+    first = small(Plan())
+    first.step(torch.randn(4, 64))
+    low = [small(Plan(optimizer="adamw8bit", offload=o)) for o in (None, "optimizer")]
+    for trainer in low:
+        trainer.load_state_dict(copy.deepcopy(first.state_dict()))
+        for seed in range(3):
+            trainer.step(torch.randn(4, 64, generator=torch.Generator().manual_seed(seed)))
+    states = [trainer.state_dict() for trainer in low]
+    for part in ("model", "optimizer"):
+        assert not differences(*(state[part] for state in states))
+    for lever in ("optimizer", "optimizer state"):
+        with_, without = (
+            [d for d in trainer.report().decisions if d.lever == lever] for trainer in low
+        )
+        assert with_ == without
+        assert with_
+
+
 def square_loss(model, x):
     return model(x).square().mean()
 
@@ -193,6 +287,11 @@ def _scheduled(optimizer):
     return optimizer
 
 
+def _own(optimizer):
+    optimizer.step = partial(type(optimizer).step, optimizer)
+    return optimizer
+
+
 def _stepped(optimizer):
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
@@ -201,7 +300,13 @@ def _stepped(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("how", "what"), [(_hooked, "hooks"), (_scheduled, "a scheduler"), (_stepped, "state")]
+    ("how", "what"),
+    [
+        (_hooked, "hooks"),
+        (_scheduled, "a scheduler"),
+        (_stepped, "state"),
+        (_own, r"a step\(\) of its own"),
+    ],
 )
 def test_what_another_optimizer_would_lose_is_refused(how, what):
     build = lambda p: how(optim.AdamW(p, lr=1e-3))  # noqa: E731
@@ -216,12 +321,17 @@ def test_what_another_optimizer_would_lose_is_refused(how, what):
         ({"lr": torch.tensor(-1.0)}, "lr must be >= 0"),
         ({"betas": (2.0, 3.0)}, "betas must be at least 0"),
         ({"eps": -1.0}, "eps must be >= 0"),
+        ({"maximize": True}, "LowBitAdamW does not do maximize=True, which a group asks for"),
+        ({"amsgrad": True}, "LowBitAdamW does not do amsgrad=True"),
     ],
 )
 def test_numbers_of_every_group_are_checked(options, message):
     weights = [nn.Parameter(torch.randn(4)) for _ in range(2)]
     with pytest.raises(ValueError, match=message):
-        LowBitAdamW(weights, **options)
+        LowBitAdamW([{"params": weights, **options}])
+    if not {"maximize", "amsgrad"} & set(options):  # which the constructor does not take at all
+        with pytest.raises(ValueError, match=message):
+            LowBitAdamW(weights, **options)
     low = LowBitAdamW(weights[:1])
     with pytest.raises(ValueError, match=message):
         low.add_param_group({"params": weights[1:], **options})

@@ -370,6 +370,50 @@ def test_a_group_that_is_added(device):
     assert equal(read(device, parameters), expected)
 
 
+def test_a_callable_may_put_parameters_into_groups_and_leave_some_out(device):
+    def make(parameters):
+        wide, flat = ([p for p in parameters if p.dim() == dim] for dim in (2, 1))
+        return MAKERS["sgd"]([{"params": flat[:1], "lr": 0.5}, {"params": wide}])
+
+    expected = [nn.Parameter(v) for v in values()]
+    reference = make(expected)
+    for parameter, value in zip(expected, values(1), strict=True):
+        parameter.grad = value
+    reference.step()
+    with device:
+        parameters = placed(device)
+        optimizer = OffloadedOptimizer(parameters, make)
+        held = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        assert held == [[id(parameters[1])], [id(parameters[0]), id(parameters[2])]]
+        give(device, parameters, 1)
+        optimizer.step()
+    assert equal(read(device, parameters), expected)
+    assert optimizer.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("is_hook", [True, False])
+def test_what_is_put_around_the_update_runs_once(device, is_hook):
+    counts = []
+
+    def make(parameters):
+        optimizer = MAKERS["sgd"](parameters)
+        step = optimizer.step
+        if is_hook:
+            optimizer.register_step_post_hook(lambda *_: counts.append(1))
+        else:
+            optimizer.step = lambda: (counts.append(1), step())
+        return optimizer
+
+    expected, _ = plain(MAKERS["sgd"], steps=1)
+    with device:
+        parameters = placed(device)
+        optimizer = OffloadedOptimizer(groups(parameters), make, bucket_bytes=1)
+        give(device, parameters, 1)
+        optimizer.step()
+    assert counts == [1]
+    assert equal(read(device, parameters), expected)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11
 def test_what_cannot_be_offloaded_is_refused(device):
     parameters = placed(device)
@@ -378,6 +422,7 @@ def test_what_cannot_be_offloaded_is_refused(device):
     others = [nn.Parameter(torch.ones(1))]
     with pytest.raises(UnsupportedOptimizerError, match="the update of SGD cannot be offloaded"):
         OffloadedOptimizer(parameters, lambda _: torch.optim.SGD(others, lr=1))
+
     with pytest.raises(TypeError, match=r"make must return a torch\.optim\.Optimizer"):
         OffloadedOptimizer(parameters, list)
     optimizer = OffloadedOptimizer(parameters[:1], MAKERS["sgd"])

@@ -77,6 +77,10 @@ def test_small_updates_add_up_only_where_they_are_rounded_by_chance():
 def test_weights_that_are_not_bf16_are_refused():
     with pytest.raises(PlanError, match=r"rounds bf16 weights, .* has none, but float32; train"):
         Trainer(net(torch.float32), ADAMW, loss_fn, Plan(optimizer=ROUNDED))
+    model = net(torch.float32)
+    own = LowBitAdamW(model.parameters(), state="full", stochastic_rounding=True)
+    with pytest.raises(PlanError, match="rounds bf16 weights"):
+        Trainer(model, own, loss_fn, Plan(optimizer=ROUNDED))
     mixed = net()
     mixed[0].float()
     Trainer(mixed, ADAMW, loss_fn, Plan(optimizer=ROUNDED))
@@ -92,6 +96,36 @@ def test_an_optimizer_that_is_built_must_round_too():
     compiled = ROUNDED.__class__(state="full", compiled=False)
     with pytest.raises(PlanError, match=r"optimizer=LowBitOptions\(state='full', compiled=False\)"):
         Trainer(model, plain, loss_fn, Plan(optimizer=compiled))
+
+
+@pytest.mark.parametrize(
+    ("built", "wanted", "message"),
+    [
+        ({}, {"state": "4bit"}, "has state='8bit', and state='4bit' is asked for"),
+        (
+            {"state": "4bit"},
+            {"state": "full", "stochastic_rounding": True},
+            "has state='4bit', stochastic_rounding=False, and state='full', stochastic_rounding=T",
+        ),
+        ({"compiled": True}, {"compiled": False}, "has compiled=True, and compiled=False is asked"),
+    ],
+)
+def test_an_optimizer_that_the_callable_builds_must_do_what_the_plan_says(built, wanted, message):
+    with pytest.raises(PlanError, match=message):
+        Trainer(
+            net(), partial(LowBitAdamW, **built), loss_fn, Plan(optimizer=LowBitOptions(**wanted))
+        )
+    low = LowBitAdamW(net().parameters(), **built)
+    with pytest.raises(PlanError, match=message):
+        LowBitAdamW.like(low, **wanted)
+
+
+@pytest.mark.parametrize("wanted", [{}, {"state": "8bit"}, {"stochastic_rounding": False}])
+def test_an_optimizer_that_the_callable_builds_may_do_more(wanted):
+    make = partial(LowBitAdamW, stochastic_rounding=True, compiled=False)
+    optimizer = Trainer(net(), make, loss_fn, Plan(optimizer=LowBitOptions(**wanted))).optimizer
+    assert (optimizer.stochastic_rounding, optimizer.compiled) == (True, False)
+    assert LowBitAdamW.like(optimizer, **wanted) is optimizer
 
 
 def test_options_are_one_way_to_write_a_plan():
@@ -128,6 +162,47 @@ def test_replicas_that_would_drift_apart_are_refused(shard):
     for said in ranks.run(rank):
         assert all(f"stochastic rounding does not go with shard='{shard}'" in s for s in said)
         assert said
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize("how", ["ddp", "DistributedDataParallel", "mesh"])
+def test_replicas_are_found_behind_offloading_and_where_the_plan_has_not_made_them(
+    how, is_offloaded
+):
+    def rank(number):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model, offload = net(), "optimizer" if is_offloaded else None
+        if how == "DistributedDataParallel":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif how == "mesh":
+            fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
+        plan = Plan(optimizer=ROUNDED, offload=offload, shard="ddp" if how == "ddp" else None)
+        with pytest.raises(PlanError, match="stochastic rounding does not go with"):
+            Trainer(model, ADAMW, loss_fn, plan)
+
+    ranks.run(rank)
+
+
+def test_what_a_mesh_shards_and_replicas_in_fp32_are_taken_as_they_are():
+    def rank(number):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        sharded = net()
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+        # Of bf16 there is only what the ranks do not have in common.
+        apart = nn.Sequential(nn.Linear(64, 64), net()[2:])
+        apart[0].to(torch.float32)
+        names = [name for name, p in apart.named_parameters() if p.dtype == torch.bfloat16]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            apart, names
+        )
+        for model in (sharded, nn.parallel.DistributedDataParallel(apart)):
+            Trainer(model, ADAMW, loss_fn, Plan(optimizer=ROUNDED)).close()
+
+    ranks.run(rank)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

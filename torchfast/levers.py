@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchfast._core.building import at_work
 from torchfast._core.decisions import Decision
 from torchfast.graphs import (
     CUDAGraphOptions,
@@ -106,7 +107,7 @@ def apply_levers(
     Synchronizes: Yes.
     """
     form = _form(optimizer, plan, model, device, can_skip=can_skip)
-    state = [] if (low_bit := as_low_bit(optimizer)) is None else [low_bit.decision()]
+    state = [] if (low_bit := as_low_bit(at_work(optimizer))) is None else [low_bit.decision()]
     if plan.graph_options is None:
         return Levers(form, [*state, graph_decision("left alone", "every step runs as it is")])
     if not has_graphs(device):
@@ -155,9 +156,10 @@ def _form(
     optimizer: Optimizer, plan: Plan, model: nn.Module, device: torch.device, *, can_skip: bool
 ) -> OptimizerForm:
     # What keeps its state in low bits has one form, which a graph can hold.
-    is_plain = plan.optimizer == "fused" and as_low_bit(optimizer) is None
+    is_low_bit = as_low_bit(at_work(optimizer)) is not None
+    is_plain = plan.optimizer == "fused" and not is_low_bit
     form = OptimizerForm(optimizer, "fused" if is_plain else "as_given", model)
-    if as_low_bit(optimizer) is not None:
+    if is_low_bit:
         if plan.low_bit_options is not None:
             detail = "LowBitAdamW, with the groups and hyperparameters given"
             form.decision = Decision(lever="optimizer", outcome="applied", detail=detail)

@@ -1,7 +1,8 @@
 """A model made ready for its optimizer, and the optimizer for the model.
 
 There are two orders. An optimizer that is to be built (a callable) is built when the model is what
-will be trained: on its device, converted, sharded. One that was given holds the model's parameters
+will be trained: on its device, converted, sharded; but the callable sees layers of the classes that
+it knows. One that was given holds the model's parameters
 already, so nothing may replace them, and the model is changed only when nothing can be refused any
 more.
 """
@@ -106,7 +107,8 @@ def prepare(
             "given is built already; give Trainer a callable parameters -> Optimizer, such as "
             f"functools.partial({type(source).__name__}, lr=...)"
         )
-    optimizer = build_optimizer(offload.source(plan.optimizer_source(source)), model)
+    with transforms.as_given():
+        optimizer = build_optimizer(offload.source(plan.optimizer_source(source)), model)
     if not is_new and offload.moves_parameters:
         release(optimizer)  # what it finds on the host would be another step's
         offload.place(model, device, optimizer, moves=moves)
@@ -117,7 +119,8 @@ def prepare(
         transforms.sharding.check_optimizer(optimizer)
         if transforms.sharding.is_sharded:
             check_takes_shards(optimizer)
-        check_replicas(optimizer, sharded.strategy, transforms.sharding.whole_parameters())
+    strategy = None if sharded is None else sharded.strategy
+    check_replicas(optimizer, model, strategy, transforms.sharding.whole_parameters())
     built = build_scheduler(scheduler, optimizer)
     if is_fp16 and clips:
         check_no_strays(model, optimizer)

@@ -12,7 +12,7 @@ this; `ModelTransforms` has the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
@@ -104,6 +104,14 @@ class ModelTransforms:
         except BaseException:
             self.close()
             raise
+
+    def as_given(self) -> AbstractContextManager[None]:
+        """Let layers be of the classes that they were given in, with the parameters of now.
+
+        For callables of the user's that look at layers: one that decays the weights of what
+        ``type(layer) is nn.Linear`` would find none of those that are converted.
+        """
+        return nullcontext() if self._float8 is None else self._float8.linears.left()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer holds other weights than the layers that are converted.

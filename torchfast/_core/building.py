@@ -161,6 +161,16 @@ def optimized(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
+def at_work(optimizer: Optimizer) -> Optimizer:
+    """Return what updates the parameters: the optimizer that an offloaded one is made of.
+
+    Its kind, its state and its rules for loading are those of the training; what is around it only
+    says where the update runs. All others are at work themselves.
+    """
+    inner: Optimizer | None = getattr(optimizer, "_torchfast_inner", None)
+    return optimizer if inner is None else inner
+
+
 def device_decision(device: torch.device, model: nn.Module) -> Decision:
     """Say where the step runs."""
     detail = str(device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfast._core.building import at_work
 from torchfast._core.errors import StateMismatchError
 
 FORMAT = 1
@@ -110,11 +111,14 @@ def _check_optimizer(saved: object, optimizer: Optimizer) -> None:
             "optimizer state must be what optimizer.state_dict() returned, with 'state' and "
             f"'param_groups', got {type(saved).__name__}"
         )
+    # What is offloaded loads as it does by itself.
+    inner = at_work(optimizer)
+    kind, check = type(inner).__name__, getattr(inner, "check_state_dict", None)
     found = [len(group["params"]) for group in saved["param_groups"]]
     expected = [len(group["params"]) for group in optimizer.param_groups]
     if found != expected:
         raise StateMismatchError(
-            f"optimizer state has parameter groups of sizes {found}, {type(optimizer).__name__} "
+            f"optimizer state has parameter groups of sizes {found}, {kind} "
             f"has {expected}; build the optimizer as it was"
         )
     for index, (theirs, ours) in enumerate(
@@ -123,12 +127,12 @@ def _check_optimizer(saved: object, optimizer: Optimizer) -> None:
         # A newer torch adds hyperparameters and fills them in itself; only another kind of
         # optimizer both lacks some and brings others.
         lacking, foreign = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
-        if lacking and foreign and not hasattr(optimizer, "check_state_dict"):
+        if lacking and foreign and check is None:
             raise StateMismatchError(
                 f"optimizer state has {foreign} and lacks {lacking} in parameter group {index}, so "
-                f"it was saved by another kind of optimizer than {type(optimizer).__name__}"
+                f"it was saved by another kind of optimizer than {kind}"
             )
-    if (check := getattr(optimizer, "check_state_dict", None)) is not None:
+    if check is not None:
         try:
             check(saved)  # it takes over the state of others, and knows of which
         except ValueError as error:

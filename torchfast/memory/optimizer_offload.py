@@ -9,8 +9,8 @@ state lies there too. An update goes through the parameters in buckets:
   parameters without a gradient, so it is given those of one bucket at a time;
 - its parameters back to the device, by another stream, while the next bucket is updated.
 
-An optimizer that is not torch's own may count its steps, or look at all gradients at once, so its
-update is one bucket.
+An optimizer that is not torch's own may count its steps, or look at all gradients at once, and so
+may hooks of ``step()`` or another in its place, so its update is one bucket.
 
 The device computes nothing meanwhile, and the bus carries two copies of the model in each update.
 So it pays where the state does not fit otherwise, with few and large steps: many micro-batches in
@@ -69,14 +69,16 @@ class OffloadedOptimizer(Optimizer):
 
     Args:
         parameters: Parameters or groups of them, as for any optimizer.
-        make: Makes the optimizer, such as ``functools.partial(AdamW, lr=1e-3, fused=True)``.
+        make: Makes the optimizer, such as ``functools.partial(AdamW, lr=1e-3, fused=True)``. It is
+            given copies on the host of what is given here, and may leave some out or group them.
         bucket_bytes: How much is updated at a time, by an optimizer of torch's.
         copy_early: Copy gradients in the backward. It uses hooks, which a graph does not replay.
 
     Raises:
         TypeError: An argument of the wrong kind.
         UnsupportedOptimizerError: The optimizer holds other parameters than it was given, needs a
-            closure, or a parameter is no ordinary dense tensor (``DTensor``).
+            closure or has a scheduler already; or a parameter is no ordinary dense tensor
+            (``DTensor``).
 
     Numerics: Bitwise the optimizer on the CPU; close to it on the device.
     Synchronizes: In ``step()``, which waits for the gradients.
@@ -113,10 +115,15 @@ class OffloadedOptimizer(Optimizer):
         self._side: CopyStreams | None = None
         self._pool: HostPool | None = None
         self._streams: tuple[Any, Any] = (None, None)
-        super().__init__(parameters, {})
-        inner = make([self._on_host(group) for group in self.param_groups])
+        given = list(parameters)
+        super().__init__(given, {})
+        hosts = [self._on_host(group) for group in self.param_groups]
+        # As it was given: a callable may look at parameters, and put them into groups itself.
+        inner = make(hosts if any(isinstance(p, dict) for p in given) else _listed(hosts[0]))
         self._check(inner)
+        self._group_as(inner)
         self._inner = inner
+        self._torchfast_inner = inner  # for `at_work`
         self.defaults = inner.defaults
         self._take_over(inner)
 
@@ -174,8 +181,14 @@ class OffloadedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return what the optimizer itself would; its tensors are on the host."""
         assert self._inner is not None
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self._hand_over(self._inner)
-        return self._inner.state_dict()
+        state = self._inner.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -196,10 +209,17 @@ class OffloadedOptimizer(Optimizer):
         """Add a group, as for other optimizers."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for parameter in group["params"]:
-            self._add(parameter)
+        try:
+            for parameter in group["params"]:
+                self._add(parameter)
+            if self._inner is not None:
+                self._inner.add_param_group(self._on_host(group))
+        except BaseException:
+            self.param_groups.pop()  # or the two would not be of the same groups any more
+            for parameter in group["params"]:
+                self._hosts.pop(parameter, None)
+            raise
         if self._inner is not None:
-            self._inner.add_param_group(self._on_host(group))
             self._take_over(self._inner)
 
     def close(self) -> None:
@@ -251,23 +271,38 @@ class OffloadedOptimizer(Optimizer):
                 "make must return a torch.optim.Optimizer for the parameters that it is given, "
                 f"got {type(inner).__name__}"
             )
-        held = [id(p) for group in inner.param_groups for p in group["params"]]
-        wanted = [id(self._hosts[p]) for group in self.param_groups for p in group["params"]]
-        if held != wanted or isinstance(inner, torch.optim.LBFGS):
+        name = type(inner).__name__
+        if hasattr(inner.step, "_wrapped_by_lr_sched"):
             raise UnsupportedOptimizerError(
-                f"the update of {type(inner).__name__} cannot be offloaded: it must hold the "
-                "parameters that make() was given, in their groups, and update each by its own "
-                "gradient"
+                f"the update of {name} cannot be offloaded with a scheduler that make() builds: "
+                "learning rates are those of the OffloadedOptimizer, which it would not change; "
+                "build the scheduler on that, in Trainer(lr_scheduler=...) by a callable"
             )
+        given = {id(host) for host in self._hosts.values()}
+        held = {id(p) for group in inner.param_groups for p in group["params"]}
+        if not held <= given or isinstance(inner, torch.optim.LBFGS):
+            raise UnsupportedOptimizerError(
+                f"the update of {name} cannot be offloaded: it must hold the parameters that "
+                "make() was given, all or some of them, and update each by its own gradient"
+            )
+
+    def _group_as(self, inner: Optimizer) -> None:
+        """Have the parameters that an optimizer holds, in its groups."""
+        of = {id(host): parameter for parameter, host in self._hosts.items()}
+        self.param_groups = [
+            {"params": [of[id(host)] for host in group["params"]]} for group in inner.param_groups
+        ]
+        held = {parameter for group in self.param_groups for parameter in group["params"]}
+        self._hosts = {p: host for p, host in self._hosts.items() if p in held}
 
     def _hand_over(self, inner: Optimizer) -> None:
         """Let the optimizer see what schedulers and the user have changed."""
         for group, own in zip(self.param_groups, inner.param_groups, strict=True):
-            own.update({k: v for k, v in group.items() if k != "params"})
+            _copy_all_but_parameters(group, own)
 
     def _take_over(self, inner: Optimizer) -> None:
         for group, own in zip(self.param_groups, inner.param_groups, strict=True):
-            group.update({k: v for k, v in own.items() if k != "params"})
+            _copy_all_but_parameters(own, group)
 
     def _show_state(self, inner: Optimizer) -> None:
         # The tensors themselves, in other dicts: who replaces one here, for the layout that the
@@ -282,7 +317,11 @@ class OffloadedOptimizer(Optimizer):
         home, (out, back) = side.current(), self._streams
         out.wait_event(home.record_event())
         # All that goes to the host is enqueued first, so that the bus is never left waiting.
-        is_torchs = type(inner).__module__.startswith("torch.optim.")
+        is_torchs = type(inner).__module__.startswith("torch.optim.") and not (
+            inner._optimizer_step_pre_hooks
+            or inner._optimizer_step_post_hooks
+            or "step" in vars(inner)
+        )
         found = self._buckets(self._bucket_bytes if is_torchs else None)
         self._forget_changed(out)
         buckets = [(bucket, self._copy_out(bucket, side)) for bucket in found]
@@ -380,6 +419,19 @@ class OffloadedOptimizer(Optimizer):
             pairs = zip(kept.items(), is_same.tolist(), strict=True)
             kept = {p: copy for (p, copy), same in pairs if same}
         self._early = kept
+
+
+def _listed(group: dict[str, Any]) -> list[Any]:
+    """Return the parameters of a group as they are given without one: with names, if they have."""
+    names = group.get("param_names")
+    return group["params"] if names is None else list(zip(names, group["params"], strict=True))
+
+
+def _copy_all_but_parameters(source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Let a group be as another, without what that lacks: ``del group[...]`` counts, too."""
+    parameters = target["params"]
+    target.clear()
+    target.update({**source, "params": parameters})
 
 
 def _checksum(gradient: Tensor) -> Tensor:

@@ -43,11 +43,15 @@ from torchfast.precision.low_bit_saved import (
     CODES,
     KIND,
     MOMENTS,
+    OF_ADAMW,
     SCALE,
+    check_codes,
     check_convertible,
+    check_does,
     check_kind,
     check_of_adamw,
     in_full,
+    plain_group,
 )
 from torchfast.precision.low_bit_shards import can_be_coded, spread_as
 from torchfast.precision.low_bit_update import compiled_update, make_update
@@ -55,17 +59,6 @@ from torchfast.precision.low_bit_update import compiled_update, make_update
 logger = logging.getLogger(__name__)
 
 _OWN = ("kind", "stochastic_rounding", "compiled")
-# What an AdamW has in its groups beside, which says how it computes. Any other key is a scheduler's
-# or the user's: OneCycleLR keeps its bounds there, timm the part of the rate that a layer takes.
-_OF_ADAMW = (
-    "amsgrad",
-    "foreach",
-    "maximize",
-    "capturable",
-    "differentiable",
-    "fused",
-    "decoupled_weight_decay",
-)
 # So many values of betas and weight decay a group are compiled for, and then no more.
 _MOST_NUMBERS = 4
 
@@ -154,17 +147,19 @@ class LowBitAdamW(Optimizer):
         """Return one with the parameters and hyperparameters of an AdamW that has not stepped yet.
 
         Args:
-            optimizer: A ``torch.optim.AdamW``.
+            optimizer: A ``torch.optim.AdamW``; or a LowBitAdamW, which is returned.
             **options: ``state``, ``stochastic_rounding``, ``compiled``.
 
         Raises:
             PlanError: Another kind of optimizer, a variant that is not to be had in low bits, or
-                one that has stepped, has hooks or is driven by a scheduler.
+                one that has stepped, has hooks or is driven by a scheduler; a LowBitAdamW with
+                other options.
         """
         if isinstance(optimizer, cls):
+            check_does(optimizer, options)
             return optimizer
         check_convertible(optimizer)
-        return cls([_plain_group(group) for group in optimizer.param_groups], **options)
+        return cls([plain_group(group) for group in optimizer.param_groups], **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -208,7 +203,7 @@ class LowBitAdamW(Optimizer):
 
         def adopt(_: Optimizer, given: dict[str, Any]) -> None:
             self.check_state_dict(given)
-            adopted[:] = self._all_adopted(given)
+            adopted[:] = [(p, self._adopted(saved, p)) for p, saved in self._given(given)]
 
         # The last hook sees what the others have made of it, and raises before anything changes.
         handle = self.register_load_state_dict_pre_hook(adopt)
@@ -219,7 +214,7 @@ class LowBitAdamW(Optimizer):
         # torch casts state to the dtype of its parameter, which codes and scales are not.
         self.state.update(adopted)
         for group in self.param_groups:
-            for name in {*_OF_ADAMW} - {*self.defaults}:
+            for name in {*OF_ADAMW} - {*self.defaults}:
                 group.pop(name, None)
             group |= {"capturable": True, KIND: self.kind}
 
@@ -227,6 +222,8 @@ class LowBitAdamW(Optimizer):
         """Raise ValueError if a state is of one that computes otherwise; change nothing."""
         check_of_adamw(state_dict)
         check_kind(state_dict, self.kind)
+        for parameter, saved in self._given(state_dict):
+            check_codes(saved, self.kind, parameter)
 
     def dense_state_dict(self) -> dict[str, Any]:
         """Return the state as an AdamW takes it, its moments in fp32."""
@@ -243,17 +240,18 @@ class LowBitAdamW(Optimizer):
 
     def decision(self) -> Decision:
         """Say what the state takes, beside what it would in fp32."""
-        full = sum(8 * local(p).numel() for p in self._parameters())
-        coded = sum(self._state_bytes(p) for p in self._parameters())
+        # What is frozen gets no gradient, and so no state.
+        trained = [p for p in self._parameters() if p.requires_grad]
+        full = sum(8 * local(p).numel() for p in trained)
+        coded = sum(self._state_bytes(p) for p in trained)
         how = "compiled" if self._is_compiled(next(self._parameters()).device) else "not compiled"
         detail = (
             f"AdamW with moments in {self.kind}: {coded:,} bytes of state, fp32 takes {full:,}; "
-            f"the update is {how}, and a graph can hold it"
+            f"the update is {how}"
         )
         if self.stochastic_rounding:
-            rounded = sum(p.dtype == torch.bfloat16 for p in self._parameters())
-            total = sum(1 for _ in self._parameters())
-            detail += f"; {rounded} of {total} parameters are bf16 and rounded by chance"
+            rounded = sum(p.dtype == torch.bfloat16 for p in trained)
+            detail += f"; {rounded} of {len(trained)} parameters are bf16 and rounded by chance"
         return Decision(lever="optimizer state", outcome="applied", detail=detail)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -322,40 +320,25 @@ class LowBitAdamW(Optimizer):
         flat = self._codec.decode(codes.reshape(-1), scales, table)
         return spread_as(parameter, flat.view(local(parameter).shape))
 
-    def _all_adopted(
-        self, state_dict: Mapping[str, Any]
-    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    def _given(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+        """Yield each parameter that a state has something of, and that."""
         given = [i for group in state_dict["param_groups"] for i in group["params"]]
         for index, parameter in zip(given, self._parameters(), strict=False):  # torch compares
             if saved := state_dict["state"].get(index):
-                yield parameter, self._adopted(saved, parameter)
+                yield parameter, saved
 
     def _adopted(self, saved: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         """Return saved state in the form that this optimizer keeps."""
+        check_codes(saved, self.kind, parameter, is_part=True)
         device = parameter.device
         state = {"step": torch.as_tensor(saved["step"]).to(device, torch.float32, copy=True)}
         for moment in MOMENTS:
-            value = saved.get(moment + CODES)
-            if value is None:
+            if moment + CODES in saved:
+                for name in (moment + CODES, moment + SCALE):
+                    state[name] = saved[name].to(device, copy=True)
+            else:
                 full = in_full(saved[moment]).to(device, torch.float32, copy=True)
                 state |= self._coded(moment, parameter, full)
-            elif can_be_coded(self.kind, parameter):
-                expected, _ = empty_codes(self.kind, local(parameter))
-                if local(value).shape != expected.shape:
-                    raise ValueError(
-                        f"the optimizer state was saved by other low bits than {self.kind!r}, or "
-                        f"of parameters in another order: codes of {moment} have shape "
-                        f"{tuple(local(value).shape)}, and those of a parameter of shape "
-                        f"{tuple(parameter.shape)} {tuple(expected.shape)}; build LowBitAdamW with "
-                        "the state= and the groups it had"
-                    )
-                state[moment + CODES] = value.to(device, copy=True)
-                state[moment + SCALE] = saved[moment + SCALE].to(device, copy=True)
-            else:
-                raise ValueError(
-                    "the optimizer state holds moments in low bits, but this LowBitAdamW keeps "
-                    f"them in {self.kind!r}; build it with the state= it had"
-                )
         return state
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any], rate: Tensor) -> None:
@@ -440,11 +423,3 @@ class LowBitAdamW(Optimizer):
         with torch.device("meta"):
             codes = empty_codes(self.kind, torch.empty(own.shape))
         return 2 * sum(t.numel() * t.element_size() for t in codes)
-
-
-def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of an AdamW without what only that knows."""
-    kept = {k: v for k, v in group.items() if k not in (*_OF_ADAMW, "params", "param_names")}
-    names = group.get("param_names")  # which torch takes together with the parameters only
-    own = group["params"]
-    return {**kept, "params": own if names is None else list(zip(names, own, strict=True))}

@@ -15,6 +15,8 @@ from torchfast._core.option_fields import call_of, changed_fields
 State = Literal["8bit", "4bit", "fp8", "full"]
 # As a plan writes those that say no more than how many bits.
 WORDS: Final[dict[str, State]] = {"adamw8bit": "8bit", "adamw4bit": "4bit", "adamwfp8": "fp8"}
+# Forms of AdamW that are not to be had in low bits.
+VARIANTS: Final = ("amsgrad", "maximize")
 _STATES = (*WORDS.values(), "full")
 
 
@@ -70,10 +72,16 @@ class LowBitOptions:
 
 
 def check_numbers(group: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError if an AdamW cannot compute with the numbers of a group.
+    """Raise TypeError or ValueError if this AdamW cannot compute with the numbers of a group.
 
     Synchronizes: Never; a learning rate that lies on a device is not looked at.
     """
+    for name in VARIANTS:
+        if group.get(name):
+            raise ValueError(
+                f"LowBitAdamW does not do {name}=True, which a group asks for; leave it out, or "
+                "take torch.optim.AdamW"
+            )
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
         is_there = not isinstance(value, Tensor) or value.device.type == "cpu"

@@ -1,0 +1,95 @@
+"""What an offloaded optimizer keeps in its groups, and says of its state, is as of any other."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from torchfast import Plan, Trainer, UnsupportedOptimizerError
+from torchfast.memory import OffloadedOptimizer
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.1)
+
+
+def test_a_group_that_is_refused_is_not_there():
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = OffloadedOptimizer([weight], SGD)
+
+    def refuse(group):
+        raise ValueError("not this one")
+
+    optimizer._inner.add_param_group = refuse
+    with pytest.raises(ValueError, match="not this one"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 1
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    assert float(weight.detach()[0]) == pytest.approx(0.9)
+
+
+def test_a_scheduler_that_would_change_nothing_is_refused():
+    def scheduled(parameters):
+        optimizer = SGD(parameters)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+    with pytest.raises(UnsupportedOptimizerError, match=r"with a scheduler that make\(\) builds"):
+        OffloadedOptimizer([nn.Parameter(torch.ones(4))], scheduled)
+
+
+def test_groups_have_what_is_loaded_and_no_more():
+    weight = nn.Parameter(torch.ones(4))
+    optimizer, plain = OffloadedOptimizer([weight], ADAMW), ADAMW([weight])
+    for each in (optimizer, plain):
+        saved = each.state_dict()
+        each.param_groups[0]["mine"] = 3
+        each.load_state_dict(saved)
+        assert "mine" not in each.param_groups[0]
+        each.param_groups[0]["mine"] = 4
+        assert each.state_dict()["param_groups"][0]["mine"] == 4
+        del each.param_groups[0]["mine"]
+        assert "mine" not in each.state_dict()["param_groups"][0]
+
+
+def test_hooks_of_the_state_run_as_those_of_any_optimizer():
+    weight = nn.Parameter(torch.ones(4))
+    for optimizer in (OffloadedOptimizer([weight], SGD), SGD([weight])):
+        seen = []
+        optimizer.register_state_dict_pre_hook(seen.append)
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": 1})
+        optimizer.register_state_dict_post_hook(lambda _, state: state.update(also=2))
+        state = optimizer.state_dict()
+        assert (state["mine"], state["also"]) == (1, 2)
+        assert seen == [optimizer]
+
+
+def test_names_of_parameters_are_in_the_groups_as_without():
+    named = [("weight", nn.Parameter(torch.ones(4))), ("bias", nn.Parameter(torch.ones(2)))]
+    for make in (ADAMW, lambda parameters: ADAMW([{"params": list(parameters)}])):
+        optimizer, plain = OffloadedOptimizer(named, make), make(named)
+        assert optimizer.param_groups == plain.param_groups
+        assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_a_trainer_takes_a_callable_that_groups_or_leaves_out_what_is_frozen():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    frozen = model[0].weight.detach().clone()
+
+    def make(parameters):
+        trained = [p for p in parameters if p.requires_grad]
+        decayed, rest = ([p for p in trained if (p.dim() > 1) is wide] for wide in (True, False))
+        return ADAMW([{"params": rest, "weight_decay": 0.0}, {"params": decayed}])
+
+    plan = Plan(offload="optimizer")
+    with Trainer(model, make, lambda m, x: m(x).square().mean(), plan) as trainer:
+        losses = [float(trainer.step(torch.ones(2, 4))) for _ in range(4)]
+        first, second = (group["params"] for group in trainer.optimizer.param_groups)
+        assert first[0] is model[1].bias
+        assert second[0] is model[1].weight
+    assert losses[-1] < losses[0]
+    assert torch.equal(model[0].weight, frozen)
