@@ -160,15 +160,22 @@ def test_a_search_that_is_under_way_is_ended_by_close():
     assert source.calls == ["start", "stop"]
 
 
-def test_growth_that_ends_is_no_leak(caplog):
-    """Warm-up, an optimizer's state, a cache that fills."""
-    source = Played(lambda step: figures(allocated=min(step, 120) * MB))
+@pytest.mark.parametrize("kept", [0, 64])
+def test_growth_that_ends_is_no_leak(kept):
+    """Warm-up, an optimizer's state, a cache that fills; beside it losses in a list."""
+    source = Played(lambda step: figures(allocated=min(step, 120) * MB + kept * step))
     assert watched(source, find_lines=False).diagnosis().verdict == "healthy"
 
 
-def test_a_jump_is_no_leak():
-    source = Played(lambda step: figures(allocated=(500 if step < 200 else 900) * MB))
+@pytest.mark.parametrize("kept", [0, 64])
+def test_a_jump_is_no_leak(kept):
+    source = Played(lambda step: figures(allocated=(500 if step < 200 else 900) * MB + kept * step))
     assert watched(source, find_lines=False).diagnosis().verdict == "healthy"
+
+
+def test_a_leak_in_some_of_the_steps():
+    source = Played(lambda step: figures(allocated=1000 * MB + step // 50 * 50 * LEAK))
+    assert watched(source, find_lines=False).diagnosis().verdict == "leak"
 
 
 def test_growth_below_the_noise_is_no_leak():

@@ -86,8 +86,9 @@ class Trend:
         slope: By least squares, a step.
         growth: The slope over all of the steps.
         rises: Whether it truly rises: the slope is far above what chance makes of the scatter, and
-            the lowest value of each quarter is above that of the quarter before. A value that
-            jumps, or rises at first and then stays, does not.
+            the lowest value of each quarter is above that of the quarter before, by a good part of
+            what the slope says. A value that jumps, or rises at first and then stays, does not,
+            though it may go on by a few bytes a step.
     """
 
     slope: float
@@ -97,6 +98,8 @@ class Trend:
 
 # The slope over its standard error. Chance gives 6 once in a billion, if samples are independent.
 _SURE = 6.0
+# Of what a steady rise adds to a quarter; a leak may come in steps, or only in some of them.
+_LEAST_SHARE = 0.25
 
 
 def trend(steps: Sequence[int], values: Sequence[int]) -> Trend:
@@ -114,9 +117,7 @@ def trend(steps: Sequence[int], values: Sequence[int]) -> Trend:
     error = math.sqrt(scatter / (number - 2) / spread)
     bounds = [number * i // _WINDOWS for i in range(_WINDOWS + 1)]
     floors = [min(values[a:b]) for a, b in itertools.pairwise(bounds)]
-    climbs = all(a < b for a, b in itertools.pairwise(floors))
-    return Trend(
-        slope=slope,
-        growth=slope * (steps[-1] - steps[0]),
-        rises=climbs and slope > _SURE * error,
-    )
+    growth = slope * (steps[-1] - steps[0])
+    least = _LEAST_SHARE * growth / _WINDOWS
+    climbs = all(b - a > max(0.0, least) for a, b in itertools.pairwise(floors))
+    return Trend(slope=slope, growth=growth, rises=climbs and slope > _SURE * error)
