@@ -31,6 +31,11 @@ def test_a_group_that_is_refused_is_not_there():
     assert float(weight.detach()[0]) == pytest.approx(0.9)
 
 
+def test_a_tensor_is_no_list_of_parameters():
+    with pytest.raises(TypeError, match="should be an iterable of Tensors"):
+        OffloadedOptimizer(torch.ones(3), SGD)
+
+
 def test_a_scheduler_that_would_change_nothing_is_refused():
     def scheduled(parameters):
         optimizer = SGD(parameters)

@@ -115,10 +115,11 @@ class OffloadedOptimizer(Optimizer):
         self._side: CopyStreams | None = None
         self._pool: HostPool | None = None
         self._streams: tuple[Any, Any] = (None, None)
-        given = list(parameters)
+        # torch refuses a tensor, which would be a list of its rows.
+        given = parameters if isinstance(parameters, Tensor) else list(parameters)
         super().__init__(given, {})
         hosts = [self._on_host(group) for group in self.param_groups]
-        # As it was given: a callable may look at parameters, and put them into groups itself.
+        # As it was given: a callable may look at parameters and group them.
         inner = make(hosts if any(isinstance(p, dict) for p in given) else _listed(hosts[0]))
         self._check(inner)
         self._group_as(inner)
@@ -214,13 +215,12 @@ class OffloadedOptimizer(Optimizer):
                 self._add(parameter)
             if self._inner is not None:
                 self._inner.add_param_group(self._on_host(group))
+                self._take_over(self._inner)
         except BaseException:
             self.param_groups.pop()  # or the two would not be of the same groups any more
             for parameter in group["params"]:
                 self._hosts.pop(parameter, None)
             raise
-        if self._inner is not None:
-            self._take_over(self._inner)
 
     def close(self) -> None:
         """Remove the hooks."""
