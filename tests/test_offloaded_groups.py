@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -98,3 +100,70 @@ def test_a_trainer_takes_a_callable_that_groups_or_leaves_out_what_is_frozen():
         assert second[0] is model[1].weight
     assert losses[-1] < losses[0]
     assert torch.equal(model[0].weight, frozen)
+
+
+def trained(optimizer, weight, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+    return weight.detach().clone()
+
+
+@pytest.mark.parametrize("change", ["replaced", "taken out", "group"])
+def test_parameters_that_are_others_are_refused(change):
+    weight, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = OffloadedOptimizer([{"params": [weight]}, {"params": [other]}], SGD)
+    trained(optimizer, weight)
+    parameters = optimizer.param_groups[0]["params"]
+    if change == "replaced":
+        parameters[0] = nn.Parameter(torch.zeros(1))
+    elif change == "taken out":
+        parameters.clear()
+    else:
+        optimizer.param_groups.pop()
+    for act in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="have been replaced or taken out"):
+            act()
+
+
+@pytest.mark.parametrize("make", [SGD, ADAMW, partial(torch.optim.Adagrad, lr=0.1)])
+@pytest.mark.parametrize("how", ["all", "one", "emptied"])
+def test_state_that_is_taken_away_begins_anew(make, how):
+    ends = []
+    for build in (make, partial(OffloadedOptimizer, make=make)):
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = build([weight])
+        trained(optimizer, weight, 3)
+        if make.func is not torch.optim.Adagrad:  # which makes its state at the beginning only
+            if how == "all":
+                optimizer.state.clear()
+            elif how == "one":
+                del optimizer.state[weight]
+            else:
+                optimizer.state[weight] = {}
+        ends.append(trained(optimizer, weight, 2))
+    assert torch.equal(*ends)
+
+
+def test_a_copy_is_refused():
+    optimizer = OffloadedOptimizer([nn.Parameter(torch.ones(1))], SGD)
+    for copy_of in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an OffloadedOptimizer cannot be copied or pickled"):
+            copy_of(optimizer)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"lr": 0.5}, {"betas": (0.1, 0.2)}, {"weight_decay": 0.9}, {"eps": 1.0}]
+)
+def test_what_is_changed_in_a_group_holds(changed):
+    ends = []
+    for build in (ADAMW, partial(OffloadedOptimizer, make=ADAMW)):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = build([weight])
+        trained(optimizer, weight)
+        optimizer.param_groups[0].update(changed)
+        saved = optimizer.state_dict()["param_groups"][0]  # before the next step
+        assert {name: saved[name] for name in changed} == changed
+        ends.append(trained(optimizer, weight, 2))
+    assert torch.equal(*ends)

@@ -40,6 +40,7 @@ from torchfast._core.decisions import Decision
 from torchfast._core.errors import UnsupportedOptimizerError
 from torchfast.memory.copy_streams import CopyStreams, copy_streams_for
 from torchfast.memory.host_pool import HostPool
+from torchfast.memory.mirrored_optimizer import Mirrored
 
 _BUCKET_BYTES: Final = 1 << 26
 _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -126,7 +127,8 @@ class OffloadedOptimizer(Optimizer):
         self._inner = inner
         self._torchfast_inner = inner  # for `at_work`
         self.defaults = inner.defaults
-        self._take_over(inner)
+        self._mirrored = Mirrored(self, inner, self._hosts)
+        self._mirrored.take_over()
 
     @property
     def decision(self) -> Decision:
@@ -153,21 +155,20 @@ class OffloadedOptimizer(Optimizer):
             What the closure returned; None without one.
 
         Raises:
-            RuntimeError: A sparse gradient.
+            RuntimeError: A sparse gradient, or parameters that were replaced in their groups.
         """
         inner, result = self._inner, None
         assert inner is not None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._hand_over(inner)
+        self._mirrored.hand_over()
         if self._side is None:
             inner.step()
         else:
             self._update(inner, self._side)
-        # Some keep what steers their next step in their groups.
-        self._take_over(inner)
-        self._show_state(inner)
+        self._mirrored.take_over()
+        self._mirrored.show_state()
         return result
 
     @torch.no_grad()
@@ -184,7 +185,7 @@ class OffloadedOptimizer(Optimizer):
         assert self._inner is not None
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self._hand_over(self._inner)
+        self._mirrored.hand_over()
         state = self._inner.state_dict()
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, state)
@@ -199,11 +200,18 @@ class OffloadedOptimizer(Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self._inner.load_state_dict(state_dict)
-        self._take_over(self._inner)
+        self._mirrored.take_over()
         self.state.clear()
-        self._show_state(self._inner)
+        self._mirrored.show_state()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an OffloadedOptimizer cannot be copied or pickled, as its parameters are on two "
+            "sides; make one for the copy of the model, and load state_dict() into it"
+        )
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -215,7 +223,7 @@ class OffloadedOptimizer(Optimizer):
                 self._add(parameter)
             if self._inner is not None:
                 self._inner.add_param_group(self._on_host(group))
-                self._take_over(self._inner)
+                self._mirrored.take_over()
         except BaseException:
             self.param_groups.pop()  # or the two would not be of the same groups any more
             for parameter in group["params"]:
@@ -294,22 +302,6 @@ class OffloadedOptimizer(Optimizer):
         ]
         held = {parameter for group in self.param_groups for parameter in group["params"]}
         self._hosts = {p: host for p, host in self._hosts.items() if p in held}
-
-    def _hand_over(self, inner: Optimizer) -> None:
-        """Let the optimizer see what schedulers and the user have changed."""
-        for group, own in zip(self.param_groups, inner.param_groups, strict=True):
-            _copy_all_but_parameters(group, own)
-
-    def _take_over(self, inner: Optimizer) -> None:
-        for group, own in zip(self.param_groups, inner.param_groups, strict=True):
-            _copy_all_but_parameters(own, group)
-
-    def _show_state(self, inner: Optimizer) -> None:
-        # The tensors themselves, in other dicts: who replaces one here, for the layout that the
-        # parameter has on the device, does not change what the update works on.
-        for parameter, host in self._hosts.items():
-            if host in inner.state:
-                self.state[parameter] = dict(inner.state[host])
 
     # -- An update ---------------------------------------------------------------------------------
 
@@ -425,13 +417,6 @@ def _listed(group: dict[str, Any]) -> list[Any]:
     """Return the parameters of a group as they are given without one: with names, if they have."""
     names = group.get("param_names")
     return group["params"] if names is None else list(zip(names, group["params"], strict=True))
-
-
-def _copy_all_but_parameters(source: dict[str, Any], target: dict[str, Any]) -> None:
-    """Let a group be as another, without what that lacks: ``del group[...]`` counts, too."""
-    parameters = target["params"]
-    target.clear()
-    target.update({**source, "params": parameters})
 
 
 def _checksum(gradient: Tensor) -> Tensor:
