@@ -133,8 +133,7 @@ def _run(work: Work, pipe: connection.Connection, scratch: Path) -> None:
 
 
 def _train(work: Work, pipe: connection.Connection) -> None:
-    import torch._inductor.compile_fx  # before the clock starts
-
+    _import_compiler()  # before the clock starts
     device = torch.device(work.device)
     if work.size == "smoke":
         torch.set_num_threads(1)  # threads that compete for few cores take the time of a test
@@ -172,6 +171,20 @@ def _train(work: Work, pipe: connection.Connection) -> None:
             trainer.step(next(batches))
         _drain(device)
         pipe.send({"ms": (time.perf_counter() - started) / steps * 1e3})
+
+
+def _import_compiler() -> None:
+    """Import what torch imports of its compiler, some of it in the middle of the first compilation.
+
+    A cold start and a warm one have that in common, and it is no part of either: where Python keeps
+    no compiled files it takes as long as to find a whole model in the cache.
+    """
+    import torch._inductor.compile_fx  # noqa: F401
+    from torch._dynamo.backends import registry
+    from torch._inductor.codegen import common
+
+    registry._lazy_import()
+    common.init_backend_registration()
 
 
 def _told(trainer: Trainer, work: Work, losses: list[Tensor]) -> Row:
