@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from planting import SPLIT, Planted, PlantedNet, batch_of, make, weights
+from planting import SPLIT, TEXT, Planted, PlantedNet, batch_of, make, weights
 from torchfast import Float8Options, MicroBatches, OutOfMemoryError, Plan, Trainer
 from torchfast._core.loss import unpack_loss
+from torchfast.memory import split_check
 from torchfast.memory.split_check import check_split
 from torchfast.memory.split_samples import counts_in, unevenness, unlike
 
@@ -280,6 +281,22 @@ def test_a_gradient_that_is_another_one_each_time_tells_nothing():
     assert "its gradient is another one each time" in str(trainer.report())
 
 
+def test_a_check_that_ran_out_of_memory_is_done_again():
+    full = [True]
+
+    def loss_fn(model, batch):
+        if full and not model.training:
+            raise torch.OutOfMemoryError(TEXT)
+        return mean(model, batch)
+
+    trainer = language_trainer(loss_fn)
+    trainer.step(language([12] * 8))
+    assert "in eval mode it raises OutOfMemoryError" in str(trainer.report())
+    full.clear()
+    trainer.step(language([12] * 8, seed=1))
+    assert "tried out" not in str(trainer.report())
+
+
 # --- no trace ------------------------------------------------------------------------------------
 
 
@@ -301,6 +318,23 @@ def test_gradients_hooks_and_rates_are_as_before():
     assert model.layer.dropout == 0.1
     assert all(module.training for module in model.modules())
     assert torch.equal(rng, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("most", [0, 16 + 16 + 32, 2**25])
+def test_some_parameters_tell_as_much_as_all(monkeypatch, most):
+    """Of a large model there is no room for two gradients more."""
+    asked = []
+    gradient_of = torch.autograd.grad
+
+    def noted(loss, parameters, **options):
+        asked.append(sum(p.numel() for p in parameters))
+        return gradient_of(loss, parameters, **options)
+
+    monkeypatch.setattr(split_check, "_MOST_ELEMENTS", most)
+    monkeypatch.setattr(torch.autograd, "grad", noted)
+    trainer = language_trainer()
+    assert_refused(trainer, language([12, 3, 7, 1, 12, 5, 9, 2]))
+    assert max(asked) <= max(most, 16)
 
 
 # --- which samples -------------------------------------------------------------------------------
