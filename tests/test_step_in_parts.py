@@ -24,7 +24,7 @@ from torchfast import (
     PrecisionOptions,
 )
 from torchfast._core.rng import get_rng_state, same_rng_state, seed_everything
-from torchfast.memory import out_of_memory
+from torchfast.memory import split_verdicts
 from torchfast.memory.split_check import Verdict
 from torchfast.memory.splitting import SplitBatch, split, why_whole
 
@@ -50,7 +50,9 @@ def test_without_the_shares_it_has_not(monkeypatch):
     """The control: halves of 4 and 3 samples that count equally are another mean."""
     even = lambda self: ((part, 1 / len(self.parts)) for part in self.parts)  # noqa: E731
     monkeypatch.setattr(SplitBatch, "__iter__", even)
-    monkeypatch.setattr(out_of_memory, "check_split", lambda *_: Verdict())  # which would see it
+    monkeypatch.setattr(
+        split_verdicts, "check_split", lambda *_, **__: Verdict()
+    )  # which would see it
     trainer, twin = make(Planted(4), plan=SPLIT), make(Planted(99))
     for each in (trainer, twin):
         each.step(batch_of(7))

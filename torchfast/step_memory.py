@@ -130,6 +130,7 @@ class StepMemory:
             others=others,
             after_failure=guard.forget,
             loss_of=lambda batch: gradients.compute_loss(batch, model),
+            in_float8=self._plan.float8_options is not None,
             ranks=gradients.sharding.shared if gradients.sharding.is_on else None,
         )
         self.run = guard_of_memory.run  # itself: a step would feel a call in between

@@ -7,8 +7,8 @@ of the step, and these hold its tensors, so whoever caught it would find that no
 
 With ``"split"`` a step that ran out in its forward or backward is done again with each micro-batch
 in halves, then in quarters, and so on (see `splitting`). The gradient is the same within rounding,
-which is tried out before the first time (see `split_check`). Nothing has been updated by then; what
-the failed try has changed is put back (see `before_step`).
+which is tried out on some samples before (see `split_check`). Nothing has been updated by then;
+what the failed try has changed is put back (see `before_step`).
 The size that failed is remembered, so later steps of that size begin in parts. A step costs the
 time of all its tries, so this is for the rare batch that is too large, and for finding out what
 fits; where every batch is too large, a smaller batch with ``accumulate`` does the same without the
@@ -30,7 +30,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -47,7 +46,6 @@ from torchfast.memory.before_step import BeforeStep
 from torchfast.memory.failure import AccountTaker, cause_of, let_go
 from torchfast.memory.moment import MomentSource, moments_of
 from torchfast.memory.out_of_memory_options import OutOfMemoryOptions
-from torchfast.memory.split_check import Verdict, check_split
 from torchfast.memory.split_ranks import (
     Counts,
     OtherRanks,
@@ -57,6 +55,7 @@ from torchfast.memory.split_ranks import (
     most_parts,
     pieces_of_all,
 )
+from torchfast.memory.split_verdicts import SplitVerdicts
 from torchfast.memory.splitting import SplitBatch, num_elements, parts_of, split, why_whole
 
 logger = logging.getLogger(__name__)
@@ -88,6 +87,7 @@ class OutOfMemoryGuard:
         others: Returns more tensors by category.
         after_failure: Lets go of what the step has kept of a try.
         loss_of: Runs the loss function on a batch, to find out whether parts make the whole.
+        in_float8: Whether layers compute in it, which rounds parts otherwise.
         source: Where moments come from, in place of the device.
         ranks: Who runs each step together with this rank; None where nobody does.
 
@@ -107,6 +107,7 @@ class OutOfMemoryGuard:
         others: Callable[[], Mapping[str, Iterable[Tensor]]] = dict,
         after_failure: Callable[[], None] = lambda: None,
         loss_of: Callable[[Any], LossParts] | None = None,
+        in_float8: bool = False,
         source: MomentSource | None = None,
         ranks: OtherRanks | None = None,
     ) -> None:
@@ -114,8 +115,7 @@ class OutOfMemoryGuard:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._options = options
         self._after_failure = after_failure
-        self._loss_of = loss_of
-        self._verdict: Verdict | None = None  # on the loss, once a step was to run in parts
+        self._verdicts = loss_of and SplitVerdicts(loss_of, model, device, in_float8=in_float8)
         history = options.history if options.snapshot is not None else 0
         self._moments = source or moments_of(device, lines=options.lines, history=history)
         self._limit: int | None = None  # elements of the smallest part that did not fit
@@ -163,6 +163,8 @@ class OutOfMemoryGuard:
         if splits and self._ranks is not None:
             return self._run_with_others(attempt, group, self._ranks, is_step=is_step)
         pieces = self._in_parts(group) if splits else group
+        if pieces is not group and self._why_not_alike(group, pieces) is not None:
+            pieces = group  # it may fit, and if it does not, that says more
         limit = self._limit
         while True:
             before = BeforeStep(self._model, self._device) if splits else None
@@ -192,7 +194,9 @@ class OutOfMemoryGuard:
     ) -> R:
         """Return ``attempt(group)``, in as many parts as on the other ranks; see `split_ranks`."""
         limit, ranks = self._limit, others.ranks
-        counts, has_fitted = others.begin(group, limit)
+        counts, has_fitted, is_split = others.begin(group, limit)
+        if is_split and self._why_ranks_not(others, group, counts) is not None:
+            counts, has_fitted = (1,) * len(group), False
         is_shared = is_step and not has_fitted
         while True:
             pieces = pieces_of_all(group, counts)
@@ -213,10 +217,7 @@ class OutOfMemoryGuard:
             del before
             wish = self._wish(group, pieces, counts, account)
             counts, accounts, why = others.smaller(wish, self._options.max_parts)
-            if why is None and self._loss_of is not None:
-                if self._verdict is None:
-                    self._verdict = others.check(self._check_of_ranks, group, counts)
-                why = self._verdict.why_not
+            why = why or self._why_ranks_not(others, group, counts)
             if why is not None:
                 self._limit = limit
                 raise self._error(account, why, accounts)
@@ -357,13 +358,12 @@ class OutOfMemoryGuard:
             why = "a single sample does not fit"
         return Wish(wanted=wanted, most=most, account=str(account), why_not=why)
 
-    def _check_of_ranks(self, batch: Any, size: int) -> Verdict:
-        assert self._loss_of is not None
-        assert self._ranks is not None
-        opened = partial(self._ranks.ranks.opened, Exception)
-        return check_split(
-            self._loss_of, batch, self._model, self._device, size=size, around=opened
-        )
+    def _why_ranks_not(self, others: SplitRanks, group: Group, counts: Counts) -> str | None:
+        """Return why parts would give another gradient on any rank; all ask together."""
+        if self._verdicts is None:
+            return None
+        in_parts = [b for b, count in zip(group, counts, strict=True) if count > 1]
+        return self._verdicts.why_not_on_ranks(others, in_parts)
 
     # --- in parts --------------------------------------------------------------------------------
 
@@ -397,13 +397,10 @@ class OutOfMemoryGuard:
 
     def _why_not_alike(self, group: Group, pieces: Group) -> str | None:
         """Return why parts would give another gradient than the whole; None if none is known."""
-        if self._loss_of is None:
+        if self._verdicts is None:
             return None
-        if self._verdict is None:
-            # The loss function stays what it is, so once is enough.
-            in_parts = next(a for a, b in zip(group, pieces, strict=True) if a is not b)
-            self._verdict = check_split(self._loss_of, in_parts, self._model, self._device)
-        return self._verdict.why_not
+        in_parts = [a for a, b in zip(group, pieces, strict=True) if a is not b]
+        return self._verdicts.why_not(in_parts)
 
     def _say_again(self, stage: str, num_parts: int) -> None:
         self._most_parts = max(self._most_parts, num_parts)
@@ -421,7 +418,8 @@ class OutOfMemoryGuard:
         norm = nn.modules.batchnorm._BatchNorm
         if any(isinstance(m, norm) and m.training for m in self._model.modules()):
             notes = "; BatchNorm in it then sees the statistics of a part, not of the batch"
-        if self._verdict is not None and (why := self._verdict.why_unknown) is not None:
+        why = self._verdicts and self._verdicts.latest.why_unknown
+        if why is not None:
             notes += (
                 "; its loss must be a mean over samples or (sum, metrics, weight), which could not "
                 f"be tried out: {why}"

@@ -1,33 +1,48 @@
-"""Whether the loss of a batch is made of those of its parts, as a step in parts takes for granted.
+"""Whether a batch's gradient is made of those of its parts, as a step in parts takes for granted.
 
 A mean over samples is, weighted by their shares; so is a sum with its weight. The plain sum of a
-``reduction="sum"``, a mean over the tokens that are not padding, or a loss that compares samples
-with each other is not, and nothing that a step in parts computes would tell. So before the first
-one some samples are run as a whole and in parts of several sizes, without gradients.
+``reduction="sum"``, a mean over the tokens that are not padding, a loss that compares samples with
+each other, or a batch whose first dimension is time is not, and nothing that a step in parts
+computes would tell. So before it some samples, as unlike as the batch has, are run as a whole and
+in parts of several sizes.
+
+Their gradients are compared. Losses would not do: a fresh model has about the same for each token,
+and whatever weights are given to equal numbers, their mean is the same. Shards alone are compared
+by their losses, more closely, since a backward would have to meet those of other ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchfast._core.batches import count_samples
-from torchfast._core.loss import LossParts
+from torchfast._core.local import local
+from torchfast._core.loss import LossParts, Number
 from torchfast._core.modes import preserved_modes
 from torchfast._core.ran_out import OtherRankRanOut
 from torchfast._core.rng import get_rng_state, same_rng_state
 from torchfast.memory.before_step import BeforeStep
-from torchfast.memory.splitting import samples_of, split_at
+from torchfast.memory.split_samples import counts_in, samples_at, unevenness, unlike
+from torchfast.memory.splitting import split_at
 
 MOST_SAMPLES = 8
 # Where the parts begin. Of one size, they would hide that samples have other numbers of tokens.
 _PLACES = (1, 3)
 # Other shapes may round bf16 otherwise; what is added up wrongly is off by more.
-_CLOSE = 1e-2
+_CLOSE_LOSS: Final = 1e-2
+_CLOSE_LOSS_OF_SHARDS: Final = 2e-3
+_CLOSE_GRADIENT: Final = 2e-2
+# The scale of a tensor in float8 is that of all its samples, so each part rounds otherwise.
+_CLOSE_GRADIENT_OF_FLOAT8: Final = 0.15
+# Two gradients of the model are there at once, where the step has one; so not of all of it.
+_MOST_ELEMENTS: Final = 2**25
+_SCALE: Final = 1024.0  # fp16 has no small gradients
 
 
 class Verdict(NamedTuple):
@@ -36,10 +51,12 @@ class Verdict(NamedTuple):
     Attributes:
         why_not: Why the parts do not make the whole; None if they do, or if nobody can tell.
         why_unknown: Why nobody can tell; None if somebody can.
+        is_kept: Whether it holds for other batches whose samples are no more unlike.
     """
 
     why_not: str | None = None
     why_unknown: str | None = None
+    is_kept: bool = True
 
 
 def num_tried(num: int) -> int:
@@ -54,65 +71,184 @@ def check_split(
     device: torch.device,
     *,
     size: int | None = None,
+    in_float8: bool = False,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Verdict:
-    """Return whether parts of the first samples of a batch make what these make together.
+    """Return whether parts of some samples of a batch make what these make together.
 
     Args:
         loss_of: Runs the loss function on a batch.
         batch: One that can be split.
         model: In eval mode meanwhile, for the masks of dropout differ; its buffers, and the random
-            generators, are put back.
+            generators, are put back. Its ``.grad`` are not touched.
         device: Where it runs.
         size: How many samples to take; None takes as many as `num_tried` says.
-        around: Returns the context of the forwards, of which ranks run as many as each other; one
-            that runs fewer has to leave it by an error.
+        in_float8: Whether layers of the model compute in it.
+        around: Returns the context of the forwards, of which ranks with shards run as many as each
+            other; one that runs fewer has to leave it by an error.
 
     Synchronizes: Yes.
     """
-    if size is None:
-        size = num_tried(count_samples(batch) or 1)
-    some = samples_of(batch, 0, size)
     before = BeforeStep(model, device)
-    drawn_from = get_rng_state(device)
     try:
-        with torch.no_grad(), preserved_modes(model), around():
-            model.eval()
-            whole = loss_of(some)
-            if not same_rng_state(drawn_from, get_rng_state(device)):
-                raise _Draws
-            parts = split_at(some, [place for place in _PLACES if place < size])
-            together = parts.merge([_shared(loss_of(part), share) for part, share in parts])
-        return _compared(whole, together)
-    except _Draws:
-        return Verdict(why_unknown="it draws random numbers")
+        with _evaluating(model), around():
+            close = _CLOSE_GRADIENT_OF_FLOAT8 if in_float8 else _CLOSE_GRADIENT
+            return _checked(loss_of, batch, model, device, size, close)
     except OtherRankRanOut:
         return Verdict(why_unknown="another rank could not run it")
-    except Exception as error:  # a model may have no loss in eval mode, or still not fit
+    except torch.OutOfMemoryError as error:
+        why = f"in eval mode it raises {type(error).__name__}"
+        return Verdict(why_unknown=why, is_kept=False)
+    except _Draws:
+        return Verdict(why_unknown="it draws random numbers")
+    except Exception as error:  # a model may have no loss in eval mode
         return Verdict(why_unknown=f"in eval mode it raises {type(error).__name__}")
     finally:
         before.put_back()
+
+
+def _checked(
+    loss_of: Callable[[Any], LossParts],
+    batch: Any,
+    model: nn.Module,
+    device: torch.device,
+    size: int | None,
+    close_gradient: float,
+) -> Verdict:
+    num = count_samples(batch) or 1
+    counts = counts_in(batch, num)
+    size = num_tried(num) if size is None else size
+    some = samples_at(batch, unlike(counts, size))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    is_sharded = any(local(p) is not p for p in trained)
+    tried = _Tried(loss_of, [] if is_sharded else _few(trained))
+
+    drawn_from = get_rng_state(device)
+    whole, gradient = tried.run(some)
+    if not same_rng_state(drawn_from, get_rng_state(device)):
+        raise _Draws
+    if not math.isfinite(whole.loss) or not all(map(_is_finite, gradient)):
+        return Verdict(why_unknown="some samples give a loss that is not finite", is_kept=False)
+    split = split_at(some, [place for place in _PLACES if place < size])
+    difference, scale, found = gradient, 0.0, []
+    for part, share in split:
+        made, of_part = tried.run(part, share=share, weight=whole.weight)
+        difference = [a - b for a, b in zip(difference, of_part, strict=True)]
+        scale += _norm(of_part)
+        found.append(made)
+    close_loss = _CLOSE_LOSS_OF_SHARDS if is_sharded else _CLOSE_LOSS
+    if (why := _why_other_loss(whole, found, split.shares, close_loss)) is not None:
+        return Verdict(why_not=why)
+    if gradient and not (off := _norm(difference)) <= close_gradient * scale:
+        again = [a - b for a, b in zip(gradient, tried.run(some)[1], strict=True)]
+        if not _norm(again) <= 0.5 * off:
+            return Verdict(why_unknown="its gradient is another one each time")
+        apart = off / scale if scale else math.inf
+        return Verdict(
+            why_not=f"the gradient of some samples and that of their parts are {apart:.1%} "
+            "apart; the loss function returns neither a mean over samples nor "
+            "(sum, metrics, weight), or dimension 0 of the batch is not that of samples"
+        )
+    if is_sharded and whole.weight is None and any(share > 0 for share in unevenness(counts)):
+        return Verdict(
+            why_unknown="gradients of shards are not compared, and the samples are not alike"
+        )
+    return Verdict()
 
 
 class _Draws(Exception):  # noqa: N818
     """Says so to whoever is around."""
 
 
-def _shared(parts: LossParts, share: float) -> LossParts:
-    return parts if parts.weight is not None else parts._replace(loss=parts.loss * share)
+class _Made(NamedTuple):
+    loss: float
+    weight: float | None
 
 
-def _compared(whole: LossParts, together: LossParts) -> Verdict:
-    for name, a, b in (
-        ("loss", whole.loss, together.loss),
-        ("weight", whole.weight, together.weight),
-    ):
-        if a is None or b is None:
-            continue
-        a, b = float(a), float(b)
-        if not abs(a - b) <= _CLOSE * max(abs(a), abs(b)):
-            return Verdict(
-                why_not=f"the {name} of some samples is {a:.6g}, and their parts make {b:.6g}; "
-                "the loss function returns neither a mean over samples nor (sum, metrics, weight)"
+class _Tried:
+    """Runs samples, and returns their loss, weight and gradient.
+
+    Args:
+        loss_of: Runs the loss function on a batch.
+        parameters: Whose gradients; of none, there is no backward.
+    """
+
+    def __init__(self, loss_of: Callable[[Any], LossParts], parameters: list[nn.Parameter]) -> None:
+        self._loss_of, self._parameters = loss_of, parameters
+
+    def run(
+        self, batch: Any, *, share: float = 1.0, weight: float | None = None
+    ) -> tuple[_Made, list[Tensor]]:
+        """Run a part of samples that have this weight together; None takes that of the part."""
+        with torch.set_grad_enabled(bool(self._parameters)):
+            loss, _, own = self._loss_of(batch)
+            made = _Made(float(loss.detach()), None if own is None else _number(own))
+            if not self._parameters or not loss.requires_grad:
+                return made, []
+            by = share if made.weight is None else 1.0 / (weight or made.weight or 1.0)
+            gradient = torch.autograd.grad(
+                loss * (_SCALE * by), self._parameters, materialize_grads=True
             )
-    return Verdict()
+        return made, [g.to_dense() if g.layout is not torch.strided else g for g in gradient]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode, but for recurrent layers, of which cuDNN has no backward then."""
+    recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    rates = [m.dropout for m in recurrent]
+    with preserved_modes(model):
+        model.eval()
+        try:
+            for module in recurrent:
+                module.training, module.dropout = True, 0.0
+            yield
+        finally:
+            for module, rate in zip(recurrent, rates, strict=True):
+                module.dropout = rate
+
+
+def _few(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the smallest ones, which are all over a model, as far as there is room."""
+    chosen: list[nn.Parameter] = []
+    left = _MOST_ELEMENTS
+    for parameter in sorted(parameters, key=Tensor.numel):
+        left -= parameter.numel()
+        if left < 0 and chosen:
+            break
+        chosen.append(parameter)
+    return chosen
+
+
+def _why_other_loss(
+    whole: _Made, parts: Sequence[_Made], shares: Sequence[float], close: float
+) -> str | None:
+    losses = [
+        part.loss if part.weight is not None else part.loss * share
+        for part, share in zip(parts, shares, strict=True)
+    ]
+    pairs = [("loss", whole.loss, losses)]
+    if whole.weight is not None:
+        pairs.append(("weight", whole.weight, [part.weight or 0.0 for part in parts]))
+    for name, of_whole, of_parts in pairs:
+        together = sum(of_parts)
+        # Losses of both signs may cancel, and what is left is rounding.
+        if not abs(of_whole - together) <= close * max(abs(of_whole), sum(map(abs, of_parts))):
+            return (
+                f"the {name} of some samples is {of_whole:.6g}, and their parts make "
+                f"{together:.6g}; the loss function returns neither a mean over samples nor "
+                "(sum, metrics, weight)"
+            )
+    return None
+
+
+def _number(value: Number) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return math.isfinite(float(torch.linalg.vector_norm(tensor)))
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))

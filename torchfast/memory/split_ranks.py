@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
 
 from torchfast._core.batches import count_samples
 from torchfast.memory.split_check import MOST_SAMPLES, Verdict, num_tried
@@ -70,6 +70,20 @@ class Wish:
     why_not: str | None = None
 
 
+class Beginning(NamedTuple):
+    """How all ranks begin a step.
+
+    Attributes:
+        counts: In how many parts this one runs each of its micro-batches.
+        has_fitted: Whether it will fit.
+        is_split: Whether any of them has a micro-batch in parts; all say the same.
+    """
+
+    counts: Counts
+    has_fitted: bool
+    is_split: bool
+
+
 @final
 class SplitRanks:
     """Agrees on parts.
@@ -83,8 +97,8 @@ class SplitRanks:
         self._fitted: dict[Counts, Counts] = {}  # number of parts by elements
         self._num_through = 0
 
-    def begin(self, group: Group, limit: int | None) -> tuple[Counts, bool]:
-        """Return in how many parts all ranks run their micro-batches, and whether it will fit.
+    def begin(self, group: Group, limit: int | None) -> Beginning:
+        """Return in how many parts all ranks run their micro-batches.
 
         Args:
             group: This rank's.
@@ -93,12 +107,16 @@ class SplitRanks:
         wanted = counts_of(group, limit)
         fitted = self._fitted.get(_sizes(group))
         if self.ranks.all_agree(fitted == wanted == (1,) * len(group)):
-            return wanted, True
+            return Beginning(wanted, has_fitted=True, is_split=False)
         wish = Wish(wanted=wanted, most=most_parts(group), fitted=fitted)
         wishes = self.ranks.gather(wish)
         # Where a rank cannot have as many, it may still fit.
         counts = tuple(map(min, wanted_by_all(wishes), _least_possible(wishes)))
-        return counts[: len(group)], all(_covers(w.fitted, counts) for w in wishes)
+        return Beginning(
+            counts[: len(group)],
+            has_fitted=all(_covers(w.fitted, counts) for w in wishes),
+            is_split=max(counts) > 1,
+        )
 
     def fits(self, group: Group, counts: Counts) -> None:
         """Note that a step has gone through on all ranks.
@@ -122,15 +140,13 @@ class SplitRanks:
         counts = wanted_by_all(wishes)
         return counts[: len(wish.most)], accounts, _why_not(wishes, counts, max_parts)
 
-    def check(self, check: Callable[[Any, int], Verdict], group: Group, counts: Counts) -> Verdict:
+    def check(self, check: Callable[[Any, int], Verdict], batch: Any | None) -> Verdict:
         """Return whether parts make the whole: what a rank has found holds for all.
 
         Args:
             check: Finds it out for a batch, of which it takes so many samples.
-            group: The micro-batches of this rank.
-            counts: In how many parts they are to be.
+            batch: A micro-batch that is to be in parts; None where this rank has none.
         """
-        batch = next((b for b, count in zip(group, counts, strict=True) if count > 1), None)
         num = 2 * MOST_SAMPLES if batch is None else count_samples(batch) or 1
         # Shards are gathered in each forward, so all ranks run equally many.
         size = min(map(num_tried, self.ranks.gather(num)))
@@ -138,8 +154,11 @@ class SplitRanks:
             own = _of_nothing(self.ranks) if batch is None else check(batch, size)
         self.ranks.drop()
         verdicts = self.ranks.gather(own)
-        not_alike, unknown = ([v[i] for v in verdicts if v[i] is not None] for i in range(2))
-        return Verdict(not_alike[0] if not_alike else None, unknown[0] if unknown else None)
+        return Verdict(
+            why_not=next((v.why_not for v in verdicts if v.why_not is not None), None),
+            why_unknown=next((v.why_unknown for v in verdicts if v.why_unknown is not None), None),
+            is_kept=all(v.is_kept for v in verdicts),
+        )
 
 
 def pieces_of_all(group: Group, counts: Counts) -> Group:

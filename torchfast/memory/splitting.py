@@ -5,9 +5,10 @@ stays the same: a mean over a batch is the mean over its parts, each weighted by
 samples, and where ``loss_fn`` returns ``(sum, metrics, weight)``, sums and weights are added up.
 
 It is the same only for what is computed sample by sample. BatchNorm in training sees the statistics
-of the part; a loss that compares samples with each other sees fewer; and a plain sum, or a mean
-over something else than samples, such as the tokens that are not padding, is weighted wrongly. All
-but the first `torchfast.memory.split_check` finds.
+of the part; a loss that compares samples with each other sees fewer; a plain sum, or a mean over
+something else than samples, such as the tokens that are not padding, is weighted wrongly; and where
+the first dimension is time, there are no samples in it. All but the first
+`torchfast.memory.split_check` finds.
 """
 
 from __future__ import annotations
