@@ -154,7 +154,7 @@ class BlockForward(ForwardStandIn):
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             return self._plain(*args, **kwargs)
         module: Any = self._module()
-        with self._buffers.standing_in(module, self._buffers.before(module)):
+        with self._buffers.standing_in(self._buffers.before(module)):
             return self._plain(*args, **kwargs)
 
 
@@ -203,7 +203,7 @@ class _Call:
                 "backward, in which it runs again and would compute something else; call eval() "
                 "behind the backward, or train() before it"
             )
-        with self._buffers.standing_in(self._module, self._before):
+        with self._buffers.standing_in(self._before):
             if self._kept is None:
                 self._run(*args, **kwargs)
             else:

@@ -6,8 +6,10 @@ starts from what the last one left in a buffer, so a second run would compute an
 
 So the second run works on stand-ins. Which buffers a forward writes to is seen by the count of
 writes that torch keeps, or by another tensor standing there; of those the value at the start of
-each forward is kept, and the second run gets a copy of it. The statistics of norms steer nothing in
-training mode, so any memory will do for them.
+each forward is kept, and the second run gets a copy of it. What torch's kernels write to the
+statistics of a norm is not counted, so these are taken for written in each forward in training
+mode. They are copied like the rest, though few forwards read them: a batch renorm computes with
+them, and so does a convolution that torch folds into its norm to train for quantization.
 
 In its first call all buffers are kept, and their values are compared behind it: a write through
 ``.data``, as codebooks and averages do, is not counted. One that is written for the first time in a
@@ -39,6 +41,8 @@ class _Kept(NamedTuple):
 
     @property
     def is_written(self) -> bool:
+        if _is_statistic(self.owner, self.name):
+            return True
         now = self.owner._buffers.get(self.name)
         return now is not self.buffer or now._version != self.version
 
@@ -65,23 +69,22 @@ class WrittenBuffers:
         self._names: set[tuple[int, str]] | None = None
         # Kept, since to walk through the modules takes longer than some blocks.
         self._places: list[tuple[weakref.ref[nn.Module], str]] = []
-        self._has_statistics = True
-        self._scratch: dict[tuple[int, str], Tensor] = {}
 
     def before(self, module: nn.Module) -> Before:
         """Return what to remember of the buffers, at the start of a forward."""
         if self._names is None:
-            there = [(owner, name) for owner, name, _ in _buffers(module)]
-            own = [place for place in there if not _is_statistic(*place)]
-            self._has_statistics = len(own) < len(there)
-            self._places = [(weakref.ref(owner), name) for owner, name in own]
+            self._places = [(weakref.ref(owner), name) for owner, name in _buffers(module)]
         found = []
         for reference, name in self._places:
             owner = reference()
             buffer = None if owner is None else owner._buffers.get(name)
             if owner is None or buffer is None or buffer.is_inference():
                 continue
-            is_kept = self._names is None or (id(owner), name) in self._names
+            is_kept = (
+                self._names is None
+                or (id(owner), name) in self._names
+                or _is_statistic(owner, name)
+            )
             value = buffer.detach().clone() if is_kept else None
             found.append(_Kept(owner, name, buffer, buffer._version, value))
         return found
@@ -98,14 +101,10 @@ class WrittenBuffers:
         return [kept.copied for kept in before if (id(kept.owner), kept.name) in names]
 
     @contextmanager
-    def standing_in(self, module: nn.Module, before: Before) -> Iterator[None]:
+    def standing_in(self, before: Before) -> Iterator[None]:
         """Let the forward run again on stand-ins; put back what stands there now."""
         there: list[tuple[nn.Module, str, Tensor | None]] = []
         try:
-            for owner, name, buffer in list(_buffers(module)) if self._has_statistics else []:
-                if _is_statistic(owner, name) and owner.training:
-                    there.append((owner, name, buffer))
-                    owner._buffers[name] = self._scratch_for(owner, name, buffer)
             for kept in before:
                 there.append((kept.owner, kept.name, kept.owner._buffers.get(kept.name)))
                 value = kept.value
@@ -115,24 +114,28 @@ class WrittenBuffers:
             for owner, name, own in there:
                 owner._buffers[name] = own
 
-    def _scratch_for(self, owner: nn.Module, name: str, buffer: Tensor) -> Tensor:
-        key = id(owner), name
-        known = self._scratch.get(key)
-        like = (buffer.shape, buffer.dtype, buffer.device)
-        if known is None or (known.shape, known.dtype, known.device) != like:
-            known = self._scratch[key] = buffer.detach().clone()
-        return known
-
 
 def _changed(kept: list[_Kept]) -> list[_Kept]:
-    """Return those whose buffer is not of the value any more that is kept; reads them once."""
-    found = [(one, _bits(one.buffer), _bits(one.value)) for one in kept if one.value is not None]
-    pairs = [(one, now != then) for one, now, then in found if now is not None and then is not None]
-    if not pairs:
-        return []
-    where = pairs[0][1].device
-    flags = torch.stack([differs.any().to(where) for _, differs in pairs]).tolist()
-    return [one for (one, _), is_other in zip(pairs, flags, strict=True) if is_other]
+    """Return those whose buffer is not what is kept of it any more; reads the values once."""
+    changed, pairs = [], []
+    for one in kept:
+        if one.value is None:
+            continue
+        if _form(one.buffer) != _form(one.value):
+            changed.append(one)  # as observers do, which learn the number of channels in a call
+            continue
+        now, then = _bits(one.buffer), _bits(one.value)
+        if now is not None and then is not None:
+            pairs.append((one, (now != then).any()))
+    if pairs:
+        where = pairs[0][1].device
+        flags = torch.stack([differs.to(where) for _, differs in pairs]).tolist()
+        changed += [one for (one, _), differs in zip(pairs, flags, strict=True) if differs]
+    return changed
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _bits(tensor: Tensor) -> Tensor | None:
@@ -144,16 +147,17 @@ def _bits(tensor: Tensor) -> Tensor | None:
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and not buffer.is_inference():
-                yield owner, name, buffer
+                yield owner, name
 
 
 def _is_statistic(owner: nn.Module, name: str) -> bool:
-    return isinstance(owner, _NormBase) and name in (
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
+    """Whether it is what a norm that trains keeps of its batches."""
+    return (
+        isinstance(owner, _NormBase)
+        and owner.training
+        and name in ("running_mean", "running_var", "num_batches_tracked")
     )
