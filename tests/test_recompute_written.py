@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from recomputed import train
 from torchfast import Recompute
 from torchfast._core.compare import differences
+from torchfast.memory import written_buffers
 
 BOTH = pytest.mark.parametrize("what", ["blocks", "selective"])
 
@@ -115,3 +117,122 @@ def test_a_norm_that_trains_only_later():
             assert differences(plain.state_dict(), model.state_dict()) == []
             found = [[p.grad for p in one.parameters()] for one in (plain, model)]
             assert all(map(torch.equal, *found))
+
+
+# --- state that is no buffer at the first call, or no buffer at all ------------------------------
+
+
+class Averages(nn.Module):
+    """Subtracts an average of what it has seen, which each forward moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def mean_of(self, x):
+        raise NotImplementedError
+
+    def forward(self, x):
+        mean = self.mean_of(x.detach().flatten(0, -2).mean(0) + 1)
+        return x + torch.tanh(self.line(x - mean)) * self.frozen
+
+
+class Filled(Averages):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def mean_of(self, seen):
+        self.mean = seen if self.mean is None else torch.lerp(self.mean, seen, 0.1)
+        return 2 * self.mean if self.mean is seen else self.mean.clone()
+
+
+class Registered(Averages):
+    def mean_of(self, seen):
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", seen)
+            return 2 * seen
+        self.mean.lerp_(seen, 0.1)
+        return self.mean.clone()
+
+
+class FrozenParameter(Averages):
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def mean_of(self, seen):
+        self.mean.lerp_(seen, 0.1)
+        return self.mean.clone()
+
+
+class FrozenByItsData(FrozenParameter):
+    def mean_of(self, seen):
+        self.mean.data.lerp_(seen, 0.1)
+        return self.mean.clone()
+
+
+class FrozenWeight(Averages):
+    """Of a layer that is noted as it comes out, and left out of the second run."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Linear(8, 8, bias=False).requires_grad_(False)
+
+    def mean_of(self, seen):
+        self.mean.weight.mul_(0.9)
+        return self.mean(seen)
+
+
+def features():
+    return torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "make", [Filled, Registered, FrozenParameter, FrozenByItsData, FrozenWeight]
+)
+def test_state_that_is_no_buffer_at_the_first_call(make, what):
+    assert_same_bits(three(make), what, features())
+
+
+@pytest.mark.parametrize("make", [Filled, Registered, FrozenParameter])
+def test_such_state_in_a_first_call_that_is_captured(make, monkeypatch):
+    model = three(make)
+    plain = copy.deepcopy(model)
+    with Recompute(model):
+        for is_captured in (True, False, False):
+            monkeypatch.setattr(written_buffers, "is_capturing", partial(bool, is_captured))
+            for one in (plain, model):
+                square(one, features()).backward()
+    assert differences(plain.state_dict(), model.state_dict()) == []
+    found = [[p.grad for p in one.parameters() if p.requires_grad] for one in (plain, model)]
+    assert all(map(torch.equal, *found))
+
+
+def test_parameters_stay_the_same_objects():
+    model = three(FrozenParameter)
+    parameters = list(model.parameters())
+    with Recompute(model):
+        for _ in range(2):
+            square(model, features()).backward()
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+
+
+def test_frozen_parameters_that_nobody_writes_to_are_copied_in_the_first_call_alone(monkeypatch):
+    model = three(FrozenParameter)
+    copied, clone = set(), torch.Tensor.clone
+
+    def noted(self, **options):
+        copied.add(self.data_ptr())
+        return clone(self, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", noted)
+    expected = {block.frozen.data_ptr() for block in model}
+    with Recompute(model):
+        square(model, features()).backward()
+        assert expected <= copied
+        copied.clear()
+        square(model, features()).backward()
+    assert not expected & copied

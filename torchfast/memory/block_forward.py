@@ -186,13 +186,13 @@ class _Call:
         twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), generators)
         before = self._buffers.before(self._module)
         # For a backward within the forward, which comes before it is known what was written to.
-        self._before = [kept for kept in before if kept.value is not None]
+        self._before = [kept for kept in before if kept.is_known]
         if self._kept is None:
             result = twice.first(self._run, args, kwargs)
         else:
             with self._kept.keeping(twice):
                 result = twice.first(self._run, args, kwargs)
-        self._before = self._buffers.written(before)
+        self._before = self._buffers.written(self._module, before)
         return result
 
     # It gets the call, which would hold itself if it were held here.
