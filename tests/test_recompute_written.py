@@ -236,3 +236,29 @@ def test_frozen_parameters_that_nobody_writes_to_are_copied_in_the_first_call_al
         copied.clear()
         square(model, features()).backward()
     assert not expected & copied
+
+
+class Scripted(nn.Module):
+    """Has a part in TorchScript, with a norm and a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.line = nn.Linear(8, 8)
+        self.part = torch.jit.script(nn.Sequential(nn.BatchNorm1d(6), frozen))
+
+    def forward(self, x):
+        return torch.tanh(self.part(self.line(x)))
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_part_of_a_block_in_torch_script(what):
+    plain, model = three(Scripted), three(Scripted)  # a copy would not be of the same parameters
+    with Recompute(model, what):
+        for _ in range(3):
+            for one in (plain, model):
+                square(one, features()).backward()
+    assert differences(plain.state_dict(), model.state_dict()) == []
+    found = [[p.grad for p in one.parameters() if p.requires_grad] for one in (plain, model)]
+    assert all(map(torch.equal, *found))

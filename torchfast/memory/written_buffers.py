@@ -11,10 +11,11 @@ statistics of a norm is not counted, so these are taken for written in each forw
 mode. They are copied like the rest, though few forwards read them: a batch renorm computes with
 them, and so does a convolution that torch folds into its norm to train for quantization.
 
-So it is with buffers that are None before a forward fills them, that it registers in its first
-call, and with frozen parameters, in which some modules have their averages.
+The same holds for buffers that are None until a forward fills them, for those that it registers in
+its first call, and for parameters that are frozen in that call: some modules keep averages there.
+Of a parameter that is replaced nothing is thought: sharding and offload do so.
 
-In its first call all buffers are kept, and their values are compared behind it: a write through
+In its first call all of these are kept, and their values are compared behind it: a write through
 ``.data``, as codebooks and averages do, is not counted. One that is written for the first time in a
 later call (an observer that is switched on) is found behind that call by the count, whose second
 run then starts from what the first one left. While a graph is captured nothing can be compared: in
@@ -64,8 +65,10 @@ class _Kept(NamedTuple):
 
     @property
     def now(self) -> Tensor | None:
-        there: Tensor | None = getattr(self.owner, self.table).get(self.name)
-        return there
+        there: dict[str, Tensor | None] = getattr(self.owner, self.table)
+        if self.name not in there:  # that of TorchScript has no get()
+            return None
+        return there[self.name]
 
     @property
     def is_written(self) -> bool:
@@ -102,11 +105,7 @@ Before = list[_Kept]
 
 @final
 class WrittenBuffers:
-    """Knows which buffers of a block its forward writes to, and which frozen parameters.
-
-    Args:
-        module: The block; it is not kept.
-    """
+    """Knows which buffers of a block its forward writes to, and which frozen parameters."""
 
     def __init__(self) -> None:
         self._names: set[tuple[int, str]] | None = None
