@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recomputed import make_or_skip
 from torchfast import Recompute
+from torchfast.memory.kv_caches import holds_past
 
 MESSAGE = "was called with a cache of keys and values that an earlier call left empty"
 
@@ -122,3 +123,120 @@ def test_two_segments_of_a_model_of_transformers():
             model(batch[:, 8:], past_key_values=first.past_key_values)
         for _ in range(2):
             model(batch, labels=batch).loss.backward()
+
+
+# --- which layer is asked for, and how -----------------------------------------------------------
+
+
+class HybridCache(Cache):
+    """Has keys of odd layers alone, and a state of the others, as transformers has for Jamba."""
+
+    def get_seq_length(self, layer=0):
+        if layer and not layer % 2:
+            raise ValueError(f"layer {layer} does not track its length")
+        return super().get_seq_length(layer or 1)  # the first that has keys
+
+    def has_previous_state(self, layer):
+        assert not layer % 2
+        return layer in self.tokens
+
+
+class SilentCache(HybridCache):
+    has_previous_state = None
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+def test_a_layer_that_has_a_state_in_place_of_keys(what):
+    model = Decoder()
+    with Recompute(model, what) as recompute:
+        for _ in range(2):
+            x, cache = model(torch.ones(2, 3, 4, requires_grad=True), HybridCache())
+            x.sum().backward()
+        assert cache.tokens == {}
+        assert recompute._kinds[0].num_with_past == 0
+        with torch.no_grad():
+            _, cache = model(torch.ones(2, 3, 4), HybridCache())
+        model(torch.ones(2, 3, 4), cache)[0].sum().backward()
+        assert recompute._kinds[0].num_with_past == 3
+        assert all(cache.tokens[layer].shape[1] == 6 for layer in range(3))
+
+
+def test_a_layer_of_which_a_cache_tells_nothing_runs_as_it_is():
+    model = Decoder()
+    with Recompute(model) as recompute:
+        _, cache = model(torch.ones(2, 3, 4, requires_grad=True), SilentCache())
+        assert list(cache.tokens) == [2]
+        assert recompute._kinds[0].num_with_past == 1
+
+
+def test_each_block_asks_for_its_own_layer():
+    model = Decoder()
+    with Recompute(model, ("blocks.1", "blocks.2")) as recompute:
+        # The block in front of them puts its tokens there, and runs as ever.
+        x, cache = first_segment(model)
+        x.sum().backward()
+        assert list(cache.tokens) == [0]
+        assert recompute._kinds[0].num_with_past == 0
+        assert recompute._kinds[0].num_recomputed == 2
+
+
+def test_the_layer_may_be_known_to_a_part_of_a_block():
+    model = Decoder()
+    with Recompute(model, ("blocks.2",)):
+        cache = Cache()
+        cache.update(torch.ones(2, 3, 4), 2)
+        assert holds_past(nn.Sequential(nn.Tanh(), model.blocks[2]), (), {"cache": cache})
+        assert not holds_past(nn.Sequential(nn.Tanh(), model.blocks[1]), (), {"cache": cache})
+        assert not holds_past(nn.Tanh(), (), {"cache": cache})  # it is of no layer: the first
+
+
+def test_a_block_that_goes_well_with_a_cache_runs_as_it_is():
+    model = Decoder()
+    for block in model.blocks:
+        block._can_checkpoint_with_cache = True
+    with Recompute(model) as recompute:
+        _, cache = first_segment(model)
+        assert sorted(cache.tokens) == [0, 1, 2]
+        assert recompute._kinds[0].num_with_past == 3
+
+
+class Asked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x, **others):
+        self.seen.append(others)
+        return torch.tanh(self.line(x))
+
+
+@pytest.mark.parametrize("use_cache", [True, False, None])
+def test_a_block_without_its_cache_is_told_to_use_none(use_cache):
+    block = Asked()
+    with Recompute(nn.Sequential(block), ("0",)):
+        x = torch.ones(2, 4)
+        block(x, past=Cache(), use_cache=use_cache).sum().backward()
+        expected = {"past": None, "use_cache": False if use_cache else use_cache}
+        assert block.seen == [expected, expected]
+        block(x, use_cache=True).sum().backward()  # there is none to leave out
+        assert block.seen[2:] == [{"use_cache": True}] * 2
+
+
+def test_a_hybrid_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.JambaConfig(
+        **sizes, vocab_size=50, intermediate_size=64, num_key_value_heads=2, num_experts=2,
+        attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, mamba_d_state=4,
+        pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.JambaForCausalLM(config).train()
+    batch = torch.randint(1, 50, (2, 8))
+    model(batch, labels=batch, use_cache=False).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with Recompute(model) as recompute:
+        model(batch, labels=batch).loss.backward()
+        assert sum(kind.num_recomputed for kind in recompute._kinds) == 4
+    assert all(map(torch.equal, expected, (p.grad for p in model.parameters())))

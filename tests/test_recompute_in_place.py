@@ -238,6 +238,19 @@ def test_a_model_with_torchs_wrapper_is_refused():
         Recompute(model, ("0",))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_blocks_of_torch_script_are_refused(how):
+    def scripted():
+        line = nn.Linear(4, 4)
+        return torch.jit.script(line) if how == "script" else torch.jit.trace(line, torch.ones(4))
+
+    model = nn.Sequential(nn.Linear(4, 4), scripted(), scripted())
+    with pytest.raises(ValueError, match=r"its module 1 is TorchScript, .* name others"):
+        Recompute(model, ("1", "2"))
+    Recompute(model, ("0",)).close()  # what is not recomputed may be what it is
+
+
 def test_two_handles_on_one_model():
     model = GPT()
     first = Recompute(model)

@@ -154,7 +154,7 @@ class BlockForward(ForwardStandIn):
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             return self._plain(*args, **kwargs)
         module: Any = self._module()
-        with self._buffers.standing_in(module, self._buffers.before(module)):
+        with self._buffers.standing_in(self._buffers.before(module)):
             return self._plain(*args, **kwargs)
 
 
@@ -186,13 +186,13 @@ class _Call:
         twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), generators)
         before = self._buffers.before(self._module)
         # For a backward within the forward, which comes before it is known what was written to.
-        self._before = [kept for kept in before if kept.value is not None]
+        self._before = [kept for kept in before if kept.is_known]
         if self._kept is None:
             result = twice.first(self._run, args, kwargs)
         else:
             with self._kept.keeping(twice):
                 result = twice.first(self._run, args, kwargs)
-        self._before = self._buffers.written(before)
+        self._before = self._buffers.written(self._module, before)
         return result
 
     # It gets the call, which would hold itself if it were held here.
@@ -203,7 +203,7 @@ class _Call:
                 "backward, in which it runs again and would compute something else; call eval() "
                 "behind the backward, or train() before it"
             )
-        with self._buffers.standing_in(self._module, self._before):
+        with self._buffers.standing_in(self._before):
             if self._kept is None:
                 self._run(*args, **kwargs)
             else:

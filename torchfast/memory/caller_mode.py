@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,14 @@ def has_compiled() -> bool:
     """Whether torch has compiled anything in this process, or nobody can tell."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) != 0
+
+
+def is_transformed() -> bool:
+    """Whether ``vmap`` or another of torch's transforms of functions is under way.
+
+    What a layer gets there is a view on several tensors, and has no memory of its own to know.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @final

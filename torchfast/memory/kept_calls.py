@@ -34,7 +34,14 @@ from torch.utils._pytree import tree_map_only
 
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.block_costs import KeptInputs
-from torchfast.memory.caller_mode import AtAttention, draws, has_compiled, inputs_of, is_in_parts
+from torchfast.memory.caller_mode import (
+    AtAttention,
+    draws,
+    has_compiled,
+    inputs_of,
+    is_in_parts,
+    is_transformed,
+)
 from torchfast.memory.deferred import Deferred, Waiting
 from torchfast.memory.kept_norms import Norm
 from torchfast.memory.kept_results import KeptResults
@@ -266,7 +273,8 @@ class _Run:
     def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         twice, stretch = self._twice, self._now
         inputs, there = inputs_of(args, kwargs), self._results.get(stretch)
-        if inputs is None or twice.has_backward or torch.is_inference_mode_enabled():
+        is_plain = not is_transformed() and not torch.is_inference_mode_enabled()
+        if inputs is None or twice.has_backward or not is_plain:
             return func(*args, **kwargs)
         if self._is_again:
             if type(there) is not NotedCall or not there.fits(twice, inputs[0]):

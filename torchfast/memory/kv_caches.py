@@ -29,7 +29,17 @@ def holds_past(module: nn.Module, args: Any, kwargs: Any) -> bool:
     counters = (getattr(part, "layer_idx", None) for part in module.modules())
     layer = next((number for number in counters if isinstance(number, int)), 0)
     values = (*args, *kwargs.values())
-    return any(int(value.get_seq_length(layer)) > 0 for value in values if _is_cache(value))
+    return any(_holds(value, layer) for value in values if _is_cache(value))
+
+
+def _holds(cache: Any, layer: int) -> bool:
+    """Whether a cache has earlier tokens of a layer: their keys, or the state that they left."""
+    try:
+        return int(cache.get_seq_length(layer)) > 0
+    except ValueError:  # a layer without keys and values, as in hybrids of Mamba and attention
+        has_state = getattr(cache, "has_previous_state", None)
+        # Whoever does not tell may have some: such a block runs as it is.
+        return True if has_state is None else bool(has_state(layer))
 
 
 def without_cache(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchfast._core.rng import DrawnFrom
+from torchfast.memory.caller_mode import is_transformed
 from torchfast.memory.deferred import Deferred, Like, Waiting
 from torchfast.memory.kept_norms import NORMS
 from torchfast.memory.second_run import Saved, TwiceRun, autocast_as, autocast_state
@@ -33,7 +34,7 @@ def can_be_noted(module: nn.Module, args: Any, kwargs: Any) -> bool:
         # One that makes its weight of other parameters, by norm or mask, does not read these.
         and _NAMES.issuperset(module._parameters)
         and all(type(p) in (nn.Parameter, Tensor, type(None)) for p in module._parameters.values())
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not is_transformed()
         and not torch.is_inference_mode_enabled()  # in which no writes are counted
     )
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.attention import attention_as, attention_state
 from torchfast.memory.deferred import Deferred, fail_written
+from torchfast.memory.held_arguments import HeldArgument, is_held
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -278,7 +279,8 @@ class _Inputs:
                     there = kept[id(leaf)] = self._kept(leaf, hooks)
                 self._leaves.append(there)
             else:
-                self._leaves.append(leaf)
+                is_object = not isinstance(self._structure, tuple) and is_held(leaf)
+                self._leaves.append(HeldArgument(leaf) if is_object else leaf)
 
     def _kept(self, tensor: Tensor, hooks: Any) -> _Input:
         device = tensor.device
@@ -296,6 +298,7 @@ class _Inputs:
         inputs = dict.fromkeys(leaf for leaf in self._leaves if type(leaf) is _Input)
         tensors = {one: one.restored(self._unpack) for one in inputs}
         leaves = [tensors[leaf] if type(leaf) is _Input else leaf for leaf in self._leaves]
+        leaves = [leaf.restored() if type(leaf) is HeldArgument else leaf for leaf in leaves]
         if isinstance(self._structure, tuple):
             num_args, names = self._structure
             return leaves[:num_args], dict(zip(names, leaves[num_args:], strict=True))

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from torchfast._core.compiled_code import is_compiled_by_torch
-from torchfast.memory.caller_mode import AtAttention, has_compiled, inputs_of, queries_keys_values
+from torchfast.memory.caller_mode import (
+    AtAttention,
+    has_compiled,
+    inputs_of,
+    is_transformed,
+    queries_keys_values,
+)
 from torchfast.memory.kept_inputs import Inputs, InputWatch
 from torchfast.memory.kept_norms import Norm, NormWatch
 
@@ -132,6 +138,8 @@ class Stretches:
             yield
 
     def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if is_transformed():
+            return func(*args, **kwargs)
         inputs = inputs_of(args, kwargs)
         self.is_in_attention = inputs is not None
         self._inputs.enters(self.now, queries_keys_values(args, kwargs))
@@ -148,10 +156,13 @@ class Stretches:
         self._numbers[path] = number + 1
         inside = Stretch(path, number, is_inside=True)
         self._is_in(inside)
-        self._norms.enters(inside, module, args)
-        result = run(module, *args, **kwargs)
-        self._norms.returned(inside, module, args, result)
-        self._inputs.returned(inside, module, args, result)
+        if is_transformed():
+            result = run(module, *args, **kwargs)
+        else:
+            self._norms.enters(inside, module, args)
+            result = run(module, *args, **kwargs)
+            self._norms.returned(inside, module, args, result)
+            self._inputs.returned(inside, module, args, result)
         self._is_in(Stretch(path, number))
         return result
 

@@ -6,14 +6,21 @@ starts from what the last one left in a buffer, so a second run would compute an
 
 So the second run works on stand-ins. Which buffers a forward writes to is seen by the count of
 writes that torch keeps, or by another tensor standing there; of those the value at the start of
-each forward is kept, and the second run gets a copy of it. The statistics of norms steer nothing in
-training mode, so any memory will do for them.
+each forward is kept, and the second run gets a copy of it. What torch's kernels write to the
+statistics of a norm is not counted, so these are taken for written in each forward in training
+mode. They are copied like the rest, though few forwards read them: a batch renorm computes with
+them, and so does a convolution that torch folds into its norm to train for quantization.
 
-In its first call all buffers are kept, and their values are compared behind it: a write through
+The same holds for buffers that are None until a forward fills them, for those that it registers in
+its first call, and for parameters that are frozen in that call: some modules keep averages there.
+Of a parameter that is replaced nothing is thought: sharding and offload do so.
+
+In its first call all of these are kept, and their values are compared behind it: a write through
 ``.data``, as codebooks and averages do, is not counted. One that is written for the first time in a
 later call (an observer that is switched on) is found behind that call by the count, whose second
 run then starts from what the first one left. While a graph is captured nothing can be compared: in
-a first call there, all buffers are taken for written, and the next call decides.
+a first call there, all buffers are taken for written, of the frozen parameters those whose count
+says so, and the next call decides.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +36,68 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from torchfast._core.device import is_capturing
 
+_Table = Literal["_buffers", "_parameters"]
+
+
+class _Place(NamedTuple):
+    owner: weakref.ref[nn.Module]
+    table: _Table
+    name: str
+
 
 class _Kept(NamedTuple):
     owner: nn.Module
+    table: _Table
     name: str
-    buffer: Tensor
+    buffer: Tensor | None
     version: int
     value: Tensor | None
+    is_new: bool = False
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.owner), self.name
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what stood there is known: a value, or nothing."""
+        return self.value is not None or self.buffer is None
+
+    @property
+    def now(self) -> Tensor | None:
+        there: dict[str, Tensor | None] = getattr(self.owner, self.table)
+        if self.name not in there:  # that of TorchScript has no get()
+            return None
+        return there[self.name]
 
     @property
     def is_written(self) -> bool:
-        now = self.owner._buffers.get(self.name)
-        return now is not self.buffer or now._version != self.version
+        if _is_statistic(self.owner, self.name):
+            return True
+        now = self.now
+        if now is not self.buffer:
+            # Sharding and offload put other parameters there, with the same values.
+            return self.table == "_buffers"
+        return now is not None and now._version != self.version
 
     @property
     def copied(self) -> _Kept:
         """With what the second run starts from: what stands there now, if no more is known."""
-        now = self.owner._buffers.get(self.name)
-        value = now.detach().clone() if self.value is None and now is not None else self.value
-        return self._replace(value=value)
+        now = self.now
+        if self.is_known or now is None:
+            return self
+        return self._replace(value=now.detach().clone())
+
+    def stand_in(self) -> None:
+        """Put a copy there of what stood there."""
+        there = getattr(self.owner, self.table)
+        if self.is_new:
+            there.pop(self.name, None)  # the forward may ask whether it is there
+            return
+        value = None if self.value is None else self.value.clone()
+        if value is not None and self.table == "_parameters":
+            value = nn.Parameter(value, requires_grad=False)
+        there[self.name] = value
 
 
 Before = list[_Kept]
@@ -55,105 +105,130 @@ Before = list[_Kept]
 
 @final
 class WrittenBuffers:
-    """Knows which buffers of a block its forward writes to.
-
-    Args:
-        module: The block; it is not kept.
-    """
+    """Knows which buffers of a block its forward writes to, and which frozen parameters."""
 
     def __init__(self) -> None:
         self._names: set[tuple[int, str]] | None = None
         # Kept, since to walk through the modules takes longer than some blocks.
-        self._places: list[tuple[weakref.ref[nn.Module], str]] = []
-        self._has_statistics = True
-        self._scratch: dict[tuple[int, str], Tensor] = {}
+        self._places: list[_Place] = []
 
     def before(self, module: nn.Module) -> Before:
         """Return what to remember of the buffers, at the start of a forward."""
-        if self._names is None:
-            there = [(owner, name) for owner, name, _ in _buffers(module)]
-            own = [place for place in there if not _is_statistic(*place)]
-            self._has_statistics = len(own) < len(there)
-            self._places = [(weakref.ref(owner), name) for owner, name in own]
+        names = self._names
+        if names is None:
+            self._places = list(_places(module))
         found = []
-        for reference, name in self._places:
+        for reference, table, name in self._places:
             owner = reference()
-            buffer = None if owner is None else owner._buffers.get(name)
-            if owner is None or buffer is None or buffer.is_inference():
+            if owner is None or name not in getattr(owner, table):
                 continue
-            is_kept = self._names is None or (id(owner), name) in self._names
+            buffer = getattr(owner, table)[name]
+            if buffer is None:
+                found.append(_Kept(owner, table, name, None, 0, None))
+                continue
+            if buffer.is_inference() or (table == "_parameters" and not _is_frozen(buffer)):
+                continue
+            is_kept = names is None or (id(owner), name) in names or _is_statistic(owner, name)
             value = buffer.detach().clone() if is_kept else None
-            found.append(_Kept(owner, name, buffer, buffer._version, value))
+            found.append(_Kept(owner, table, name, buffer, buffer._version, value))
         return found
 
-    def written(self, before: Before) -> Before:
+    def written(self, module: nn.Module, before: Before) -> Before:
         """Return the part of it that the forward, which has ended, wrote to."""
         written = [kept for kept in before if kept.is_written]
         if self._names is None:
+            new = self._new(module)
             if is_capturing():
-                return before
+                others = [k for k in before if not k.is_written and k.table == "_buffers"]
+                return [*written, *others, *new]
             written += _changed([kept for kept in before if not kept.is_written])
+            written += new
+            before = [*before, *new]
         names = self._names = set() if self._names is None else self._names
-        names |= {(id(kept.owner), kept.name) for kept in written}
-        return [kept.copied for kept in before if (id(kept.owner), kept.name) in names]
+        names |= {kept.key for kept in written}
+        return [kept.copied for kept in before if kept.key in names]
+
+    def _new(self, module: nn.Module) -> Before:
+        """Return what the first forward has registered, which counts from here on."""
+        known = {(id(place.owner()), place.name) for place in self._places}
+        found = []
+        for place in _places(module):
+            owner = place.owner()
+            if owner is not None and (id(owner), place.name) not in known:
+                self._places.append(place)
+                found.append(_Kept(owner, place.table, place.name, None, 0, None, is_new=True))
+        return found
 
     @contextmanager
-    def standing_in(self, module: nn.Module, before: Before) -> Iterator[None]:
+    def standing_in(self, before: Before) -> Iterator[None]:
         """Let the forward run again on stand-ins; put back what stands there now."""
-        there: list[tuple[nn.Module, str, Tensor | None]] = []
+        there = [(kept, kept.now) for kept in before]
         try:
-            for owner, name, buffer in list(_buffers(module)) if self._has_statistics else []:
-                if _is_statistic(owner, name) and owner.training:
-                    there.append((owner, name, buffer))
-                    owner._buffers[name] = self._scratch_for(owner, name, buffer)
             for kept in before:
-                there.append((kept.owner, kept.name, kept.owner._buffers.get(kept.name)))
-                value = kept.value
-                kept.owner._buffers[kept.name] = None if value is None else value.clone()
+                kept.stand_in()
             yield
         finally:
-            for owner, name, own in there:
-                owner._buffers[name] = own
-
-    def _scratch_for(self, owner: nn.Module, name: str, buffer: Tensor) -> Tensor:
-        key = id(owner), name
-        known = self._scratch.get(key)
-        like = (buffer.shape, buffer.dtype, buffer.device)
-        if known is None or (known.shape, known.dtype, known.device) != like:
-            known = self._scratch[key] = buffer.detach().clone()
-        return known
+            for kept, own in there:
+                getattr(kept.owner, kept.table)[kept.name] = own
 
 
 def _changed(kept: list[_Kept]) -> list[_Kept]:
-    """Return those whose buffer is not of the value any more that is kept; reads them once."""
-    found = [(one, _bits(one.buffer), _bits(one.value)) for one in kept if one.value is not None]
-    pairs = [(one, now != then) for one, now, then in found if now is not None and then is not None]
-    if not pairs:
-        return []
-    where = pairs[0][1].device
-    flags = torch.stack([differs.any().to(where) for _, differs in pairs]).tolist()
-    return [one for (one, _), is_other in zip(pairs, flags, strict=True) if is_other]
+    """Return those whose buffer is not what is kept of it any more; reads the values once."""
+    changed, pairs = [], []
+    for one in kept:
+        if one.buffer is None or one.value is None:
+            continue
+        if _form(one.buffer) != _form(one.value):
+            changed.append(one)  # as observers do, which learn the number of channels in a call
+            continue
+        now, then = _bits(one.buffer), _bits(one.value)
+        if now is not None and then is not None:
+            pairs.append((one, (now != then).any()))
+    if pairs:
+        where = pairs[0][1].device
+        flags = torch.stack([differs.to(where) for _, differs in pairs]).tolist()
+        changed += [one for (one, _), differs in zip(pairs, flags, strict=True) if differs]
+    return changed
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _bits(tensor: Tensor) -> Tensor | None:
     """Return what can be compared of a tensor; None of one that is not in plain memory."""
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
     if not is_plain or tensor.is_quantized or tensor.device.type == "meta":
         return None
     # What has a byte for a value may have no comparison of its own, as float8 has not.
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
-def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def _places(module: nn.Module) -> Iterator[_Place]:
     for owner in module.modules():
+        reference = weakref.ref(owner)
         for name, buffer in owner._buffers.items():
-            if buffer is not None and not buffer.is_inference():
-                yield owner, name, buffer
+            if buffer is None or not buffer.is_inference():
+                yield _Place(reference, "_buffers", name)
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and _is_frozen(parameter):
+                yield _Place(reference, "_parameters", name)
+
+
+def _is_frozen(parameter: Tensor) -> bool:
+    """Whether a parameter may be state of its module: no optimizer changes it."""
+    # Those of other classes, quantized or sharded, may not be copied like tensors.
+    return type(parameter) is nn.Parameter and not parameter.requires_grad
 
 
 def _is_statistic(owner: nn.Module, name: str) -> bool:
-    return isinstance(owner, _NormBase) and name in (
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
+    """Whether it is what a norm that trains keeps of its batches."""
+    return (
+        isinstance(owner, _NormBase)
+        and owner.training
+        and name in ("running_mean", "running_var", "num_batches_tracked")
     )
