@@ -25,9 +25,10 @@ class Heard:
 
 def test_a_rank_with_fewer_samples_bounds_what_is_begun_with():
     other = Wish(wanted=(8, 1), most=(8, 5))
-    counts, has_fitted = SplitRanks(Heard(other)).begin((torch.zeros(3), torch.zeros(4)), None)
-    assert counts == (3, 1)
-    assert not has_fitted
+    begun = SplitRanks(Heard(other)).begin((torch.zeros(3), torch.zeros(4)), None)
+    assert begun.counts == (3, 1)
+    assert begun.is_split
+    assert not begun.has_fitted
 
 
 def test_even_parts_are_no_larger_than_halves():
