@@ -5,14 +5,13 @@ Both live on until the other has heard.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from gpu.own_process import begin_rank
 from parallel_training import batches, fresh, leaving_out, mean_loss
 from torchfast import Plan, RankError, Trainer
 
@@ -22,16 +21,7 @@ FAILS = 1
 
 def run(rank, shard, is_captured, store, folder, leaves_out=None):
     """Train until the steps are over or an error comes, and leave what came of it."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    torch.cuda.set_device(rank)
-    faulthandler.dump_traceback_later(GROUP_TIMEOUT_S / 3)  # what it hangs in, if it does
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )
+    begin_rank(rank, store, GROUP_TIMEOUT_S)
     trainer = Trainer(
         fresh(16).to("cuda"),
         lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01), fused=True, capturable=True),

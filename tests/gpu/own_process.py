@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
@@ -27,6 +31,20 @@ def told_by(file, argument):
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def begin_rank(rank, store, timeout_s):
+    """Begin one of two ranks, on a GPU of its own; what it hangs in is printed, if it does."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    torch.cuda.set_device(rank)
+    faulthandler.dump_traceback_later(timeout_s / 3)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=timeout_s),
+    )
 
 
 def spawned(run, arguments, limit_s):

@@ -5,14 +5,13 @@ Beside it the same training where all fits.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from gpu.own_process import begin_rank
 from parallel_training import Net, full_state, mean_loss
 from torchfast import CUDAGraphOptions, Plan, Trainer
 
@@ -69,16 +68,7 @@ def reserved():
 
 def run(rank, shard, where, is_captured, store, folder):
     """Train where all fits, then where rank 1 runs out, and leave what came of both."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    torch.cuda.set_device(rank)
-    faulthandler.dump_traceback_later(GROUP_TIMEOUT_S / 2)  # what it hangs in, if it does
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )
+    begin_rank(rank, store, GROUP_TIMEOUT_S)
     expected = trained(rank, Plan(shard=shard))
     needed = torch.cuda.max_memory_allocated()
     before, total = reserved(), torch.cuda.get_device_properties(rank).total_memory
