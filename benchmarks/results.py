@@ -13,6 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,16 @@ def write(path: Path, figures: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # In one move, so that whoever interrupts leaves the old file or the new one.
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.write_text(_without_places(json.dumps(result, indent=1)) + "\n")
     part.replace(path)
+
+
+def _without_places(text: str) -> str:
+    """Return a text, such as a cause with its line, without where this machine keeps its code."""
+    packages = Path(sysconfig.get_path("purelib"))
+    for place in (packages.parent, ROOT.resolve()):  # the first may be in the second
+        text = text.replace(json.dumps(f"{place}/")[1:-1], "")
+    return text
 
 
 def resumed(

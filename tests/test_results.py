@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,14 @@ def test_a_result_is_written_without_the_place_of_its_output(monkeypatch, tmp_pa
     written = json.loads((tmp_path / "deep" / "x.json").read_text())
     assert written["command"] == "PYTHONPATH=. python benchmarks/x.py --pairs 3"
     assert written["figures"] == {"a": 1}
+
+
+def test_a_result_is_written_without_the_places_of_code(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["benchmarks/x.py"])
+    own = Path(results.__file__).resolve()
+    results.write(tmp_path / "x.json", {"cause": f"{own}:44, in {pytest.__file__}:2"})
+    written = json.loads((tmp_path / "x.json").read_text())["cause"]
+    assert written == "benchmarks/results.py:44, in site-packages/pytest/__init__.py:2"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cores are given to a process on Linux only")
