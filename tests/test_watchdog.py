@@ -121,12 +121,25 @@ def test_every_rank_says_where_all_of_them_stand(caplog):
         assert "all_reduce" in text or "distributed_c10d" in text
 
 
+def is_dead(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "ZX"  # nobody has waited for it yet
+    except FileNotFoundError:
+        return True
+
+
 def test_a_rank_that_is_dead(caplog):
     def work(rank):
+        pids = [None, None]
+        dist.all_gather_object(pids, os.getpid())
         with Watchdog(timeout_s=TIMEOUT_S):
-            time.sleep(TIMEOUT_S)
             if rank == 1:
+                time.sleep(TIMEOUT_S)  # it leaves word ten times
                 os.kill(os.getpid(), signal.SIGKILL)
+            while not is_dead(pids[1]):  # a standstill before would find it alive
+                with phase("forward"):
+                    time.sleep(0.01)
             until(lambda: "stood still" in caplog.text)
         return caplog.text
 
