@@ -72,6 +72,7 @@ def check_split(
     *,
     size: int | None = None,
     in_float8: bool = False,
+    before: Callable[[], BeforeStep] | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Verdict:
     """Return whether parts of some samples of a batch make what these make together.
@@ -84,12 +85,13 @@ def check_split(
         device: Where it runs.
         size: How many samples to take; None takes as many as `num_tried` says.
         in_float8: Whether layers of the model compute in it.
+        before: Notes what is put back; None notes the buffers and generators.
         around: Returns the context of the forwards, of which ranks with shards run as many as each
             other; one that runs fewer has to leave it by an error.
 
     Synchronizes: Yes.
     """
-    before = BeforeStep(model, device)
+    noted = BeforeStep(model, device) if before is None else before()
     try:
         with _evaluating(model), around():
             close = _CLOSE_GRADIENT_OF_FLOAT8 if in_float8 else _CLOSE_GRADIENT
@@ -104,7 +106,7 @@ def check_split(
     except Exception as error:  # a model may have no loss in eval mode
         return Verdict(why_unknown=f"in eval mode it raises {type(error).__name__}")
     finally:
-        before.put_back()
+        noted.put_back()
 
 
 def _checked(

@@ -16,6 +16,7 @@ from torch import nn
 
 from torchfast._core.batches import count_samples
 from torchfast._core.loss import LossParts
+from torchfast.memory.before_step import BeforeStep
 from torchfast.memory.split_check import Verdict, check_split
 from torchfast.memory.split_ranks import SplitRanks
 from torchfast.memory.split_samples import counts_in, unevenness
@@ -33,6 +34,7 @@ class SplitVerdicts:
         model: See `check_split`.
         device: Where it runs.
         in_float8: See `check_split`.
+        before: See `check_split`.
 
     Attributes:
         latest: What was found last.
@@ -45,9 +47,12 @@ class SplitVerdicts:
         device: torch.device,
         *,
         in_float8: bool = False,
+        before: Callable[[], BeforeStep] | None = None,
     ) -> None:
         self.latest = Verdict()
-        self._check = partial(check_split, loss_of, model=model, device=device, in_float8=in_float8)
+        self._check = partial(
+            check_split, loss_of, model=model, device=device, in_float8=in_float8, before=before
+        )
         self._passed: dict[int, tuple[float, ...]] = {}  # by number of columns: another structure
 
     def why_not(self, batches: Sequence[Any]) -> str | None:
