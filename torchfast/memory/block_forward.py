@@ -147,7 +147,7 @@ class BlockForward(ForwardStandIn):
             return kind.measured(module, self._plain, args, kwargs)
         kind.num_recomputed += 1
         call = _Call(module, self._plain, self._buffers, kind.places)
-        return call.run(self._generators.of(module), args, kwargs)
+        return call.run(self._generators, args, kwargs)
 
     def _either(self, *args: Any, **kwargs: Any) -> Any:
         """Run within what is compiled, or, where the compiler has to leave the block, eagerly."""
@@ -181,9 +181,10 @@ class _Call:
         self._kept = None if places is None else KeptCalls(places, module)
         self._before: Before = []
 
-    def run(self, generators: list[torch.Generator], args: Any, kwargs: Any) -> Any:
-        """Run the forward, which may draw from these generators."""
-        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), generators)
+    def run(self, generators: OwnGenerators, args: Any, kwargs: Any) -> Any:
+        """Run the forward, which may draw from generators of its own."""
+        known, of_host = generators.of(self._module), generators.before()
+        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), known)
         before = self._buffers.before(self._module)
         # For a backward within the forward, which comes before it is known what was written to.
         self._before = [kept for kept in before if kept.is_known]
@@ -193,6 +194,7 @@ class _Call:
             with self._kept.keeping(twice):
                 result = twice.first(self._run, args, kwargs)
         self._before = self._buffers.written(self._module, before)
+        twice.drew(generators.drawn(of_host))
         return result
 
     # It gets the call, which would hold itself if it were held here.
