@@ -28,7 +28,7 @@ from torchfast._core.modes import preserved_modes
 from torchfast._core.ran_out import OtherRankRanOut
 from torchfast._core.rng import get_rng_state, same_rng_state
 from torchfast.memory.before_step import BeforeStep
-from torchfast.memory.split_samples import counts_in, samples_at, unevenness, unlike
+from torchfast.memory.split_samples import SLIGHT, counts_in, samples_at, unevenness, unlike
 from torchfast.memory.splitting import split_at
 
 MOST_SAMPLES = 8
@@ -151,7 +151,7 @@ def _checked(
             "apart; the loss function returns neither a mean over samples nor "
             "(sum, metrics, weight), or dimension 0 of the batch is not that of samples"
         )
-    if is_sharded and whole.weight is None and any(share > 0 for share in unevenness(counts)):
+    if is_sharded and whole.weight is None and any(share > SLIGHT for share in unevenness(counts)):
         return Verdict(
             why_unknown="gradients of shards are not compared, and the samples are not alike"
         )

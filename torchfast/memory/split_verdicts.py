@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -19,10 +19,7 @@ from torchfast._core.loss import LossParts
 from torchfast.memory.before_step import BeforeStep
 from torchfast.memory.split_check import Verdict, check_split
 from torchfast.memory.split_ranks import SplitRanks
-from torchfast.memory.split_samples import counts_in, unevenness
-
-# Below it what a wrong weight does is of the size of what the check takes for rounding.
-_FURTHER: Final = 0.05
+from torchfast.memory.split_samples import SLIGHT, counts_in, unevenness
 
 
 @final
@@ -86,7 +83,7 @@ class SplitVerdicts:
 
     def _untried(self, batches: Sequence[Any]) -> Any | None:
         """Return the batch of which least is known; None where enough is known of all of them."""
-        worst, furthest = None, _FURTHER
+        worst, furthest = None, SLIGHT
         for batch in batches:
             apart = _apart(batch)
             further = 2.0  # than samples can be
