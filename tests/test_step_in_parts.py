@@ -24,7 +24,7 @@ from torchfast import (
     PrecisionOptions,
 )
 from torchfast._core.rng import get_rng_state, same_rng_state, seed_everything
-from torchfast.memory import split_verdicts
+from torchfast.memory import before_step, split_verdicts
 from torchfast.memory.split_check import Verdict
 from torchfast.memory.splitting import SplitBatch, split, why_whole
 
@@ -288,6 +288,17 @@ def test_what_can_be_cut():
     # Inputs and targets of two samples.
     assert why_whole([{"x": torch.zeros(2, 2)}, {"y": torch.zeros(2)}]) is None
     assert why_whole({"pair": (torch.zeros(2, 2), torch.zeros(2))}) is None
+
+
+def test_what_the_loss_holds_as_data_is_not_copied_in_each_step(monkeypatch):
+    monkeypatch.setattr(before_step, "_MOST_BYTES", 3 * 4)
+    data, small = torch.zeros(4), torch.zeros(2)
+    noted = before_step.BeforeStep(nn.Linear(1, 1), torch.device("cpu"), lambda: [data, small])
+    data.add_(1)
+    small.add_(1)
+    noted.put_back()
+    assert data.tolist() == [1.0] * 4
+    assert small.tolist() == [0.0] * 2
 
 
 class Centered(nn.Module):

@@ -9,7 +9,7 @@ What modules keep in plain attributes, and generators there, are not put back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torchfast._core.generators import has_state, set_state, state_of
 from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast._core.storages import is_expanded
+
+_MOST_BYTES: Final = 2**26  # of tensors that the loss holds
 
 
 @final
@@ -28,8 +30,8 @@ class BeforeStep:
     Args:
         model: Whose buffers.
         device: Whose generator, besides those of the host.
-        used: Returns what the loss function uses: of its modules buffers count, and its tensors and
-            generators.
+        used: Returns what the loss function uses: of its modules buffers count, and its generators
+            and tensors, as far as these are few.
 
     Synchronizes: Never.
     """
@@ -52,7 +54,7 @@ class BeforeStep:
         ]
         tensors = [b for _, _, b in self._places if b is not None]
         # One in a graph has been computed, and a leaf that is trained changes in the update.
-        tensors += [t for t in held if isinstance(t, Tensor) and not t.requires_grad]
+        tensors += _small([t for t in held if isinstance(t, Tensor) and not t.requires_grad])
         own = {id(tensor): tensor for tensor in tensors if _is_writable(tensor)}
         self._buffers = list(own.values())
         self._copies = [buffer.detach().clone() for buffer in self._buffers]
@@ -67,6 +69,16 @@ class BeforeStep:
         with torch.no_grad():
             for buffer, copy in zip(self._buffers, self._copies, strict=True):
                 buffer.copy_(copy)
+
+
+def _small(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the smallest ones: the rest is data, and of that each step would make a copy."""
+    chosen, left = [], _MOST_BYTES
+    for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes):
+        if (left := left - tensor.nbytes) < 0:
+            break
+        chosen.append(tensor)
+    return chosen
 
 
 def _is_writable(buffer: Tensor) -> bool:
