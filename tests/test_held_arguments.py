@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from dataclasses import dataclass, field
 
@@ -84,6 +85,18 @@ class Changes(nn.Module):
         state.x = x.exp()
 
 
+class Counts(nn.Module):
+    """Counts in what it was called with, and goes by the number."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, state):
+        state.seen.append(len(state.seen) + 1.5)
+        return x + self.down(torch.tanh(self.up(x * state.seen[-1])))
+
+
 class WritesTo(nn.Module):
     def __init__(self):
         super().__init__()
@@ -125,6 +138,42 @@ def test_an_object_that_a_block_changes(make, what):
         else:
             results.append(train(model, square, batch))
     assert differences(*results) == []
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+@pytest.mark.parametrize("make", [State, Slotted, Attributes, Graph])
+def test_an_object_that_a_block_counts_in(make, what):
+    """Somebody holds it, so that the block would find it as the last one left it."""
+
+    class Held(OfBlocks):
+        def forward(self, x):
+            state = self.state = self.make(torch.zeros(8))
+            for block in self.blocks:
+                x = block(x, state)
+            return x
+
+    results = []
+    for is_recomputed in (False, True):
+        torch.manual_seed(0)
+        model, batch = Held(Counts, make), torch.randn(4, 8, requires_grad=True)
+        if is_recomputed:
+            with Recompute(model, what):
+                results.append(train(model, square, batch))
+        else:
+            results.append(train(model, square, batch))
+    assert differences(*results) == []
+
+
+def test_what_there_is_one_of_is_left_as_it_is():
+    """A copy of a logger is the logger itself, whose handlers are the program's."""
+    logger, handler = logging.getLogger("held"), logging.NullHandler()
+    logger.addHandler(handler)
+    state = State(torch.ones(2), last=logger)
+    held = HeldArgument(state)
+    state.seen.append(1)
+    assert held.restored().last is logger
+    assert logger.handlers == [handler]
+    assert logger.manager is logging.Logger.manager
 
 
 @pytest.mark.parametrize("make", [State, Attributes])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -285,6 +287,50 @@ def test_generators_of_a_block_and_of_its_arguments(make, what):
         assert differences(expected, train(model, square, batch)) == []
     for one, other in zip(generators[True], generators[False], strict=True):
         assert torch.equal(one.get_state(), other.get_state())
+
+
+class Mixes(nn.Module):
+    """Scales by a number that is no tensor, and draws it of Python or NumPy."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.up, self.down, self.draw = nn.Linear(8, 8), nn.Linear(8, 8), draw
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x) * self.draw()))
+
+
+class MixesByItself(Mixes):
+    def __init__(self, make):
+        super().__init__(lambda: float(self.generator.uniform(0.5, 2.0)))
+        self.generator = make(3)
+
+
+DRAWS = {
+    "Python": lambda: Mixes(lambda: random.uniform(0.5, 2.0)),
+    "NumPy": lambda: Mixes(lambda: float(np.random.uniform(0.5, 2.0))),
+    "Python's of its own": lambda: MixesByItself(random.Random),
+    "NumPy's of its own": lambda: MixesByItself(np.random.default_rng),
+    "RandomState": lambda: MixesByItself(np.random.RandomState),
+}
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+@pytest.mark.parametrize("kind", DRAWS)
+def test_numbers_of_python_and_numpy_are_drawn_again(kind, what):
+    """They change no shape, so nobody would notice another gradient."""
+    batch = torch.randn(4, 8, requires_grad=True)
+    found = []
+    for is_plain in (True, False):
+        rng.seed_everything(1)
+        model = OfBlocks(DRAWS[kind], lambda block, x: block(x))
+        if is_plain:
+            found.append(train(model, square, batch))
+        else:
+            with Recompute(model, what):
+                found.append(train(model, square, batch))
+        found[-1]["next"] = random.random(), np.random.rand()
+    assert differences(*found) == []
 
 
 def test_only_blocks_with_a_generator_of_their_own_note_it(monkeypatch):

@@ -38,6 +38,60 @@ def three(make):
     return nn.Sequential(*(make() for _ in range(3)))
 
 
+# --- parts that are put there later --------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.parts = nn.Linear(8, 8), nn.ModuleDict({"norm": nn.BatchNorm1d(8)})
+
+    def forward(self, x):
+        return torch.relu(self.parts["norm"](self.line(x)))
+
+
+class Averages(nn.Module):
+    """Counts where somebody has told it to, which norms do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.line(x)
+        if hasattr(self, "mean"):
+            self.mean.data.lerp_(x.detach().mean(0), 0.1)
+            x = x - self.mean
+        return torch.tanh(x)
+
+
+def with_other_norms(model):
+    for block in model:
+        block.parts["norm"] = nn.BatchNorm1d(8, momentum=0.3)
+
+
+def with_averages(model):
+    for block in model:
+        block.register_buffer("mean", torch.zeros(8))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("make", "change"), [(Normed, with_other_norms), (Averages, with_averages)]
+)
+def test_parts_that_a_block_gets_later_are_looked_at_too(make, change, what):
+    """As norms that are made to agree over ranks, or averages that a program begins to keep."""
+    model, batch = three(make), torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    train(plain, square, batch)
+    change(plain)
+    expected = train(plain, square, batch)
+    with Recompute(model, what):
+        train(model, square, batch)
+        change(model)
+        assert differences(expected, train(model, square, batch)) == []
+
+
 # --- statistics of norms -------------------------------------------------------------------------
 
 

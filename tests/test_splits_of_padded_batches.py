@@ -151,6 +151,53 @@ def test_what_is_more_uneven_than_what_has_passed_is_tried_again():
     assert_refused(trainer, tuple(barely))
 
 
+MIDDLE = torch.arange(4).unsqueeze(1), torch.arange(8, 30)
+
+
+def without_labels(kind):
+    """Return labels for 8 samples, and what some of them are where nobody knows any."""
+    generator = torch.Generator().manual_seed(2)
+    classes = torch.randint(0, 4, (8,), generator=generator)
+    of_pixels = torch.randint(1, 4, (8, 32), generator=generator)
+    numbers = torch.rand(8, 4, generator=generator)
+    return {
+        "a class": (classes, classes.index_fill(0, torch.arange(3), -100)),
+        "a number": (numbers[:, 0], numbers[:, 0].index_fill(0, torch.arange(3), math.nan)),
+        "some numbers": (numbers, numbers.index_fill(0, torch.arange(3), math.nan)),
+        "numbers below zero": (numbers, torch.where(numbers < 0.3, -1.0, numbers)),
+        "classes of pixels": (of_pixels, of_pixels.index_put(MIDDLE, torch.tensor(255))),
+    }[kind]
+
+
+class Known(nn.Module):
+    """A loss over labels that are known, whatever they are for."""
+
+    def forward(self, model, batch):
+        out, labels = model(batch[0]), batch[1]
+        if labels.is_floating_point():
+            is_known = ~labels.isnan() & (labels >= 0)
+            return (out[:, 0] if labels.dim() == 1 else out).sub(labels)[is_known].square().mean()
+        if labels.dim() == 1:
+            return F.cross_entropy(out, labels)
+        logits = out.unsqueeze(-1) * torch.linspace(0.5, 2, labels.shape[1])
+        return F.cross_entropy(logits, labels, ignore_index=255)
+
+
+@pytest.mark.parametrize(
+    "kind", ["a class", "a number", "some numbers", "numbers below zero", "classes of pixels"]
+)
+def test_samples_without_labels_behind_such_as_have_them_are_refused(kind):
+    known, some = without_labels(kind)
+    trainer = make(Planted(4), loss_fn=Known(), plan=SPLIT)
+    inputs = batch_of(8)[0]
+    trainer.step((inputs, known))
+    assert_refused(
+        trainer, (inputs, some), "is of no use here: the (loss|gradient) of some samples"
+    )
+    trainer.step((inputs, known))
+    assert trainer.report().counters["split_steps"] == 2
+
+
 @pytest.mark.parametrize("lengths", [[12] * 8, [5] * 9])
 @pytest.mark.parametrize("loss_fn", [mean, summed])
 def test_samples_that_are_equally_padded_train_in_parts(lengths, loss_fn):

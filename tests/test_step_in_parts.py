@@ -24,7 +24,7 @@ from torchfast import (
     PrecisionOptions,
 )
 from torchfast._core.rng import get_rng_state, same_rng_state, seed_everything
-from torchfast.memory import split_verdicts
+from torchfast.memory import before_step, split_verdicts
 from torchfast.memory.split_check import Verdict
 from torchfast.memory.splitting import SplitBatch, split, why_whole
 
@@ -288,3 +288,53 @@ def test_what_can_be_cut():
     # Inputs and targets of two samples.
     assert why_whole([{"x": torch.zeros(2, 2)}, {"y": torch.zeros(2)}]) is None
     assert why_whole({"pair": (torch.zeros(2, 2), torch.zeros(2))}) is None
+
+
+def test_what_the_loss_holds_as_data_is_not_copied_in_each_step(monkeypatch):
+    monkeypatch.setattr(before_step, "_MOST_BYTES", 3 * 4)
+    data, small = torch.zeros(4), torch.zeros(2)
+    noted = before_step.BeforeStep(nn.Linear(1, 1), torch.device("cpu"), lambda: [data, small])
+    data.add_(1)
+    small.add_(1)
+    noted.put_back()
+    assert data.tolist() == [1.0] * 4
+    assert small.tolist() == [0.0] * 2
+
+
+class Centered(nn.Module):
+    """A loss with state of its own, which each call moves: in buffers, a tensor and a generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, logits, targets):
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(logits.mean(0), alpha=0.1)
+        return F.cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_the_loss_keeps_is_put_back_too(where):
+    """It has seen the parts, and neither the tries that failed nor what tried parts out."""
+    found = []
+    for planted, parts in ((Planted(4, where), 1), (Planted(99), 2)):
+        criterion, calls = Centered(), torch.zeros(1)
+        generator = torch.Generator().manual_seed(0)
+
+        def loss_fn(model, batch, parts=parts, criterion=criterion, own=(calls, generator)):
+            inputs, targets = batch
+            halves = zip(inputs.chunk(parts), targets.chunk(parts), strict=True)
+            losses = []
+            for some, classes in halves:
+                own[0].add_(torch.rand(1, generator=own[1]))
+                losses.append(criterion(model(some), classes))
+            return sum(losses) / parts
+
+        trainer = make(planted, loss_fn=loss_fn, plan=SPLIT if parts == 1 else "eager")
+        trainer.step(batch_of(8))
+        trainer.step(batch_of(8, seed=1))
+        found.append((criterion.center, calls, generator.get_state(), weights(trainer)))
+    assert_close(found[0][3], found[1][3])
+    torch.testing.assert_close(found[0][:2], found[1][:2])
+    assert torch.equal(found[0][2], found[1][2])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 import torch
@@ -21,6 +22,7 @@ from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError
 from torchfast._core.local import local
 from torchfast._core.reachable import held_by
+from torchfast._core.untouched import holders_in
 from torchfast.data import PrefetchingLoader
 from torchfast.data.loader_report import device_tensors
 from torchfast.ema import WeightAverage
@@ -81,7 +83,7 @@ class StepMemory:
     run: Run
 
     def __init__(self, plan: Plan, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
-        self._plan = plan
+        self._plan, self._loss_fn = plan, loss_fn
         if plan.out_of_memory_options.action == "split":
             _check_alone([model, *held_by(loss_fn)])
         self._decisions: list[Decision] = []
@@ -130,6 +132,7 @@ class StepMemory:
             others=others,
             after_failure=guard.forget,
             loss_of=lambda batch: gradients.compute_loss(batch, model),
+            used=partial(holders_in, self._loss_fn),
             in_float8=self._plan.float8_options is not None,
             ranks=gradients.sharding.shared if gradients.sharding.is_on else None,
         )

@@ -30,15 +30,25 @@ def has_state(value: object) -> bool:
 
 def torch_generators_in(value: object) -> Iterator[torch.Generator]:
     """Yield what an attribute holds of torch's: itself, or in a list, a tuple or a dictionary."""
-    parts: Iterable[object] = (value,)
-    # By their types, since a proxy of what is gone cannot be asked.
-    if issubclass(type(value), list | tuple) and len(value) <= _FEW:  # type: ignore[arg-type]
-        parts = value  # type: ignore[assignment]
-    elif issubclass(type(value), dict) and len(value) <= _FEW:  # type: ignore[arg-type]
-        parts = value.values()  # type: ignore[attr-defined]
-    for part in parts:
+    for part in _parts(value):
         if issubclass(type(part), torch.Generator):
             yield part  # type: ignore[misc]
+
+
+def generators_in(value: object) -> Iterator[Generator]:
+    """Yield what an attribute holds, likewise, of Python's and NumPy's too."""
+    for part in _parts(value):
+        if has_state(part):
+            yield part  # type: ignore[misc]
+
+
+def _parts(value: object) -> Iterable[object]:
+    # By their types, since a proxy of what is gone cannot be asked.
+    if issubclass(type(value), list | tuple) and len(value) <= _FEW:  # type: ignore[arg-type]
+        return value  # type: ignore[return-value]
+    if issubclass(type(value), dict) and len(value) <= _FEW:  # type: ignore[arg-type]
+        return value.values()  # type: ignore[attr-defined, no-any-return]
+    return (value,)
 
 
 def state_of(generator: Generator) -> Any:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchfast._core.generators import set_state, state_of
+
 RNGState = dict[str, Any]
 
 
@@ -93,16 +95,20 @@ class DrawnFrom:
 
     Args:
         devices: Whose default generators count beside the host's.
-        generators: Others that count.
+        generators: Others that count, of torch, Python or NumPy.
     """
 
     __slots__ = ("_devices", "_host", "_own", "_states")
 
-    def __init__(self, *devices: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, *devices: torch.device, generators: Iterable[Any] = ()) -> None:
         self._devices = devices
         self._host = torch.get_rng_state()
         self._states = [device_rng_state(device) for device in devices]
-        self._own = [(generator, generator.get_state()) for generator in generators]
+        self._own = [(generator, state_of(generator)) for generator in generators]
+
+    def add(self, states: Iterable[tuple[Any, Any]]) -> None:
+        """Count other generators too, with where they stood."""
+        self._own += states
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -120,7 +126,7 @@ class DrawnFrom:
         for device, state in zip(self._devices, self._states, strict=True):
             set_device_rng_state(device, state)
         for generator, state in self._own:
-            generator.set_state(state)
+            set_state(generator, state)
 
 
 def device_rng_state(device: torch.device) -> torch.Tensor:

@@ -55,7 +55,7 @@ def untouched(
         eagerly: Whether nothing compiled runs in the body. Then only such parameters are copied
             as something is about to write to.
     """
-    state = SavedModules([model, *_held_by(function, eagerly)], device, eagerly=eagerly)
+    state = SavedModules([model, *holders_in(function, eagerly=eagerly)], device, eagerly=eagerly)
     state.drop_gradients()
     try:
         with state.keeping_writes() if eagerly else nullcontext():
@@ -64,7 +64,7 @@ def untouched(
         state.put_back(thoroughly=True)
 
 
-def _held_by(function: Callable[..., Any] | None, eagerly: bool) -> list[Any]:
+def holders_in(function: Callable[..., Any] | None, *, eagerly: bool = False) -> list[Any]:
     """Return what a function holds, and what the loss function has by global names.
 
     Large tensors are left out, unless only those are copied that are written to.

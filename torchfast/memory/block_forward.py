@@ -103,13 +103,13 @@ class BlockForward(ForwardStandIn):
         kind: What it is equal to.
     """
 
-    __slots__ = ("_buffers", "_generators", "kind", "path")
+    __slots__ = ("_buffers", "_generators", "_parts", "kind", "path")
 
     def __init__(self, path: str, module: nn.Module, kind: BlockKind) -> None:
         super().__init__(module)
         self.path, self.kind = path, kind
-        self._buffers = WrittenBuffers()
-        self._generators = OwnGenerators()
+        self._buffers, self._generators = WrittenBuffers(), OwnGenerators()
+        self._parts: list[_Part] | None = None  # of which these two know
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; in training, so that it runs again in the backward."""
@@ -146,8 +146,14 @@ class BlockForward(ForwardStandIn):
         if kind.options.selective and kind.choice is None:
             return kind.measured(module, self._plain, args, kwargs)
         kind.num_recomputed += 1
+        if self._parts is not None and not all(map(_is_as_it_was, self._parts)):
+            # Others, which are looked at as in a first call; what has run goes on with the former.
+            self._buffers, self._generators, self._parts = WrittenBuffers(), OwnGenerators(), None
         call = _Call(module, self._plain, self._buffers, kind.places)
-        return call.run(self._generators.of(module), args, kwargs)
+        result = call.run(self._generators, args, kwargs)
+        if self._parts is None:
+            self._parts = _parts_of(module)
+        return result
 
     def _either(self, *args: Any, **kwargs: Any) -> Any:
         """Run within what is compiled, or, where the compiler has to leave the block, eagerly."""
@@ -156,6 +162,22 @@ class BlockForward(ForwardStandIn):
         module: Any = self._module()
         with self._buffers.standing_in(self._buffers.before(module)):
             return self._plain(*args, **kwargs)
+
+
+# A module's children and buffers as they stand there, how many buffers, and which children.
+_Part = tuple[Any, Any, int, tuple[nn.Module | None, ...]]
+
+
+def _parts_of(block: nn.Module) -> list[_Part]:
+    return [
+        (m._modules, m._buffers, len(m._buffers), tuple(m._modules.values()))
+        for m in block.modules()
+    ]
+
+
+def _is_as_it_was(part: _Part) -> bool:
+    children, buffers, num, there = part
+    return len(buffers) == num and tuple(children.values()) == there
 
 
 def forward_of(module: nn.Module) -> BlockForward | None:
@@ -181,9 +203,10 @@ class _Call:
         self._kept = None if places is None else KeptCalls(places, module)
         self._before: Before = []
 
-    def run(self, generators: list[torch.Generator], args: Any, kwargs: Any) -> Any:
-        """Run the forward, which may draw from these generators."""
-        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), generators)
+    def run(self, generators: OwnGenerators, args: Any, kwargs: Any) -> Any:
+        """Run the forward, which may draw from generators of its own."""
+        known, of_host = generators.of(self._module), generators.before()
+        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), known)
         before = self._buffers.before(self._module)
         # For a backward within the forward, which comes before it is known what was written to.
         self._before = [kept for kept in before if kept.is_known]
@@ -193,6 +216,7 @@ class _Call:
             with self._kept.keeping(twice):
                 result = twice.first(self._run, args, kwargs)
         self._before = self._buffers.written(self._module, before)
+        twice.drew(generators.drawn(of_host))
         return result
 
     # It gets the call, which would hold itself if it were held here.

@@ -2,9 +2,10 @@
 
 A block may take a tensor from such an object and put its result in the tensor's place. The second
 run would start from what stands there by then, which is the work of this block and of all behind
-it. So what an object holds is noted at the call: where it holds other tensors when the block runs
-again, that run is given a copy of then, as it is with lists and dictionaries. The tensors
-themselves are never copied, and one that has been written to is an error, as any argument is.
+it. So what an object holds is noted at the call: where it holds other tensors or numbers when the
+block runs again, that run is given a copy of then, as it is with lists and dictionaries. The
+tensors themselves are never copied, and one that has been written to is an error, as any argument
+is.
 
 An object that holds what it held is given itself, so that whoever asks for its identity finds it.
 """
@@ -26,6 +27,7 @@ _NO_DATA = (
     nn.Module, torch.Generator, type, types.ModuleType, types.FunctionType, types.MethodType,
     types.BuiltinFunctionType, weakref.ref, str, bytes, int, float, complex,
 )  # fmt: skip
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _DEPTH = 4
 _LONGEST = 256  # containers of more are not looked through
 
@@ -38,12 +40,12 @@ class HeldArgument:
         value: The object, as it is at the call.
     """
 
-    __slots__ = ("_copy", "_tensors", "_value", "_versions")
+    __slots__ = ("_contents", "_copy", "_value", "_versions")
 
     def __init__(self, value: Any) -> None:
         self._value = _weakly(value)
-        self._tensors = list(_tensors(value, _DEPTH, set()))
-        self._versions = [_version(tensor) for tensor in self._tensors]
+        self._contents = list(_contents(value, _DEPTH, set()))
+        self._versions = [_version(each) for each in self._contents]
         try:
             self._copy = _copied(value, _DEPTH, {})
         except Exception:  # of a class that cannot be copied, by whatever it raises
@@ -55,9 +57,9 @@ class HeldArgument:
         Raises:
             RuntimeError: One of its tensors was written to, or it holds others and has no copy.
         """
-        for tensor, version in zip(self._tensors, self._versions, strict=True):
-            if version is not None and tensor._version != version:
-                fail_written("an input of a block", tensor, version)
+        for each, version in zip(self._contents, self._versions, strict=True):
+            if version is not None and each._version != version:
+                fail_written("an input of a block", each, version)
         value = self._value()
         if value is not None and self._is_as_it_was(value):
             return value
@@ -67,8 +69,8 @@ class HeldArgument:
         return _copied(self._copy, _DEPTH, {})
 
     def _is_as_it_was(self, value: Any) -> bool:
-        found = _tensors(value, _DEPTH, set())
-        return [id(tensor) for tensor in found] == [id(tensor) for tensor in self._tensors]
+        found = list(_contents(value, _DEPTH, set()))
+        return len(found) == len(self._contents) and all(map(_is_same, found, self._contents))
 
 
 def _weakly(value: Any) -> Callable[[], Any]:
@@ -93,8 +95,14 @@ def is_held(value: Any) -> bool:
     )
 
 
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+def _version(value: Any) -> int | None:
+    if not isinstance(value, Tensor) or value.is_inference():
+        return None
+    return value._version
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and bool(a == b))
 
 
 def _is_slotted(value: Any) -> bool:
@@ -113,9 +121,9 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
-def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors of an object, in the order in which they stand there."""
-    if isinstance(value, Tensor):
+def _contents(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    """Yield the tensors and numbers of an object, in the order in which they stand there."""
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
         yield value
         return
     if depth == 0 or id(value) in seen or not is_held(value):
@@ -125,7 +133,7 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, dict | list | tuple | set) and len(value) <= _LONGEST:
         inner += value.values() if isinstance(value, dict) else value
     for each in inner:
-        yield from _tensors(each, depth - 1, seen)
+        yield from _contents(each, depth - 1, seen)
 
 
 def _copied(value: Any, depth: int, made: dict[int, Any]) -> Any:
@@ -139,8 +147,9 @@ def _copied(value: Any, depth: int, made: dict[int, Any]) -> Any:
     if type(value) is tuple:
         return tuple(_copied(each, depth - 1, made) for each in value)
     copied = made[id(value)] = copy.copy(value)
-    if hasattr(type(value), "__copy__"):
-        return copied  # who says how to copy it knows what belongs to it
+    # Who says how to copy it knows what belongs to it; and of some, such as loggers, there is one.
+    if hasattr(type(value), "__copy__") or copied is value:
+        return copied
     for name, each in _attributes(copied).items():
         object.__setattr__(copied, name, _copied(each, depth - 1, made))  # it may be frozen
     if isinstance(copied, dict):
@@ -154,6 +163,7 @@ def _copied(value: Any, depth: int, made: dict[int, Any]) -> Any:
 def _fail(value: Any) -> NoReturn:
     raise RuntimeError(
         f"a block that is recomputed was called with a {type(value).__name__} that holds other "
-        "tensors when the block runs again in its backward, and the object cannot be copied; pass "
-        "the tensors themselves and return the new ones, or leave the block out of recompute"
+        "tensors or numbers when the block runs again in its backward, and the object cannot be "
+        "copied; pass the tensors themselves and return the new ones, or leave the block out of "
+        "recompute"
     )

@@ -30,6 +30,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -56,7 +57,14 @@ from torchfast.memory.split_ranks import (
     pieces_of_all,
 )
 from torchfast.memory.split_verdicts import SplitVerdicts
-from torchfast.memory.splitting import SplitBatch, num_elements, parts_of, split, why_whole
+from torchfast.memory.splitting import (
+    SplitBatch,
+    num_elements,
+    num_parts,
+    parts_of,
+    split,
+    why_whole,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +95,7 @@ class OutOfMemoryGuard:
         others: Returns more tensors by category.
         after_failure: Lets go of what the step has kept of a try.
         loss_of: Runs the loss function on a batch, to find out whether parts make the whole.
+        used: Returns what the loss function uses, whose state is put back like buffers.
         in_float8: Whether layers compute in it, which rounds parts otherwise.
         source: Where moments come from, in place of the device.
         ranks: Who runs each step together with this rank; None where nobody does.
@@ -107,6 +116,7 @@ class OutOfMemoryGuard:
         others: Callable[[], Mapping[str, Iterable[Tensor]]] = dict,
         after_failure: Callable[[], None] = lambda: None,
         loss_of: Callable[[Any], LossParts] | None = None,
+        used: Callable[[], Iterable[object]] = tuple,
         in_float8: bool = False,
         source: MomentSource | None = None,
         ranks: OtherRanks | None = None,
@@ -115,7 +125,10 @@ class OutOfMemoryGuard:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._options = options
         self._after_failure = after_failure
-        self._verdicts = loss_of and SplitVerdicts(loss_of, model, device, in_float8=in_float8)
+        self._before = partial(BeforeStep, model, device, used)
+        self._verdicts = loss_of and SplitVerdicts(
+            loss_of, model, device, in_float8=in_float8, before=self._before
+        )
         history = options.history if options.snapshot is not None else 0
         self._moments = source or moments_of(device, lines=options.lines, history=history)
         self._limit: int | None = None  # elements of the smallest part that did not fit
@@ -167,7 +180,7 @@ class OutOfMemoryGuard:
             pieces = group  # it may fit, and if it does not, that says more
         limit = self._limit
         while True:
-            before = BeforeStep(self._model, self._device) if splits else None
+            before = self._before() if splits else None
             result, failure = self._try(attempt, pieces)
             if failure is None:
                 self._num_split_steps += is_step and pieces is not group
@@ -187,7 +200,7 @@ class OutOfMemoryGuard:
                 self._limit = limit  # or steps that do fit would run in parts from now on
                 raise self._error(account, smaller)
             pieces = smaller
-            self._say_again(account.stage, _num_parts(pieces))
+            self._say_again(account.stage, num_parts(pieces))
 
     def _run_with_others(
         self, attempt: Callable[[Group], R], group: Group, others: SplitRanks, *, is_step: bool
@@ -200,7 +213,7 @@ class OutOfMemoryGuard:
         is_shared = is_step and not has_fitted
         while True:
             pieces = pieces_of_all(group, counts)
-            before = BeforeStep(self._model, self._device)
+            before = self._before()
             result, failure = self._try(attempt, pieces, ranks.on if is_shared else nullcontext)
             if failure is None:
                 self._num_split_steps += is_step and pieces is not group
@@ -289,13 +302,11 @@ class OutOfMemoryGuard:
                 return attempt(pieces), None
         except OutOfMemoryError:
             raise
-        except torch.OutOfMemoryError as error:
-            # While the frames of the try are still alive.
-            account = self._last_account = self._accounts.take(error, pieces)
-            self._num_failures += 1
-            let_go(error, outer)
-        except OtherRankRanOut as error:
+        except (torch.OutOfMemoryError, OtherRankRanOut) as error:
             account = None
+            if isinstance(error, torch.OutOfMemoryError):
+                # While the frames of the try are still alive.
+                account = self._last_account = self._accounts.take(error, pieces)
             self._num_failures += 1
             let_go(error, outer)
         except CaptureError as error:
@@ -307,7 +318,7 @@ class OutOfMemoryGuard:
         except Exception as error:
             if any(isinstance(piece, SplitBatch) for piece in pieces):
                 error.add_note(
-                    f"raised in a step that runs in {_num_parts(pieces)} parts, since it did not "
+                    f"raised in a step that runs in {num_parts(pieces)} parts, since it did not "
                     "fit into memory, under out_of_memory='split'"
                 )
             raise
@@ -388,27 +399,25 @@ class OutOfMemoryGuard:
                 return why
         smaller = self._in_parts(group)
         parts = [part for piece in smaller for part in parts_of(piece)]
-        num_parts = _num_parts(smaller)
         if max(map(num_elements, parts)) >= largest:
             return "a single sample does not fit"
-        if num_parts > self._options.max_parts:
-            return f"it would take {num_parts} parts, and max_parts={self._options.max_parts}"
+        if (num := num_parts(smaller)) > self._options.max_parts:
+            return f"it would take {num} parts, and max_parts={self._options.max_parts}"
         return smaller
 
     def _why_not_alike(self, group: Group, pieces: Group) -> str | None:
         """Return why parts would give another gradient than the whole; None if none is known."""
         if self._verdicts is None:
             return None
-        in_parts = [a for a, b in zip(group, pieces, strict=True) if a is not b]
-        return self._verdicts.why_not(in_parts)
+        return self._verdicts.why_not([a for a, b in zip(group, pieces, strict=True) if a is not b])
 
-    def _say_again(self, stage: str, num_parts: int) -> None:
-        self._most_parts = max(self._most_parts, num_parts)
+    def _say_again(self, stage: str, num: int) -> None:
+        self._most_parts = max(self._most_parts, num)
         logger.warning(
             "out of memory in the %s; the step is done again in %d parts, and so are later ones of "
             "its size%s",
             stage,
-            num_parts,
+            num,
             self._not_alike(),
         )
 
@@ -439,8 +448,3 @@ def _why_alone(account: MemoryAccount | None, *, is_shared: bool) -> str:
         return never
     why = "it was beside forward and backward" if is_shared else "a step of this size has fitted"
     return f"the other ranks could not be told, since {why}"
-
-
-def _num_parts(pieces: Group) -> int:
-    """Return the most parts that a micro-batch is in."""
-    return max(len(parts_of(piece)) for piece in pieces)

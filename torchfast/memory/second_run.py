@@ -13,8 +13,9 @@ computes other tensors than the first one.
 
 Random numbers are drawn again: the generators of the host and of the block's device, and those that
 it holds or is called with, are noted before each call, in which a copy of 5 kB and one of 16 bytes
-are less than to find out whether any are drawn. Autocast, ``torch.device`` contexts and the
-back-ends that attention may take are as they were.
+are less than to find out whether any are drawn; those of Python and NumPy only where the block's
+first call has drawn from them. Autocast, ``torch.device`` contexts and the back-ends that attention
+may take are as they were.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from torchfast._core.generators import has_state
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.attention import attention_as, attention_state
 from torchfast.memory.deferred import Deferred, fail_written
@@ -72,7 +74,8 @@ class TwiceRun:
         args: Of the call.
         kwargs: Of the call.
         device: Where the block is, if not where its inputs are; None on the host.
-        generators: That the block draws from, beside the default ones and those in its arguments.
+        generators: That the block draws from, beside torch's default ones and those in its
+            arguments.
 
     Attributes:
         taken: While it is a list, the first run puts what autograd saves there as well.
@@ -91,7 +94,7 @@ class TwiceRun:
         args: Any,
         kwargs: Any,
         device: torch.device | None = None,
-        generators: Sequence[torch.Generator] = (),
+        generators: Sequence[Any] = (),
     ) -> None:
         self._run = again
         self._inputs = _Inputs(args, kwargs)
@@ -116,6 +119,10 @@ class TwiceRun:
         finally:
             self._is_first = False
             torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def drew(self, states: list[tuple[Any, Any]]) -> None:
+        """Note generators that the first run turned out to draw from, as they were before it."""
+        self._drawn.add(states)
 
     @property
     def position(self) -> int:
@@ -257,14 +264,14 @@ class _Inputs:
     def __init__(self, args: Any, kwargs: Any) -> None:
         self._structure: Any = None
         self.devices: list[torch.device] = []
-        self.generators: list[torch.Generator] = []
+        self.generators: list[Any] = []
         leaves: Any = (*args, *kwargs.values())
         if all(isinstance(leaf, Tensor) or type(leaf) in _PLAIN for leaf in leaves):
             names = tuple(kwargs)
             self._structure = len(args), names
         else:
             leaves, self._structure = tree_flatten((args, kwargs))
-            self.generators += [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+            self.generators += [leaf for leaf in leaves if has_state(leaf)]
         # What other hooks do to what is saved, they do to this: a block around this one computes
         # it again, offload sends it to the host.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -28,7 +28,7 @@ from torchfast._core.modes import preserved_modes
 from torchfast._core.ran_out import OtherRankRanOut
 from torchfast._core.rng import get_rng_state, same_rng_state
 from torchfast.memory.before_step import BeforeStep
-from torchfast.memory.split_samples import counts_in, samples_at, unevenness, unlike
+from torchfast.memory.split_samples import SLIGHT, counts_in, samples_at, unevenness, unlike
 from torchfast.memory.splitting import split_at
 
 MOST_SAMPLES = 8
@@ -72,6 +72,7 @@ def check_split(
     *,
     size: int | None = None,
     in_float8: bool = False,
+    before: Callable[[], BeforeStep] | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Verdict:
     """Return whether parts of some samples of a batch make what these make together.
@@ -84,12 +85,13 @@ def check_split(
         device: Where it runs.
         size: How many samples to take; None takes as many as `num_tried` says.
         in_float8: Whether layers of the model compute in it.
+        before: Notes what is put back; None notes the buffers and generators.
         around: Returns the context of the forwards, of which ranks with shards run as many as each
             other; one that runs fewer has to leave it by an error.
 
     Synchronizes: Yes.
     """
-    before = BeforeStep(model, device)
+    noted = BeforeStep(model, device) if before is None else before()
     try:
         with _evaluating(model), around():
             close = _CLOSE_GRADIENT_OF_FLOAT8 if in_float8 else _CLOSE_GRADIENT
@@ -104,7 +106,7 @@ def check_split(
     except Exception as error:  # a model may have no loss in eval mode
         return Verdict(why_unknown=f"in eval mode it raises {type(error).__name__}")
     finally:
-        before.put_back()
+        noted.put_back()
 
 
 def _checked(
@@ -149,7 +151,7 @@ def _checked(
             "apart; the loss function returns neither a mean over samples nor "
             "(sum, metrics, weight), or dimension 0 of the batch is not that of samples"
         )
-    if is_sharded and whole.weight is None and any(share > 0 for share in unevenness(counts)):
+    if is_sharded and whole.weight is None and any(share > SLIGHT for share in unevenness(counts)):
         return Verdict(
             why_unknown="gradients of shards are not compared, and the samples are not alike"
         )

@@ -2,9 +2,10 @@
 
 A mean over the tokens that are not padding is a mean over samples as long as all are equally long,
 so samples of other lengths have to be among those that are tried. What is padding nobody says.
-What it looks like is counted in each sample: labels below zero, zeros and ones of masks, and
-equal values at the ends. In a tensor of one value for each sample, such as its length, its class
-or its weight, that value is taken.
+What it looks like is counted in each sample: labels below zero, zeros and ones of masks, equal
+values at the ends, the least and the largest value that the batch has, and what is no number. In a
+tensor of one value for each sample, such as its length, its class or its weight, that value is
+taken, and whether it is below zero or no number, as that of a sample without a label.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torchfast._core.batches import map_batch, tensors
 
 # Torch compares them on few devices.
 _NOT_COMPARED: Final = (torch.uint16, torch.uint32, torch.uint64)
+# Below it what a wrong weight does is of the size of what a check takes for rounding.
+SLIGHT: Final = 0.05
 # So that samples that do not differ are taken from all over the batch.
 _WEIGHT_OF_PLACE: Final = 1e-2
 
@@ -86,14 +89,21 @@ def samples_at(batch: Any, places: list[int]) -> Any:
 def _columns(tensor: Tensor) -> list[Tensor]:
     if tensor.is_complex() or tensor.dtype in _NOT_COMPARED:
         return []
+    is_float, is_number = tensor.is_floating_point(), tensor.dtype != torch.bool
+    if is_float and tensor.itemsize == 1:
+        tensor = tensor.to(torch.float16)  # float8 is compared by few kernels
+    flat = tensor.reshape(len(tensor), -1)
+    missing = [(flat != flat).sum(1)] if is_float else []  # NaN
     if tensor.dim() == 1:
-        return [tensor]
-    flat = tensor.flatten(1)
-    counts = [(flat == 0).sum(1)]
-    if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+        return [tensor, (flat < 0).sum(1), *missing] if is_number else [tensor]
+    counts = [(flat == 0).sum(1), *missing]
+    if is_number and not is_float:
         counts += [(flat < 0).sum(1), _run(flat), _run(flat.flip(1))]
     # What is left counts as much as what is dropped, and nobody knows which of them is which.
-    return [side for count in counts for side in (count, flat.shape[1] - count)]
+    sides = [side for count in counts for side in (count, flat.shape[1] - count)]
+    # The least and the largest value, if they stand there more than once, as what marks padding.
+    ends = flat.aminmax() if is_number else ()
+    return [*sides, *(flat.shape[1] - ((flat == end).sum(1) - 1).clamp(min=0) for end in ends)]
 
 
 def _run(flat: Tensor) -> Tensor:

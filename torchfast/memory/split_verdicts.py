@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from torchfast._core.batches import count_samples
 from torchfast._core.loss import LossParts
+from torchfast.memory.before_step import BeforeStep
 from torchfast.memory.split_check import Verdict, check_split
 from torchfast.memory.split_ranks import SplitRanks
-from torchfast.memory.split_samples import counts_in, unevenness
-
-# Below it what a wrong weight does is of the size of what the check takes for rounding.
-_FURTHER: Final = 0.05
+from torchfast.memory.split_samples import SLIGHT, counts_in, unevenness
 
 
 @final
@@ -33,6 +31,7 @@ class SplitVerdicts:
         model: See `check_split`.
         device: Where it runs.
         in_float8: See `check_split`.
+        before: See `check_split`.
 
     Attributes:
         latest: What was found last.
@@ -45,9 +44,12 @@ class SplitVerdicts:
         device: torch.device,
         *,
         in_float8: bool = False,
+        before: Callable[[], BeforeStep] | None = None,
     ) -> None:
         self.latest = Verdict()
-        self._check = partial(check_split, loss_of, model=model, device=device, in_float8=in_float8)
+        self._check = partial(
+            check_split, loss_of, model=model, device=device, in_float8=in_float8, before=before
+        )
         self._passed: dict[int, tuple[float, ...]] = {}  # by number of columns: another structure
 
     def why_not(self, batches: Sequence[Any]) -> str | None:
@@ -81,7 +83,7 @@ class SplitVerdicts:
 
     def _untried(self, batches: Sequence[Any]) -> Any | None:
         """Return the batch of which least is known; None where enough is known of all of them."""
-        worst, furthest = None, _FURTHER
+        worst, furthest = None, SLIGHT
         for batch in batches:
             apart = _apart(batch)
             further = 2.0  # than samples can be

@@ -126,6 +126,11 @@ def parts_of(batch: Any) -> tuple[Any, ...]:
     return batch.parts if isinstance(batch, SplitBatch) else (batch,)
 
 
+def num_parts(pieces: Sequence[Any]) -> int:
+    """Return the most parts that one of some micro-batches is in."""
+    return max(len(parts_of(piece)) for piece in pieces)
+
+
 def why_whole(batch: Any) -> str | None:
     """Return why a batch cannot be split, in words; None if it can.
 
