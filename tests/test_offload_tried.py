@@ -27,9 +27,9 @@ def learned(kind, longer=0.0, *, seen=1.0, followed=True, steady=True):
     return kind.choice
 
 
-def trying(max_slowdown=0.05):
+def trying(max_slowdown=0.05, num=40):
     """Return a kind that sends more than hides, and the choices that hid and that is tried."""
-    kind = KindOfForward((1,) * 40, max_slowdown)
+    kind = KindOfForward((1,) * num, max_slowdown)
     learned(kind)
     hides = learned(kind)
     tried = learned(kind)
@@ -60,6 +60,14 @@ def test_a_choice_settles_when_a_step_took_no_longer_than_it_may(longer, is_allo
     else:
         assert choice.is_allowed is None
         assert hides.sent_bytes <= choice.sent_bytes < tried.sent_bytes
+
+
+@pytest.mark.parametrize(("longer", "share"), [(0.6, 1 / 6), (0.3, 1 / 3), (0.12, 0.75)])
+def test_as_much_less_is_tried_next_as_it_took_too_long(longer, share):
+    kind, hides, tried = trying(0.1, 1000)
+    more = tried.sent_bytes - hides.sent_bytes
+    found = learned(kind, longer).sent_bytes - hides.sent_bytes
+    assert found == pytest.approx(share * more, abs=1)
 
 
 def test_what_always_takes_too_long_ends_as_what_hides():

@@ -12,7 +12,8 @@ Where the computation may wait, that comes second, and is measured by the step t
 copies: only of that one it is known how long the computation takes. A step that waits takes longer
 by more than the waits that can be seen, and what it takes would be taken for computation, beside
 which still more seems to hide. So more is sent only as long as forward and backward together take
-no longer than they may; else the choice stays the one that hides.
+no longer than they may. If they take longer, less goes, as if each byte more than hides took as
+long as any other; in the end the choice is what hides.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torchfast.memory.offload_timeline import StepTiming
 
 _TRUSTED: Final = 0.9  # of a measured rate: copies come at their fastest only beside nothing else
 _SLOWER: Final = 0.75  # what is left of that trust after a step that waited
+_LESS: Final = 0.75  # at most of what more goes than hides, after a step that took too long
 _HIDDEN: Final = 0.01  # of the time of forward and backward; less than that is noise
 _MOST_LOOKS: Final = 6  # for one sequence of sizes
 
@@ -227,7 +229,11 @@ class KindOfForward:
         elif is_last:
             self._take_hiding(hiding)
         elif is_followed:
-            self._trusted *= _SLOWER
+            # As if each byte more than hides took as long as the others.
+            share = min(_LESS, self._max_slowdown * compute_s / longer_s)
+            hiding_bytes = self._num_bytes(hiding.chosen)
+            more = self._num_bytes(self._chosen) - hiding_bytes
+            self._most_bytes = hiding_bytes + int(share * more)
             found = self._found(hiding.timing, rates, hiding.window_bytes, self._max_slowdown)
             # Of a bus that is taken for slow there may be less than what hid.
             self._chosen = max(found, hiding.chosen, key=self._num_bytes)
