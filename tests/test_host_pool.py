@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchfast._core import cgroups
 from torchfast.memory import host_pool
 from torchfast.memory.host_pool import ALIGNMENT, HostPool, default_host_bytes
+from torchfast.memory.sources import ProcessMemory
 
 SLAB = 1 << 14
 
@@ -87,7 +89,7 @@ def test_ranks_share_the_machine(monkeypatch):
 
 def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    alone = default_host_bytes()
+    alone, machine = default_host_bytes(), ProcessMemory().limit_bytes
     for number, (name, text) in enumerate(
         [("memory.max", "4096\n"), ("memory.limit_in_bytes", "4096\n"), ("memory.max", "max\n")]
     ):
@@ -95,5 +97,7 @@ def test_a_container_has_less_than_its_machine(monkeypatch, tmp_path):
         folder.mkdir()
         (folder / name).write_text(text)
         folders = [tmp_path / "none", folder]
-        monkeypatch.setattr(host_pool, "cgroup_folders", lambda _, found=folders: iter(found))
-        assert default_host_bytes() == (alone if text == "max\n" else 2048)
+        monkeypatch.setattr(cgroups, "cgroup_folders", lambda _, found=folders: iter(found))
+        is_limited = text != "max\n"
+        assert default_host_bytes() == (2048 if is_limited else alone)
+        assert ProcessMemory().limit_bytes == (4096 if is_limited else machine)

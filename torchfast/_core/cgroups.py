@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 MEMBERSHIPS = Path("/proc/self/cgroup")
@@ -24,6 +26,8 @@ def cgroup_folders(
     except OSError:  # no Linux
         lines = []
     for line in lines:
+        if line.count(":") < 2:
+            continue
         _, controllers, path = line.split(":", 2)
         mount = root / controller if controller in controllers.split(",") else root
         if controllers and mount == root:
@@ -33,3 +37,21 @@ def cgroup_folders(
         for place in {folder, *folder.parents, mount}:
             if place == mount or mount in place.parents:
                 yield place
+
+
+def usable_memory() -> int | None:
+    """Return the bytes that this process may have, of its machine or container, if that is told."""
+    limits = [limit for folder in cgroup_folders("memory") if (limit := _limit(folder)) is not None]
+    with suppress(OSError, ValueError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits, default=None)
+
+
+def _limit(folder: Path) -> int | None:
+    """Return the memory that a control group grants; None where it does not say."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            return int((folder / name).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return None

@@ -15,12 +15,11 @@ import bisect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, final
 
 from torch import Tensor
 
-from torchfast._core.cgroups import cgroup_folders
+from torchfast._core.cgroups import usable_memory
 
 ALIGNMENT: Final = 512  # of ranges, in bytes: any dtype, and whole cache lines for the bus
 SLAB_BYTES: Final = 1 << 26
@@ -116,21 +115,7 @@ class HostPool:
 
 def default_host_bytes() -> int:
     """Return half of the memory of the machine or the container, divided by the ranks on it."""
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        total = 1 << 36
     # Beyond that the kernel ends the process.
-    total = min([total, *(_limit(folder) for folder in cgroup_folders("memory"))])
+    total = usable_memory() or 1 << 36
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return total // (2 * max(1, int(ranks) if ranks.isdecimal() else 1))
-
-
-def _limit(folder: Path) -> int:
-    """Return the memory that a control group grants; very much where it does not say."""
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        try:
-            return int((folder / name).read_text())
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return 1 << 62

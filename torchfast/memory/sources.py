@@ -15,6 +15,7 @@ from typing import Any, Protocol, final
 
 import torch
 
+from torchfast._core.cgroups import usable_memory
 from torchfast.memory.memory_pool import NO_POOL, PoolStatistics, living_pools
 from torchfast.memory.samples import MemorySample, sample_of
 
@@ -137,7 +138,7 @@ class CUDAMemory:
 
 @final
 class ProcessMemory:
-    """What the process holds of the machine's memory: all that a CPU can tell.
+    """What the process holds of the memory of its machine or container: all that a CPU can tell.
 
     Its lines are not told, and it is noisy: the system gives and takes in pages.
     """
@@ -147,7 +148,7 @@ class ProcessMemory:
     has_segments = False
 
     def __init__(self) -> None:
-        self.limit_bytes = self._total()
+        self.limit_bytes = usable_memory()
         self._peak = 0
 
     def read(self, step: int) -> MemorySample | None:
@@ -184,13 +185,6 @@ class ProcessMemory:
 
     def stop_trace(self) -> None:
         """Nothing was begun."""
-
-    @staticmethod
-    def _total() -> int | None:
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, ValueError):
-            return None
 
 
 def line_of(frames: Sequence[Mapping[str, Any]]) -> str:
