@@ -90,12 +90,14 @@ def test_what_was_drawn_ahead_is_taken_back(kind, stop):
 def test_a_break_that_drops_an_epoch_begun_ahead_leaves_what_the_training_drew(device):
     device.kind = Prompt
     generator = MAKERS["torch"]()
-    loader = PrefetchingLoader(shuffled(generator), "cpu", depth=16, across_epochs=True)
+    loader = PrefetchingLoader(shuffled(generator), "cpu", depth=32, across_epochs=True)
     for number, _ in enumerate(loader, start=1):
         if number == 2:
             wait_until(lambda: loader._feed.num_ahead is not None)
         if number == 6:
             assert loader._ahead.has_begun
+            # Of a draw in the middle of a fetch nobody could tell whose it was.
+            wait_until(lambda: loader._ahead.feed.num_ahead is not None)
             drawn(generator)
             left = generator.get_state()
             break

@@ -151,6 +151,22 @@ def test_what_is_found_out_behind_a_step_ends_the_next_one(often, work):
     ranks.run(work)
 
 
+def slow_words(rank):
+    """The rank that finds it out ends as soon as it may."""
+    leave = last_words.LastWords._leave
+
+    def slow(self, *args, **options):
+        time.sleep(1)
+        leave(self, *args, **options)
+
+    last_words.LastWords._leave = slow
+    between_two_steps(rank)
+
+
+def test_a_rank_that_ends_has_told_the_others(often):
+    ranks.run(slow_words)
+
+
 # -- What is no difference -------------------------------------------------------------------------
 
 

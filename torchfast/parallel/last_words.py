@@ -245,9 +245,10 @@ class LastWords:
 
     def _end_wait(self, found: dict[int, _Word], own: str = "") -> None:
         """End what this rank waits in, for ranks that failed or for what it found, for good."""
+        # First the word for the others: a process whose training has heard of it may end at once.
+        self._leave(own, is_broken=True, is_over=bool(own))
         self._heard = own or _told(found)
         logger.error("rank %d ends what it waits in: %s", self._rank, self._heard)
-        self._leave(own, is_broken=True, is_over=bool(own))
         self._aborts = abort_groups()
         while not (self._ends.is_set() or self._is_over()):  # others hear of it a moment later
             words = self._words()
