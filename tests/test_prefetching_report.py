@@ -188,9 +188,9 @@ def test_the_step_behind_the_last_batch_is_part_of_the_time(options):
     loader = PrefetchingLoader(numbered(4 if options else 1), "cpu", **options)
     for _ in range(5):
         for _ in loader:
-            time.sleep(0.02)
+            time.sleep(0.06)  # beside which what a busy machine takes is little
     statistics = loader.statistics()
-    assert statistics.elapsed_s >= 0.1
+    assert statistics.elapsed_s >= 0.3
     assert statistics.starved < 0.2
     loader.close()
 
