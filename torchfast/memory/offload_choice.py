@@ -129,7 +129,7 @@ class KindOfForward:
         self._is_from_steady = False
         self._trusted, self._num_looks = _TRUSTED, 0
         self._last_look = _MOST_LOOKS
-        self._most_bytes = sys.maxsize  # as far as is allowed, and has room on the host
+        self._most_bytes = sys.maxsize  # allowed, with room on the host, and not found too slow
         self._hiding: _Hiding | None = None
 
     def sends(self, index: int, *, is_capture: bool = False) -> bool:

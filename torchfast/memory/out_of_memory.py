@@ -127,7 +127,7 @@ class OutOfMemoryGuard:
         self._after_failure = after_failure
         self._before = partial(BeforeStep, model, device, used)
         self._verdicts = loss_of and SplitVerdicts(
-            loss_of, model, device, in_float8=in_float8, before=self._before
+            loss_of, model, device, in_float8=in_float8, used=used
         )
         history = options.history if options.snapshot is not None else 0
         self._moments = source or moments_of(device, lines=options.lines, history=history)

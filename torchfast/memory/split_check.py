@@ -14,7 +14,7 @@ by their losses, more closely, since a backward would have to meet those of othe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
@@ -72,7 +72,7 @@ def check_split(
     *,
     size: int | None = None,
     in_float8: bool = False,
-    before: Callable[[], BeforeStep] | None = None,
+    used: Callable[[], Iterable[Any]] = tuple,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Verdict:
     """Return whether parts of some samples of a batch make what these make together.
@@ -85,13 +85,13 @@ def check_split(
         device: Where it runs.
         size: How many samples to take; None takes as many as `num_tried` says.
         in_float8: Whether layers of the model compute in it.
-        before: Notes what is put back; None notes the buffers and generators.
+        used: Returns what the loss function uses, see `BeforeStep`.
         around: Returns the context of the forwards, of which ranks with shards run as many as each
             other; one that runs fewer has to leave it by an error.
 
     Synchronizes: Yes.
     """
-    noted = BeforeStep(model, device) if before is None else before()
+    before = BeforeStep(model, device, used)
     try:
         with _evaluating(model), around():
             close = _CLOSE_GRADIENT_OF_FLOAT8 if in_float8 else _CLOSE_GRADIENT
@@ -106,7 +106,7 @@ def check_split(
     except Exception as error:  # a model may have no loss in eval mode
         return Verdict(why_unknown=f"in eval mode it raises {type(error).__name__}")
     finally:
-        noted.put_back()
+        before.put_back()
 
 
 def _checked(

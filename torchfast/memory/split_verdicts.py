@@ -7,7 +7,7 @@ padded; so a batch whose samples are further apart than those that have passed i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -16,7 +16,6 @@ from torch import nn
 
 from torchfast._core.batches import count_samples
 from torchfast._core.loss import LossParts
-from torchfast.memory.before_step import BeforeStep
 from torchfast.memory.split_check import Verdict, check_split
 from torchfast.memory.split_ranks import SplitRanks
 from torchfast.memory.split_samples import SLIGHT, counts_in, unevenness
@@ -31,7 +30,7 @@ class SplitVerdicts:
         model: See `check_split`.
         device: Where it runs.
         in_float8: See `check_split`.
-        before: See `check_split`.
+        used: See `check_split`.
 
     Attributes:
         latest: What was found last.
@@ -44,11 +43,11 @@ class SplitVerdicts:
         device: torch.device,
         *,
         in_float8: bool = False,
-        before: Callable[[], BeforeStep] | None = None,
+        used: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self.latest = Verdict()
         self._check = partial(
-            check_split, loss_of, model=model, device=device, in_float8=in_float8, before=before
+            check_split, loss_of, model=model, device=device, in_float8=in_float8, used=used
         )
         self._passed: dict[int, tuple[float, ...]] = {}  # by number of columns: another structure
 
