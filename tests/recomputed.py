@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -254,18 +256,31 @@ def train(model, loss_fn, batch, steps=3, seed=0):
     return {"losses": losses, "grads": gradients, "state": state, "rng": torch.get_rng_state()}
 
 
-def with_and_without_selective(block, loss_fn, share, steps):
-    """Train a GPT of such blocks as it is, and with selective recompute; return both results."""
+def with_and_without(make, what, loss_fn, batch, *, seed=0, steps=3):
+    """Train what `make` makes as it is, and with recompute; return both results.
+
+    Args:
+        make: Returns the model, the same from the same seed.
+        what: What is recomputed.
+        loss_fn: Of a model and a batch.
+        batch: Returns the batch.
+        seed: Of the model.
+        steps: How many.
+    """
     results = []
     for is_recomputed in (False, True):
-        torch.manual_seed(0)
-        model = GPT(block=block, dropout=0.2)
-        if is_recomputed:
-            with Recompute(model, RecomputeOptions(selective=True, share=share)):
-                results.append(train(model, loss_fn, tokens(), steps=steps))
-        else:
-            results.append(train(model, loss_fn, tokens(), steps=steps))
+        torch.manual_seed(seed)
+        model = make()
+        with Recompute(model, what) if is_recomputed else nullcontext():
+            results.append(train(model, loss_fn, batch(), steps=steps))
     return results
+
+
+def with_and_without_selective(block, loss_fn, share, steps):
+    """Train a GPT of such blocks as it is, and with selective recompute; return both results."""
+    options = RecomputeOptions(selective=True, share=share)
+    make = partial(GPT, block=block, dropout=0.2)
+    return with_and_without(make, options, loss_fn, tokens, steps=steps)
 
 
 def make_or_skip(name):

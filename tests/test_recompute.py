@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recomputed import GPT, Counted, make, make_or_skip, token_loss, tokens, train
+from recomputed import (
+    GPT,
+    Counted,
+    make,
+    make_or_skip,
+    token_loss,
+    tokens,
+    train,
+    with_and_without,
+)
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
 
@@ -47,17 +57,9 @@ def test_bits_under_autocast_and_accumulation(what):
             return token_loss(model, batch[:2]) + token_loss(model, batch[2:])
 
     expected = train(GPT(dropout=0.2).train(), loss_fn, tokens(), steps=1)
-    models = []
-    for is_recomputed in (False, True):
-        torch.manual_seed(3)
-        model = GPT(dropout=0.2)
-        if is_recomputed:
-            with Recompute(model, what):
-                models.append(train(model, loss_fn, tokens()))
-        else:
-            models.append(train(model, loss_fn, tokens()))
-    assert differences(*models) == []
-    assert differences(expected, models[0]) != []
+    results = with_and_without(partial(GPT, dropout=0.2), what, loss_fn, tokens, seed=3)
+    assert differences(*results) == []
+    assert differences(expected, results[0]) != []
 
 
 def test_it_is_the_forward_that_runs_again():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -324,11 +325,8 @@ def test_numbers_of_python_and_numpy_are_drawn_again(kind, what):
     for is_plain in (True, False):
         rng.seed_everything(1)
         model = OfBlocks(DRAWS[kind], lambda block, x: block(x))
-        if is_plain:
+        with nullcontext() if is_plain else Recompute(model, what):
             found.append(train(model, square, batch))
-        else:
-            with Recompute(model, what):
-                found.append(train(model, square, batch))
         found[-1]["next"] = random.random(), np.random.rand()
     assert differences(*found) == []
 

@@ -135,7 +135,7 @@ def test_a_rank_that_is_dead(caplog):
         dist.all_gather_object(pids, os.getpid())
         with Watchdog(timeout_s=TIMEOUT_S):
             if rank == 1:
-                time.sleep(TIMEOUT_S)  # it leaves word ten times
+                time.sleep(TIMEOUT_S)  # so that it has left word
                 os.kill(os.getpid(), signal.SIGKILL)
             while not is_dead(pids[1]):  # a standstill before would find it alive
                 with phase("forward"):
