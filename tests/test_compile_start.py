@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchfast import CompiledModule
-from torchfast.compiler import early_keys
+from torchfast.compiler import early_keys, early_launches
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -207,3 +207,42 @@ def test_without_the_keys_nothing_is_amiss(monkeypatch):
 
     monkeypatch.delattr(codecache, "torch_key")
     assert early_keys.work_out_keys() == []
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_who_waits_for_the_keys_launches_what_is_launched_anyway(is_there, monkeypatch):
+    go, launched = threading.Event(), []
+
+    def launch():
+        launched.append(thread.is_alive())
+        go.set()
+
+    monkeypatch.setattr(early_keys, "launch_early", launch)
+    thread = threading.Thread(target=go.wait, args=(30,), daemon=True)
+    thread.start()
+    if is_there:
+        go.set()
+        thread.join(30)
+    early_keys.wait_for_keys([thread])
+    assert launched == ([] if is_there else [True])
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("is_initialized", "is_capturing", "launches"),
+    [(False, False, False), (True, True, False), (True, False, True)],
+)
+def test_nothing_is_launched_early_but_where_a_gpu_is_used(
+    is_initialized, is_capturing, launches, monkeypatch
+):
+    made = []
+
+    def ones(*size, **_):
+        made.append(size)
+        raise torch.OutOfMemoryError("full")  # which is for him who needs it
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    monkeypatch.setattr(torch, "ones", ones)
+    early_launches.launch_early()
+    assert bool(made) == launches

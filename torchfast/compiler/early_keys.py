@@ -9,7 +9,8 @@ Threads do it from when something is to be compiled, one for each hash, while th
 lock and takes it again for every file and for every megabyte. Beside a thread that traces, which
 gives the lock up only now and then, it takes several times as long, slows the tracing by as much as
 it saves, and is not done when the lookup asks: then torch works everything out once more. Beside a
-thread that waits, the hashes are worked out at full speed and at the same time.
+thread that waits, the hashes are worked out at full speed and at the same time. And the thread that
+waits has something to do on a GPU, see `launch_early`.
 
 The first lookup also starts Triton's driver, for which Triton compiles a C file where it finds none
 in its own cache (``~/.triton``), as on a new machine or in a new container. A thread that waits for
@@ -28,6 +29,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+
+from torchfast.compiler.early_launches import launch_early
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ def work_out_keys() -> list[threading.Thread]:
 def wait_for_keys(threads: list[threading.Thread]) -> None:
     """Return when the threads are done, at once if they are; once, so the list is emptied."""
     deadline = time.monotonic() + _MOST_WAIT_S
+    if any(thread.is_alive() for thread in threads):
+        launch_early()
     while threads:
         threads.pop().join(max(0.0, deadline - time.monotonic()))
 
