@@ -17,8 +17,8 @@ or crashes costs only itself. Against the plain eager step, under the same autoc
   with an empty cache. Parity's own compilation stands with parity.
 
 With ``--jobs`` some models run at a time. They import, build, compile and are compared side by
-side, and whoever times is alone: it waits until the others are between two parts, and they wait for
-it. What a model waits does not count against its limit.
+side, each with its share of the cores, and whoever times is alone: it waits until the others are
+between two parts, and they wait for it. What a model waits does not count against its limit.
 
 ``--out`` is rewritten after each model, which says of which run it is. The file has the seconds
 that all runs into it took, also for what was measured again since; it has none where they took
@@ -32,6 +32,7 @@ changes are not told apart.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import statistics
@@ -78,7 +79,9 @@ def sweep(
     started = time.monotonic()
     missing = {name: model for name, model in models.items() if fresh or name not in held}
     if missing:
-        order = Order(plan, device, limit_s)
+        # Each model's compiler would otherwise start as many processes as there are cores.
+        threads = max(1, len(os.sched_getaffinity(0)) // jobs) if jobs > 1 else None
+        order = Order(plan, device, limit_s, threads)
         with closing(run_all(start_server(device), missing, order, jobs)) as records:
             for name, record in records:
                 held[name] = {**record, "run": run}

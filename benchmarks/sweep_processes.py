@@ -28,11 +28,13 @@ class Order(NamedTuple):
         plan: A preset's name, or a plan as JSON.
         device: Where.
         limit_s: How long a model may take, what it waits for others left out.
+        compile_threads: With how many threads each compiles; torch's own number, if it is None.
     """
 
     plan: str
     device: str
     limit_s: float
+    compile_threads: int | None = None
 
 
 def start_server(device: str) -> Any:
@@ -184,6 +186,10 @@ def _send_record(
     os.setsid()  # Ctrl-C is the sweep's to handle, which then kills this process
     # A cache of its own, so that what is compiled is compiled here.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-", dir=folder)
+    if order.compile_threads is not None:
+        from torch._inductor import config
+
+        config.compile_threads = order.compile_threads
     left_s = math.ceil(order.limit_s) + 5
     signal.alarm(left_s)  # should nobody be left to kill it
 

@@ -167,6 +167,8 @@ class ByHand:
             target.copy_(source)
         if self._graph is None and self._num_steps > WARM_UP_STEPS:
             self.optimizer.zero_grad(set_to_none=True)
+            # The graph gets workspaces in its own pool: whoever captures later frees the others.
+            torch._C._cuda_clearCublasWorkspaces()
             self._graph = torch.cuda.CUDAGraph()
             with (
                 torch.cuda.graph(self._graph, stream=self._stream),

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from planting import SPLIT, TEXT, Planted, PlantedNet, batch_of, make, weights
 from torchfast import Float8Options, MicroBatches, OutOfMemoryError, Plan, Trainer
 from torchfast._core.loss import unpack_loss
-from torchfast.memory import split_check
+from torchfast.memory import split_check, split_samples
 from torchfast.memory.split_check import check_split
 from torchfast.memory.split_samples import counts_in, unevenness, unlike
 
@@ -416,3 +418,28 @@ def test_what_cannot_be_counted_is_left_out():
     assert counts_in(batch, 4).shape == (4, 0)
     assert unevenness(counts_in(batch, 4)) == ()
     assert make(Planted(2), plan=SPLIT).step(batch_of(4)).isfinite()
+
+
+def test_counting_needs_little_memory_beside_the_batch(monkeypatch):
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            there = {t.data_ptr() for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+            for made in tree_leaves(found):
+                if made.data_ptr() not in there and func not in views:
+                    self.elements = max(self.elements, made.numel())
+            return found
+
+    views = {torch.ops.aten.split.Tensor, torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}
+    images = torch.randn(16, 3, 8, 8).to(memory_format=torch.channels_last)
+    tokens, labels = language([12, 3, 7, 1] * 4)
+    images[3, 0, 0, :2] = float("nan")
+    batch = images, images.to(torch.float8_e4m3fn), tokens, labels, labels != -100, labels[:, 0]
+    whole = counts_in(batch, 16)
+    monkeypatch.setattr(split_samples, "_MOST_AT_ONCE", 3 * images[0].numel())
+    with Largest() as largest:
+        in_parts = counts_in(batch, 16)
+    assert torch.equal(in_parts, whole)
+    assert largest.elements == 3 * images[0].numel()

@@ -21,6 +21,9 @@ from torchfast._core.batches import map_batch, tensors
 _NOT_COMPARED: Final = (torch.uint16, torch.uint32, torch.uint64)
 # Below it what a wrong weight does is of the size of what a check takes for rounding.
 SLIGHT: Final = 0.05
+# Of so many values at a time it is seen what they are: where a step has run out of memory there is
+# none for a copy of the batch.
+_MOST_AT_ONCE: Final = 2**22
 # So that samples that do not differ are taken from all over the batch.
 _WEIGHT_OF_PLACE: Final = 1e-2
 
@@ -89,20 +92,35 @@ def samples_at(batch: Any, places: list[int]) -> Any:
 def _columns(tensor: Tensor) -> list[Tensor]:
     if tensor.is_complex() or tensor.dtype in _NOT_COMPARED:
         return []
-    is_float, is_number = tensor.is_floating_point(), tensor.dtype != torch.bool
-    if is_float and tensor.itemsize == 1:
-        tensor = tensor.to(torch.float16)  # float8 is compared by few kernels
-    flat = tensor.reshape(len(tensor), -1)
+    samples = max(1, _MOST_AT_ONCE * len(tensor) // tensor.numel())
+    # The least and the largest value, if they stand there more than once, as what marks padding.
+    ends: tuple[Tensor, ...] = ()
+    if tensor.dim() > 1 and tensor.dtype != torch.bool:
+        least, largest = zip(
+            *(_rows(part).aminmax() for part in tensor.split(samples)), strict=True
+        )
+        ends = torch.stack(least).amin(), torch.stack(largest).amax()
+    found = [_columns_of(_rows(part), tensor.dim(), ends) for part in tensor.split(samples)]
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return a row for each sample, of a type that kernels compare."""
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.to(torch.float16)  # float8 is compared by few
+    return tensor.reshape(len(tensor), -1)
+
+
+def _columns_of(flat: Tensor, dim: int, ends: tuple[Tensor, ...]) -> list[Tensor]:
+    is_float, is_number = flat.is_floating_point(), flat.dtype != torch.bool
     missing = [(flat != flat).sum(1)] if is_float else []  # NaN
-    if tensor.dim() == 1:
-        return [tensor, (flat < 0).sum(1), *missing] if is_number else [tensor]
+    if dim == 1:
+        return [flat[:, 0], (flat < 0).sum(1), *missing] if is_number else [flat[:, 0]]
     counts = [(flat == 0).sum(1), *missing]
     if is_number and not is_float:
         counts += [(flat < 0).sum(1), _run(flat), _run(flat.flip(1))]
     # What is left counts as much as what is dropped, and nobody knows which of them is which.
     sides = [side for count in counts for side in (count, flat.shape[1] - count)]
-    # The least and the largest value, if they stand there more than once, as what marks padding.
-    ends = flat.aminmax() if is_number else ()
     return [*sides, *(flat.shape[1] - ((flat == end).sum(1) - 1).clamp(min=0) for end in ends)]
 
 
