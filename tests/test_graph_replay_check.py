@@ -78,6 +78,52 @@ def test_eager_steps_that_differ_by_themselves_depend_on_something():
     assert "replays do not differ" in judged(1e-2, 0.0)
 
 
+def judged_runs(replays, eager_runs):
+    """Judge runs of two steps that add to a vector, each as far off as is given for it."""
+    values = torch.ones(8).double()
+    errors = {True: iter(replays), False: iter(eager_runs)}
+
+    def run(is_replay):
+        for error in errors[is_replay]:
+            for _ in range(2):
+                with torch.no_grad():
+                    values.add_(1.0 + error)
+                yield values.sum()
+
+    replayed, eager = run(True), run(False)
+    return find_mismatch(
+        NamedState([values]), CPU, replay=lambda: next(replayed), eager=lambda: next(eager)
+    )
+
+
+@pytest.mark.parametrize(
+    ("replays", "eager_runs"),
+    [
+        ((0, 0), (1, 0, 0, 0, 0)),  # an eager run is off, others are as the replays
+        ((0, 0), (1, 2, 1, 0, 2)),
+        ((1, 0), (0, 0, 0, 0, 0)),  # a replay is off, the other one is as all eager runs
+    ],
+)
+def test_noise_that_comes_now_and_then_is_no_error(replays, eager_runs):
+    replays, eager_runs = ([5e-8 * n for n in runs] for runs in (replays, eager_runs))
+    assert judged_runs(replays, eager_runs) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "replays", "eager_runs", "detail"),
+    [
+        (5e-8, (0, 0), (1, 2, 3, 4, 5), "replays do not differ"),  # as a counter changes a step
+        (1e-4, (0, 0), (1, 0, 0, 0, 0), "replays do not differ"),  # too much for rounding
+        (5e-8, (1, 1), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
+        (1e-4, (1, 0), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
+        (5e-8, (100, 99), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
+    ],
+)
+def test_what_is_no_noise_is_an_error(size, replays, eager_runs, detail):
+    replays, eager_runs = ([size * n for n in runs] for runs in (replays, eager_runs))
+    assert detail in judged_runs(replays, eager_runs).detail
+
+
 def judged_behind(*, first_is_wrong=False, noise=0.0, unnamed=False):
     """Judge a step that returns what it finds and then writes, which its replay does wrong."""
     values = torch.ones(8).double()

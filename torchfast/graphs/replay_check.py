@@ -6,7 +6,10 @@ two eager steps start from the same state, and must end in the same. Two, since 
 on how often it ran agrees the first time.
 
 Where the step itself is not deterministic (atomics, cuDNN), eager runs differ as well. Then each
-tensor of a replay has to lie about as near to the eager ones as they lie to each other.
+tensor of a replay has to lie about as near to the eager ones as they lie to each other. Some steps
+are that only now and then: two atomic sums of a hundred meet in another order, once in ten runs.
+So what differs by no more than rounding is taken for that where it was seen to come and to go: an
+eager run ended bit for bit as the replay, or another replay did not.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ from torchfast.graphs.signature import describe, without_tensors
 _EAGER_RUNS = 5
 _MARGIN = 16.0
 _STEPS = 2
+# Relative to the largest value of a tensor: some roundings of float32. What a counter or a number
+# that is drawn changes is more.
+_ROUNDING = 1e-6
 
 
 class Mismatch(NamedTuple):
@@ -150,7 +156,10 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
     if not any(gaps):
         return None
     spreads = [0.0] * len(gaps)
-    replays_differ = any(_distances(replayed, (yield)))
+    between_replays = _distances(replayed, (yield))
+    replays_differ, met = any(between_replays), False
+    if max(between_replays) > _ROUNDING:
+        between_replays = [0.0] * len(gaps)  # more than noise, which is no measure of any
     while len(runs) < _EAGER_RUNS:
         runs.append((yield))
         if len(runs[-1].tensors) != len(gaps):
@@ -158,17 +167,24 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
             return Mismatch(detail, is_later=False)
         for other in runs[:-1]:
             spreads = [*map(max, spreads, _distances(other, runs[-1]))]
-        gaps = [*map(min, gaps, _distances(replayed, runs[-1]))]
+        latest = _distances(replayed, runs[-1])
+        gaps, met = [*map(min, gaps, latest)], met or not any(latest)
         if not replays_differ and any(spreads):
+            is_rounding = max(spreads) <= _ROUNDING
+            if is_rounding and met:
+                return None
+            if is_rounding and len(runs) < _EAGER_RUNS:
+                continue
             detail = (
                 f"eager steps from the same state end {max(spreads):.1e} apart (relative to the "
                 "largest value) and replays do not differ: the step depends on something that is "
                 "not named, such as a counter or a generator"
             )
             return Mismatch(detail, is_later=not any(gaps[i] or spreads[i] for i in first))
+        noise = [*map(max, spreads, between_replays)]
         # Small tensors may agree by luck, so each is allowed what is usual among those that do not.
-        usual = statistics.median([s for s in spreads if s] or [0.0])
-        is_near = [g <= _MARGIN * max(s, usual) for g, s in zip(gaps, spreads, strict=True)]
+        usual = statistics.median([s for s in noise if s] or [0.0])
+        is_near = [g <= _MARGIN * max(s, usual) for g, s in zip(gaps, noise, strict=True)]
         if all(is_near):
             return None
     worst = max(range(len(gaps)), key=lambda i: gaps[i] - _MARGIN * spreads[i])
