@@ -190,6 +190,9 @@ def test_losses_that_are_not_finite_prove_nothing():
         (None, "the update of A is not in the graph: b", 7, "captured, update after"),
         (None, "the update of A is not in the graph: b", 0, "eager"),
         (None, "steps of 3x4 run eagerly: no", 7, "captured"),
+        (3, "the step is faster without: 2 ms compiled, 1 ms captured as it is", 7, "captured"),
+        (3, "the step is faster without: 2 ms compiled, 1 ms as it is", 0, "eager"),
+        (3, "the step runs compiled, which is faster: 1 ms compiled", 7, "compiled"),
     ],
 )
 def test_the_form_is_told_from_what_was_done(graphs, aside, replays, expected):

@@ -84,6 +84,7 @@ class CompiledLoss(Closing):
         self._is_in_step = False
         self._decisions: list[Decision] = []
         self._undecided: CompileOptions | None = None
+        self._is_auto, self._aside = plan.compile == "auto", ""
         self._loss_text = ""
         recompute = plan.recompute_options
         budget = None if recompute is None else recompute.budget
@@ -169,6 +170,32 @@ class CompiledLoss(Closing):
             torch.compiler.cudagraph_mark_step_begin()
         self._is_in_step |= is_step
 
+    @property
+    def may_step_aside(self) -> bool:
+        """Whether what is compiled may turn out not to pay: where ``"auto"`` has chosen it."""
+        return self._is_auto and self._compiled is not None
+
+    @property
+    def num_breaks(self) -> int:
+        """How many graph breaks there are that nobody has asked for."""
+        return int(self.counters().get("compile_graph_breaks", 0))
+
+    def suspend(self) -> None:
+        """Run everything as it is until `resume`."""
+        if self._compiled is not None:
+            self._compiled.suspend()
+
+    def resume(self) -> None:
+        """Run what was compiled again."""
+        if self._compiled is not None:
+            self._compiled.resume()
+
+    def step_aside(self, why: str) -> None:
+        """Run everything as it is from now on; what is known of the compiled code is kept."""
+        self.suspend()
+        self._aside = f"the step is faster without: {why}"
+        logger.warning("compile: the step is faster without: %s", why)
+
     def after_step(self) -> None:
         """Note that a step is done: see `CompiledModule.after_step`."""
         self._is_in_step = False
@@ -181,6 +208,9 @@ class CompiledLoss(Closing):
             return [compile_decision("applied", "mode 'auto' is decided on at the first step")]
         found = list(self._decisions)
         compiled = self._compiled
+        if self._aside and compiled is not None:
+            found.append(compile_decision("stepped aside", self._aside))
+            return found + [d for d in compiled.decisions() if d.outcome == "stepped aside"]
         if isinstance(compiled, CompiledCallable) and not compiled.status.startswith("eager"):
             choice = choose_regions(self._model, compiled.options.regions)
             found.append(compile_decision("applied", f"the loss function with {choice}"))

@@ -94,8 +94,8 @@ class Plan:
         recompute: Compute activations again in the backward, and do not keep them: ``"blocks"``,
             ``"selective"``, paths and module classes, a number between 0 and 1 (the memory budget
             of the compiler, with ``compile`` only), or `RecomputeOptions`.
-        compile: Compile the loss function with the model: True, False, ``"auto"`` (on CUDA devices
-            only) or `CompileOptions`.
+        compile: Compile the loss function with the model: True, False, ``"auto"`` (on CUDA devices,
+            where it is not slower) or `CompileOptions`.
         cuda_graph: Capture the whole step into one CUDA graph: True, False or `CUDAGraphOptions`.
         offload: Keep in the host's memory what the device does not need yet: ``"activations"``,
             ``"auto"`` (those whose copies hide behind the computation), ``"optimizer"`` (its state,

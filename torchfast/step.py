@@ -387,7 +387,7 @@ class TrainStep:
             self.memory.after_trial,
             self.sharding,
         )
-        self._update.graph = self._graph
+        self._update.run_through(self._graph, self._compiled, self.device)
         self._inputs = StepInputs(
             self._gradients, self._transforms, self.memory, self._graph, self.accumulate
         )

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from torchfast._core.loss import Number, StepOutput, with_norm
 from torchfast._core.phases import UPDATE, phase
+from torchfast.compile_trial import CompileTrial
+from torchfast.compiled_loss import CompiledLoss
 from torchfast.compiled_update import CompiledUpdate
 from torchfast.compiler import CompileOptions
 from torchfast.ema import WeightAverage
@@ -46,6 +49,8 @@ class Update:
         close: Frees what was compiled.
         graph: What a step runs through, whose learning rates an update outside of it reads too.
     """
+
+    _trial: AbstractContextManager[None] = nullcontext()
 
     def __init__(
         self,
@@ -101,11 +106,24 @@ class Update:
             norm = self.clip()
         return StepOutput(loss, with_norm(metrics, norm), None)
 
+    def run_through(
+        self, graph: GraphedUpdate | None, compiled: CompiledLoss, device: torch.device
+    ) -> None:
+        """Run steps through a graph, if there is one, and see whether what is compiled pays."""
+        self.graph = graph
+        if not self._sharding.ranks.are_many:  # or all would have to choose alike
+            self._trial = CompileTrial(compiled, graph, device)
+
     def step(self, group: tuple[Any, ...]) -> StepOutput:
         """Run a step as it is, or through its graph, and behind it what that does not hold."""
+        with self._trial:
+            return self._step(group)
+
+    def _step(self, group: tuple[Any, ...]) -> StepOutput:
         if self.graph is None:
             return self.whole(group)
-        if self._sharding.shared.is_on:  # which asks on the host, where a replay has none
+        # What is shared asks on the host, where a replay has none.
+        if self._sharding.shared.is_on or self.graph.is_passed_by:
             result = self.whole(group)
             self.graph.settle()
             return result

@@ -90,16 +90,20 @@ class GraphedUpdate(Closing):
         self._named, self._loss_fn = named, loss_fn
         self._options, self._device = options, device
         self._decisions: list[Decision] = []
-        self._before: Counter[str] = Counter()  # of the graph that had the update in it
-        self.is_whole = rate_dtype is not None
+        self._before: Counter[str] = Counter()  # of graphs that are closed
+        self._rate_dtype, self.is_passed_by = rate_dtype, False
+        self._graph = self._begun()
+
+    def _begun(self) -> GraphEngine:
+        self.is_whole = self._rate_dtype is not None
         self.unrolled: UnrolledUpdate | None = None  # several steps at once, if it is whole
-        if rate_dtype is not None:
-            rates = LearningRates(optimizer, rate_dtype)
-            self._graph = self._engine(self._noting_updates, optimizer, rates=[rates])
-            self.unrolled = UnrolledUpdate(self._graph, rates, self._noting_updates)
-        else:
-            assert until_update is not None
-            self._graph = self._engine(until_update)
+        if self._rate_dtype is None:
+            assert self._until_update is not None
+            return self._engine(self._until_update)
+        rates = LearningRates(self._optimizer, self._rate_dtype)
+        graph = self._engine(self._noting_updates, self._optimizer, rates=[rates])
+        self.unrolled = UnrolledUpdate(graph, rates, self._noting_updates)
+        return graph
 
     def run(self, group: tuple[Any, ...]) -> Any:
         """Run a step, but for the optimizer's ``step()`` unless `is_whole`."""
@@ -152,11 +156,36 @@ class GraphedUpdate(Closing):
         """Let the update run behind a graph of its own kind from the next step on."""
         detail = f"the update runs after the graph from now on: {why}"
         self._decisions = [graph_decision("stepped aside", detail)]
-        self._before = Counter(self._graph.counters())
-        self._graph.close()
+        self._close_graph()
         assert self._until_update is not None
         self._graph = self._engine(self._until_update)
         self.is_whole, self.unrolled = False, None
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why nothing is captured; None if something is, or may yet be."""
+        return None if self._graph.store.graphs else self._graph.failure
+
+    @property
+    def warm_up_steps(self) -> int:
+        """How many steps come before a capture."""
+        return self._options.warm_up_steps
+
+    def begin_anew(self) -> None:
+        """Forget what could not be captured, since steps are other ones from now on."""
+        self._decisions = []
+        self._close_graph()
+        self._graph = self._begun()
+
+    def pass_by(self, why: str) -> None:
+        """Let go of the graphs: nothing is replayed any more."""
+        self.is_passed_by = True
+        self._decisions = [graph_decision("stepped aside", why)]
+        self._graph.close()
+
+    def _close_graph(self) -> None:
+        self._graph.close()
+        self._before += Counter(self._graph.counters())
 
     def rates_on_device(self) -> AbstractContextManager[None]:
         """Let an update outside the graph read the learning rates that the graph reads."""
@@ -168,7 +197,7 @@ class GraphedUpdate(Closing):
 
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
-        return [*self._decisions, *self._graph.decisions()]
+        return [*self._decisions, *([] if self.is_passed_by else self._graph.decisions())]
 
     def counters(self) -> dict[str, int | float]:
         """Return graphs, replays, eager steps, captures, seconds and bytes."""
