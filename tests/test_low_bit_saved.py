@@ -336,6 +336,37 @@ def test_numbers_of_every_group_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         low.add_param_group({"params": weights[1:], **options})
     whole = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
-    with pytest.raises(ValueError, match=r"real floating-point parameters, got torch\.int32"):
+    with pytest.raises(ValueError, match=r"of 32 bits or fewer, got torch\.int32"):
         low.add_param_group({"params": [whole]})
+    assert len(low.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_of_parameters_in_another_order_are_refused(kind):
+    """As many values as the other has, which would be coded without a word."""
+    weights = [nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.randn(128, 64))]
+    adamw = optim.AdamW(weights)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    adamw.step()
+    low = LowBitAdamW(weights[::-1], state=kind)
+    with pytest.raises(ValueError, match=r"exp_avg has shape \(64, 128\), and its parameter \(128"):
+        low.load_state_dict(adamw.state_dict())
+    assert not low.state
+    LowBitAdamW(weights, state=kind).load_state_dict(adamw.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_was_only_read_is_none(kind):
+    _, low = stepped(LowBitAdamW, state=kind)
+    other = nn.Parameter(torch.randn(4))
+    low.add_param_group({"params": [other]})
+    assert not low.state[other]  # which makes an empty one
+    assert list(low.dense_state_dict()["state"]) == [0]
+
+
+def test_parameters_that_an_update_in_fp32_would_round_are_refused():
+    low = LowBitAdamW([nn.Parameter(torch.ones(4))])
+    with pytest.raises(ValueError, match=r"of 32 bits or fewer, got torch\.float64"):
+        low.add_param_group({"params": [nn.Parameter(torch.ones(4, dtype=torch.float64))]})
     assert len(low.param_groups) == 1

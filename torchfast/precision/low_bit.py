@@ -136,10 +136,11 @@ class LowBitAdamW(Optimizer):
         check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or parameter.dtype == torch.float64:
                 self.param_groups.pop()
                 raise ValueError(
-                    f"LowBitAdamW updates real floating-point parameters, got {parameter.dtype}"
+                    "LowBitAdamW computes in fp32, so it updates real floating-point parameters "
+                    f"of 32 bits or fewer, got {parameter.dtype}; give others to an AdamW"
                 )
 
     @classmethod
@@ -230,7 +231,7 @@ class LowBitAdamW(Optimizer):
         state = self.state_dict()
         dense = {}
         for index, parameter in enumerate(self._parameters()):
-            if parameter in self.state:
+            if self.state.get(parameter):  # it may have been read of one that never stepped
                 moments = {m: self._moment(parameter, m).clone() for m in MOMENTS}
                 dense[index] = {"step": self.state[parameter]["step"].cpu(), **moments}
         groups = [{**group, "capturable": False} for group in state["param_groups"]]

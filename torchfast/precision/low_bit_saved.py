@@ -116,6 +116,7 @@ def check_codes(
     for moment in MOMENTS:
         codes = saved.get(moment + CODES)
         if codes is None:
+            _check_shape(saved[moment], moment, parameter)
             continue
         if kind == "full":
             raise ValueError(
@@ -134,6 +135,16 @@ def check_codes(
                 f"of shape {tuple(of)} has {has}; build LowBitAdamW with the state=, the groups "
                 "and as many ranks as it had"
             )
+
+
+def _check_shape(value: Tensor, moment: str, parameter: Tensor) -> None:
+    """Raise if a moment in full is another parameter's: its values would be coded all the same."""
+    if value.shape not in (parameter.shape, local(parameter).shape):
+        raise ValueError(
+            f"the optimizer state is of parameters in another order: {moment} has shape "
+            f"{tuple(value.shape)}, and its parameter {tuple(parameter.shape)}; build LowBitAdamW "
+            "with the parameters in the order they had"
+        )
 
 
 def check_convertible(optimizer: Optimizer) -> None:
