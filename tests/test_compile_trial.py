@@ -116,6 +116,7 @@ def test_without_graphs_code_in_pieces_is_timed(compiled_s, stays, times):
     step = trained(SkippingNet, AUTO.replace(cuda_graph=False))
     assert times["looks"] == 36
     assert ("the step is faster without" in str(step.report())) != stays
+    assert ("the step is faster so" in str(step.report())) == stays
     assert step._compiled._compiled._is_suspended != stays
     step.close()
 

@@ -117,9 +117,10 @@ class CompileTrial:
         if plain_ms < compiled_ms:
             self._compiled.step_aside(f"{times}. Compiled, it was {why}")
             return
-        self._change(is_compiled=True)
-        yield False  # whose gradients are in no graph's memory
+        self._compiled.stay(times)
         if self._graph is not None:
+            self._graph.is_passed_by = True
+            yield False  # whose gradients are in no graph's memory
             self._graph.pass_by(f"the step runs compiled, which is faster: {times}; {why}")
 
     def _why_due(self) -> str | None:

@@ -196,6 +196,11 @@ class CompiledLoss(Closing):
         self._aside = f"the step is faster without: {why}"
         logger.warning("compile: the step is faster without: %s", why)
 
+    def stay(self, why: str) -> None:
+        """Go on with what was compiled, which was timed."""
+        self.resume()
+        self._decisions.append(compile_decision("applied", f"the step is faster so: {why}"))
+
     def after_step(self) -> None:
         """Note that a step is done: see `CompiledModule.after_step`."""
         self._is_in_step = False
