@@ -57,6 +57,11 @@ class CompileTrial:
         self._is_begun = self._is_timed = False
         self._started = 0.0
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to be found out."""
+        return self._course is None
+
     def __enter__(self) -> None:
         if self._course is None:
             return

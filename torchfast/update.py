@@ -50,8 +50,6 @@ class Update:
         graph: What a step runs through, whose learning rates an update outside of it reads too.
     """
 
-    _trial: AbstractContextManager[None] = nullcontext()
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -71,6 +69,7 @@ class Update:
         self._precision, self._average, self._syncs = precision, average, syncs
         self._max_grad_norm = max_grad_norm
         self.graph: GraphedUpdate | None = None
+        self._trial: CompileTrial | None = None  # until it is over
         self.decisions, self.counters = self._compiled.decisions, self._compiled.counters
         self.close = self._compiled.close
 
@@ -116,10 +115,8 @@ class Update:
 
     def step(self, group: tuple[Any, ...]) -> StepOutput:
         """Run a step as it is, or through its graph, and behind it what that does not hold."""
-        with self._trial:
-            return self._step(group)
-
-    def _step(self, group: tuple[Any, ...]) -> StepOutput:
+        if self._trial is not None:
+            return self._on_trial(self._trial, group)
         if self.graph is None:
             return self.whole(group)
         # What is shared asks on the host, where a replay has none.
@@ -132,6 +129,14 @@ class Update:
         if not is_whole:
             self.behind_graph()
         return output
+
+    def _on_trial(self, trial: CompileTrial, group: tuple[Any, ...]) -> StepOutput:
+        self._trial = None
+        try:
+            with trial:
+                return self.step(group)
+        finally:
+            self._trial = None if trial.is_over else trial
 
     def behind_graph(self) -> None:
         """Run the update alone, behind a graph that ends with clipped gradients."""
