@@ -259,7 +259,7 @@ def form(report: Report) -> str:
     words = ["captured"] * is_captured
     if report.counters.get("compile_graphs") and "the step is faster without" not in asides:
         words.append("compiled")
-    if is_captured and any("is not in the graph" in d.detail for d in report.stepped_aside):
+    if is_captured and "is not in the graph" in asides:
         words.append("update after")
     return ", ".join(words) or "eager"
 

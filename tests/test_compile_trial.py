@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from models import make_batches, mean_loss
 from tape import Twins, reasons
-from torchfast import CompileOptions, Plan
+from torchfast import CompileOptions, Plan, StepBatches
 from torchfast.compile_trial import CompileTrial
 from torchfast.compiled_loss import CompiledLoss
 from torchfast.compiler import CompiledCallable
@@ -105,6 +105,8 @@ def test_compiled_code_that_is_faster_than_the_graph_stays(waiting, times):
     assert any("the step runs compiled, which is faster" in reason for reason in reasons(step))
     for batch in make_batches(3):
         step(batch)
+    # Nor are several at once.
+    assert step.steps(StepBatches(make_batches(2))).shape == (2,)
     assert counted(step)["replays"] == replays
     assert "faster without" not in str(step.report())
     step.close()

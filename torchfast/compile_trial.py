@@ -23,6 +23,7 @@ from typing import Final, final
 
 import torch
 
+from torchfast._core.measure import drain
 from torchfast.compiled_loss import CompiledLoss
 from torchfast.graphs import GraphedUpdate
 
@@ -54,7 +55,7 @@ class CompileTrial:
         self._compiled, self._graph, self._device = compiled, graph, device
         is_due = compiled.may_step_aside and not torch.are_deterministic_algorithms_enabled()
         self._course: Course | None = self._run() if is_due else None
-        self._is_begun = self._is_timed = False
+        self._is_timed = self._course is not None and next(self._course)
         self._started = 0.0
 
     @property
@@ -63,11 +64,6 @@ class CompileTrial:
         return self._course is None
 
     def __enter__(self) -> None:
-        if self._course is None:
-            return
-        if not self._is_begun:
-            self._is_begun = True
-            self._is_timed = next(self._course)
         if self._is_timed:
             self._started = self._now()
 
@@ -87,8 +83,7 @@ class CompileTrial:
             self._course = None
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        drain(self._device)
         return time.perf_counter()
 
     def _run(self) -> Course:
@@ -122,9 +117,9 @@ class CompileTrial:
         if plain_ms < compiled_ms:
             self._compiled.step_aside(f"{times}. Compiled, it was {why}")
             return
+        self._change(is_compiled=True)
         self._compiled.stay(times)
         if self._graph is not None:
-            self._graph.is_passed_by = True
             yield False  # whose gradients are in no graph's memory
             self._graph.pass_by(f"the step runs compiled, which is faster: {times}; {why}")
 

@@ -94,7 +94,7 @@ class UnrolledSteps:
     @property
     def why_never(self) -> str | None:
         """Why no steps of this trainer will ever be replayed together; None if some may be."""
-        if self._graph is None:
+        if self._graph is None or self._graph.is_passed_by:
             return NO_GRAPH
         if self._why_never is not None:
             return self._why_never

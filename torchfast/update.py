@@ -111,7 +111,8 @@ class Update:
         """Run steps through a graph, if there is one, and see whether what is compiled pays."""
         self.graph = graph
         if not self._sharding.ranks.are_many:  # or all would have to choose alike
-            self._trial = CompileTrial(compiled, graph, device)
+            trial = CompileTrial(compiled, graph, device)
+            self._trial = None if trial.is_over else trial
 
     def step(self, group: tuple[Any, ...]) -> StepOutput:
         """Run a step as it is, or through its graph, and behind it what that does not hold."""

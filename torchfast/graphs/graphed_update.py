@@ -96,13 +96,13 @@ class GraphedUpdate(Closing):
 
     def _begun(self) -> GraphEngine:
         self.is_whole = self._rate_dtype is not None
-        self.unrolled: UnrolledUpdate | None = None  # several steps at once, if it is whole
+        self._unrolled: UnrolledUpdate | None = None  # several steps at once, if it is whole
         if self._rate_dtype is None:
             assert self._until_update is not None
             return self._engine(self._until_update)
         rates = LearningRates(self._optimizer, self._rate_dtype)
         graph = self._engine(self._noting_updates, self._optimizer, rates=[rates])
-        self.unrolled = UnrolledUpdate(graph, rates, self._noting_updates)
+        self._unrolled = UnrolledUpdate(graph, rates, self._noting_updates)
         return graph
 
     def run(self, group: tuple[Any, ...]) -> Any:
@@ -115,12 +115,12 @@ class GraphedUpdate(Closing):
                 # Hyperparameters change again and again: from the next step on it is outside.
                 self._part(self._graph.why_eager)
             elif self._together.is_alone and self._graph.failure is not failed_before:
-                self._part_if_it_helps(self._graph.failure)
+                self._part_if_it_helps()
         return output
 
-    def _part_if_it_helps(self, failure: Failure | None) -> None:
+    def _part_if_it_helps(self) -> None:
         """Part the update from the rest if it is what keeps this kind of call from a graph."""
-        if failure is None or self._graph.counters()["graphs"]:  # other kinds of calls went well
+        if (failure := self.failure) is None:
             return
         why = None
         is_of_update = self._failed_in_update or failure.is_of_update
@@ -139,8 +139,8 @@ class GraphedUpdate(Closing):
         self._is_updating = True
 
     def _noting_updates(self, group: tuple[Any, ...]) -> Any:
-        if self.unrolled is not None and type(group) is Several:
-            return self.unrolled(group)
+        if self._unrolled is not None and type(group) is Several:
+            return self._unrolled(group)
         self._is_updating = self._is_same_so_far = False
         output = self._whole(group)
         self._is_updating = False
@@ -159,11 +159,16 @@ class GraphedUpdate(Closing):
         self._close_graph()
         assert self._until_update is not None
         self._graph = self._engine(self._until_update)
-        self.is_whole, self.unrolled = False, None
+        self.is_whole, self._unrolled = False, None
+
+    @property
+    def unrolled(self) -> UnrolledUpdate | None:
+        """What runs several steps in one replay; None where nothing does."""
+        return None if self.is_passed_by else self._unrolled
 
     @property
     def failure(self) -> Failure | None:
-        """Why nothing is captured; None if something is, or may yet be."""
+        """Why nothing is captured; None if some kind of call is, or may yet be."""
         return None if self._graph.store.graphs else self._graph.failure
 
     @property
