@@ -21,6 +21,7 @@ from torchfast import CaptureError, CUDAGraphOptions, Plan
 from torchfast._core.compare import differences
 from torchfast._core.rng import get_rng_state, preserved_rng, seed_everything
 from torchfast.graphs import CUDAGraphStep, failures
+from torchfast.graphs.watch import StateWatch
 
 pytestmark = pytest.mark.usefixtures("tape")
 
@@ -374,3 +375,42 @@ def test_the_line_is_neither_of_generated_code_nor_of_the_standard_library(file,
     line = failures.user_line(caught.value)
     assert line.startswith(f"{__file__}:")
     assert line.endswith('scope["run"]()')
+
+
+@contextlib.contextmanager
+def looks(monkeypatch):
+    """Count how often everything is looked at that steers a step's control flow."""
+    found, mode = [], StateWatch.mode
+    with monkeypatch.context() as patch:
+        patch.setattr(StateWatch, "mode", lambda self: found.append(self) or mode(self))
+        yield found
+
+
+def test_what_is_not_captured_is_looked_at_now_and_then(monkeypatch):
+    """Before each step it would cost the host what nothing gains."""
+    twins = Twins(DropoutNet, ADAMW, reads_item)
+    twins.run(make_batches(6))
+    with looks(monkeypatch) as found:
+        twins.run(make_batches(66))
+    assert 1 <= len(found) <= 3
+    with looks(monkeypatch) as found:
+        twins.run(make_batches(33, size=3))  # another kind: warmed up and tried by itself
+    assert 3 <= len(found) <= 6
+    assert twins.counts[0] == 0
+
+
+def test_a_step_that_a_graph_can_hold_after_a_change_of_mode_is_captured_soon():
+    def loss_fn(model, batch):
+        loss = mean_loss(model, batch)
+        return loss * (1.0 + (loss.item() > 1e9)) if model.training else loss
+
+    twins = Twins(DropoutNet, ADAMW, loss_fn)
+    twins.run(make_batches(6))
+    assert twins.counts[0] == 0
+    twins.both(lambda model, _: model.eval())
+    twins.run(make_batches(40), gradients=False)
+    assert twins.counts[0] == 1
+    # A graph there is; what it was captured from is looked at before each step.
+    twins.both(lambda model, _: model.train())
+    twins.run(make_batches(3), gradients=False)
+    assert len(reasons(twins.captured)) == 1

@@ -95,7 +95,7 @@ class GraphEngine:
         state.rates = list(rates)
         self.backend = backend or backend_for(device)
         self.store = GraphStore(options)
-        self._steady = Steady(self._watch, self.store)
+        self._steady = Steady(self._watch, self.store, self._together)
         self._frozen: list[Any] = []
         self._error: Exception | None = None
         self.failure: Failure | None = None
@@ -124,17 +124,16 @@ class GraphEngine:
     def _found(self, inputs: Any, *, are_several: bool = False) -> Ready | Aside:
         if self._closed:
             raise ClosedError("this captured step was closed; build a new one")
-        args, kwargs = inputs
-        if self._steady.goes_on():
-            call = describe(args, kwargs)
-            if (known := self._steady.entries.get(call.key)) is not None:
-                return self._agreed(known, call)
+        call = describe(*inputs)
+        if self._steady.goes_on() and (known := self._steady.entries.get(call.key)) is not None:
+            return self._agreed(known, call)
+        if (why := self._steady.refused.why(call.key)) is not None:
+            return Aside(why)
         if self.why_eager is None:
             self._notice_changes()
         if self.why_eager is not None:
             self._together.meet(EAGERLY)
             return Aside(self.why_eager)
-        call = describe(args, kwargs)
         key = (self._watch.mode(), call.key)
         if are_several and (why := self.store.why_apart(key)) is not None:
             return Aside(why)
@@ -146,6 +145,7 @@ class GraphEngine:
         if not self._together.meet(NEW_CAPTURE if is_due else EAGERLY) and is_due:
             return Aside(_APART)
         if entry.why_eager is not None:
+            self._steady.refused.note(call.key, entry.why_eager)
             return Aside(entry.why_eager)
         if entry.warm_up_left:
             entry.warm_up_left -= 1

@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any, final
 
 from torchfast.graphs.entries import Entry, GraphStore
+from torchfast.graphs.together import Together
 from torchfast.graphs.watch import Glance, StateWatch
 
 # A glance takes a few looks to be taken. One that did not last so long did not pay, and so many
 # calls go by before the next.
 _LASTS = 10
+# Steps between two looks at what is not captured.
+_NOT_LOOKED_AT = 32
 
 
 @final
@@ -23,14 +26,17 @@ class Steady:
     Args:
         watch: What looks closer.
         store: Whose graphs.
+        together: Whom each step is agreed upon with.
 
     Attributes:
+        refused: What runs eagerly as things stand.
         entries: What serves a call, by what `describe` says of its inputs; to be read where all
             `goes_on`. What is not there is to be found out.
     """
 
-    def __init__(self, watch: StateWatch, store: GraphStore) -> None:
+    def __init__(self, watch: StateWatch, store: GraphStore, together: Together) -> None:
         self._watch, self._store = watch, store
+        self.refused = Refused(store, together)
         self.entries: dict[Any, Entry] = {}
         self._glance: Glance | None = None
         self._num_lasted, self._wait = 0, 0
@@ -64,3 +70,40 @@ class Steady:
         """Let go of it, before the state is taken as it is then, or a graph goes for another."""
         self._glance = None
         self.entries = {}
+
+
+@final
+class Refused:
+    """Kinds of calls that no graph will hold, while there is no graph at all.
+
+    Why one is not captured was found out with all that steers the step's control flow. To look at
+    that before each step would cost what nothing gains, so it is looked at now and then: what comes
+    of it may be a capture some steps later, and never another result.
+
+    Args:
+        store: Of the graphs that there are not.
+        together: Whom each step is agreed upon with; then nothing is kept.
+    """
+
+    def __init__(self, store: GraphStore, together: Together) -> None:
+        self._store, self._together = store, together
+        self._why: dict[Any, str] = {}
+        self._left = 0
+
+    def why(self, key: Any) -> str | None:
+        """Return why such a call runs eagerly; None if that is to be found out, perhaps anew."""
+        if not self._why:
+            return None
+        if self._store.graphs or not self._left:
+            self._why.clear()
+            return None
+        self._left -= 1
+        return self._why.get(key)
+
+    def note(self, key: Any, why: str) -> None:
+        """Keep what was found out by a look at everything in this very call."""
+        if self._store.graphs or not self._together.is_alone:
+            return
+        if not self._why:
+            self._left = _NOT_LOOKED_AT
+        self._why[key] = why
