@@ -72,7 +72,8 @@ def sweep(
     Raises:
         SystemExit: The file was measured by another commit, elsewhere or under other settings.
     """
-    settings = {"plan": plan, "device": device, "limit_s": limit_s, "num_pairs": NUM_PAIRS}
+    # Not the limit, by which no figure is another: who ran into it says so, and the command.
+    settings = {"plan": plan, "device": device, "num_pairs": NUM_PAIRS}
     earlier = taken_up(out, settings, replace=replace, any_commit=any_commit) if out else None
     held: dict[str, Record] = earlier["models"] if earlier else {}
     run = results.this_run()
