@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
+from torch.optim.lr_scheduler import StepLR
 
 from models import DropoutNet, make_batches, mean_loss
 from poison import BufferNet
@@ -397,6 +398,23 @@ def test_what_is_not_captured_is_looked_at_now_and_then(monkeypatch):
         twins.run(make_batches(33, size=3))  # another kind: warmed up and tried by itself
     assert 3 <= len(found) <= 6
     assert twins.counts[0] == 0
+
+
+def test_what_is_not_captured_runs_as_if_nothing_were_to_be(tape):
+    """On the stream that is current and with rates that are floats, as without a graph."""
+    found = []
+
+    def loss_fn(model, batch):
+        if model is twins.model:
+            rate = twins.own.param_groups[0]["lr"]
+            found.append((tape[-1].on_side_stream, type(rate)))
+        return reads_item(model, batch)
+
+    twins = Twins(DropoutNet, ADAMW, loss_fn, scheduler=partial(StepLR, step_size=1))
+    twins.run(make_batches(8))
+    assert found[0] == (1, torch.Tensor)  # a warm-up step
+    assert found[-1] == (0, float)
+    assert tape[-1].num_released == 1
 
 
 def test_a_step_that_a_graph_can_hold_after_a_change_of_mode_is_captured_soon():

@@ -9,8 +9,8 @@ import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -19,6 +19,7 @@ from torchfast._core.batches import map_batch
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CaptureError, ClosedError
 from torchfast._core.loss import detached
+from torchfast._core.no_context import NO_CONTEXT
 from torchfast._core.phases import CAPTURE, phase
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.backend import Backend, backend_for
@@ -128,7 +129,7 @@ class GraphEngine:
         if self._steady.goes_on() and (known := self._steady.entries.get(call.key)) is not None:
             return self._agreed(known, call)
         if (why := self._steady.refused.why(call.key)) is not None:
-            return Aside(why)
+            return Aside(why, self._steady.refused)
         if self.why_eager is None:
             self._notice_changes()
         if self.why_eager is not None:
@@ -137,7 +138,9 @@ class GraphEngine:
         key = (self._watch.mode(), call.key)
         if are_several and (why := self.store.why_apart(key)) is not None:
             return Aside(why)
-        entry = self._entry(key)
+        entry, concern = self.store.entry(key)
+        if concern is not None:
+            self._warn("many", concern)
         if entry.graph is not None:
             self._steady.note(call.key, entry)
             return self._agreed(entry, call)
@@ -162,12 +165,12 @@ class GraphEngine:
             self._steady.forget()
         return Aside(_APART)
 
-    @contextmanager
-    def rates_on_device(self) -> Iterator[None]:
-        """Let the optimizers see the learning rates that the graphs read: device tensors."""
+    def rates_on_device(self) -> AbstractContextManager[None]:
+        """Let the optimizers see learning rates as graphs read them, if any may: on the device."""
+        if self._steady.refused.is_running:
+            return NO_CONTEXT
         self._state.fill_rates()
-        with self._state.rates_on_device():
-            yield
+        return self._state.rates_on_device()
 
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
@@ -213,6 +216,8 @@ class GraphEngine:
     def _run_eagerly(self, inputs: Any) -> Any:
         args, kwargs = inputs
         self._counts["eager steps"] += 1
+        if self._steady.refused.is_running:
+            return map_batch(self._fn(*args, **kwargs), detached)
         self.store.release_gradients()
         with self.backend.side_stream(), self.rates_on_device():
             outputs = self._fn(*args, **kwargs)
@@ -434,6 +439,7 @@ class GraphEngine:
         if self._options.on_failure == "raise":
             error, self._error = self._error, None
             raise CaptureError(f"the step ({entry.shapes}) was not captured: {failure}") from error
+        self.backend.release_scratch()  # left on the stream of the warm-up
         how = "run eagerly" if entry.num_steps == 1 else "run one by one"
         self._warn(failure.reason, f"steps of {entry.shapes} {how}: {failure}")
         return Aside(entry.why_eager)
@@ -442,9 +448,3 @@ class GraphEngine:
         if about not in self._warned:
             self._warned.add(about)
             logger.warning("cuda_graph: %s", message)
-
-    def _entry(self, key: Any) -> Entry:
-        entry, concern = self.store.entry(key)
-        if concern is not None:
-            self._warn("many", concern)
-        return entry

@@ -80,15 +80,28 @@ class Refused:
     that before each step would cost what nothing gains, so it is looked at now and then: what comes
     of it may be a capture some steps later, and never another result.
 
+    It is entered around such a step, which runs as if nothing were to be captured: on the stream
+    that is current, with learning rates that are floats.
+
     Args:
         store: Of the graphs that there are not.
         together: Whom each step is agreed upon with; then nothing is kept.
+
+    Attributes:
+        is_running: Whether such a step runs now.
     """
 
     def __init__(self, store: GraphStore, together: Together) -> None:
         self._store, self._together = store, together
         self._why: dict[Any, str] = {}
         self._left = 0
+        self.is_running = False
+
+    def __enter__(self) -> None:
+        self.is_running = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_running = False
 
     def why(self, key: Any) -> str | None:
         """Return why such a call runs eagerly; None if that is to be found out, perhaps anew."""
