@@ -15,6 +15,7 @@ from torch import nn, optim
 import ranks
 from float8_models import (
     MEASURED,
+    WATCHED,
     batches,
     gpt,
     gpt_without_batch_norm,
@@ -277,3 +278,20 @@ def test_what_is_timed_behind_a_sleep_sleeps_on_the_device_of_the_model(monkeypa
         assert stopwatch(lambda: time.sleep(1e-3), 2) == 4e-3
     assert [what for what, _ in seen] == ["event", "event", "sleep", "event", "event"]
     assert {where for _, where in seen} == {1}
+
+
+@pytest.mark.parametrize("precision", [WATCHED, MEASURED], ids=["watched", "measured"])
+def test_a_look_at_the_model_as_it_is_is_no_step_that_was_not_compiled(precision, monkeypatch):
+    """It was told of each region that the compiler had been switched off: by torchfast itself."""
+    torch.compiler.reset()
+    monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(SHAPES))
+    monkeypatch.setattr("torchfast.precision.float8_step._on_device", step_timer_of([0.5] * 3))
+    options = CompileOptions(backend="eager", regions=("blocks.*",))
+    plan = Plan(precision=precision, compile=options)
+    with Trainer(gpt(), partial(optim.SGD, lr=0.1), loss_fn, plan) as trainer:
+        for batch in batches(1) * 2:
+            trainer.step(batch)
+        report = trainer.report()
+    assert report.counters["compile_compiled"] >= 2
+    told = [str(d.detail) for d in report.decisions if d.lever == "compile"]
+    assert not [detail for detail in told if "force_eager" in detail or "DispatchMode" in detail]

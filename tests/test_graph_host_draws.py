@@ -72,11 +72,27 @@ def test_steps_whose_draws_come_out_otherwise_run_eagerly(
     batches = make_batches(40 * accumulate)
     twins.run(batches, accumulate, gradients=False)
     graphs, replays, eager_steps, captures = twins.counts
-    assert (graphs, captures) == (1, 1)
+    assert graphs == 1
+    # Of 27 ways to go the capture may have seen a rare one; then another one is made.
+    assert captures == 1 or (probability == 0.4 and captures <= 3)
     assert replays >= 2
     assert eager_steps > 5
     assert replays + eager_steps == 40
     assert "where draws on the host come out as in the capture" in str(twins.captured.report())
+
+
+def test_a_graph_of_a_rare_outcome_goes_for_one_of_a_usual_outcome():
+    """A step in four skips a layer of three; a graph of such a one serves hardly any other."""
+    captures = []
+    for seed in range(8):
+        twins = Twins(net(0.1), SGD, seed=seed)
+        twins.run(make_batches(40), gradients=False)
+        before = twins.counts[1]
+        twins.run(make_batches(30), gradients=False)
+        assert twins.counts[1] - before >= 12
+        captures.append(twins.counts[3])
+    assert 1 in captures  # where the first was of a usual one, it stays
+    assert max(captures) in (2, 3)
 
 
 def test_the_draws_belong_to_a_step_and_to_what_runs_between():

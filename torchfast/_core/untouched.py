@@ -8,7 +8,7 @@ generator of Python or NumPy that only a global name has, and what objects of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 import torch
@@ -19,6 +19,30 @@ from torchfast._core.reachable import used_by
 from torchfast._core.saved_modules import SavedModules
 
 _SMALL_BYTES: Final = 2**26  # more than this may be data
+
+
+@final
+class _EagerLook:
+    """Whether a model is run to be looked at, as it is: nothing of that is to be compiled or told.
+
+    Attributes:
+        is_on: Whether it is, in any thread: a backward may run what it recomputes in another.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Look in the body, perhaps within another look."""
+        before, self.is_on = self.is_on, True
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
+EAGER_LOOK: Final = _EagerLook()
 
 
 @final
@@ -52,13 +76,16 @@ def untouched(
         model: The model.
         device: Whose generator is put back beside those of the host.
         function: What is run, if it may hold modules, tensors and generators of its own.
-        eagerly: Whether nothing compiled runs in the body. Then only such parameters are copied
-            as something is about to write to.
+        eagerly: Let nothing compiled run in the body. Then only such parameters are copied as
+            something is about to write to.
     """
     state = SavedModules([model, *holders_in(function, eagerly=eagerly)], device, eagerly=eagerly)
     state.drop_gradients()
     try:
-        with state.keeping_writes() if eagerly else nullcontext():
+        if eagerly:
+            with EAGER_LOOK.within(), state.keeping_writes():
+                yield
+        else:
             yield
     finally:
         state.put_back(thoroughly=True)

@@ -37,6 +37,7 @@ from torchfast._core.decisions import Decision
 from torchfast._core.errors import CompileError
 from torchfast._core.left_to_python import leave_to_python
 from torchfast._core.stand_in import StandIn
+from torchfast._core.untouched import EAGER_LOOK
 from torchfast.compiler.causes import explained
 from torchfast.compiler.conversion import FrameConversion, GaveUpError, is_graph_break
 from torchfast.compiler.copied import called_in, leave_copies_alone
@@ -172,6 +173,8 @@ class RegionKind:
 
     def run(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
         """Call a region of this kind; ``region`` is what is to know what came of it."""
+        if EAGER_LOOK.is_on:
+            return self._eager(target, *args, **kwargs)
         if self.eager_because is not None or has_global_hooks():
             return self._run_eagerly(region, target, args, kwargs)
         conversion = self.conversion

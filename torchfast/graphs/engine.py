@@ -86,13 +86,11 @@ class GraphEngine:
         together: Together | None = None,
         backend: Backend | None = None,
     ) -> None:
-        self._fn = fn
+        self._fn, self._options = fn, options
         self._together = together or Together(RankGroup.alone())
         self._state = state
         self._watch = StateWatch(state, device)
-        self._options = options
-        self._keeps_gradients = keep_gradients
-        self.device = device
+        self._keeps_gradients, self.device = keep_gradients, device
         state.rates = list(rates)
         self.backend = backend or backend_for(device)
         self.store = GraphStore(options)
@@ -101,8 +99,7 @@ class GraphEngine:
         self._error: Exception | None = None
         self.failure: Failure | None = None
         self.facts: HostFacts | None = None
-        self._habits = GradientHabits()
-        self._after_failure = after_failure
+        self._habits, self._after_failure = GradientHabits(), after_failure
         self.why_eager: str | None = None
         self.varies = self._closed = False
         self._num_since_change, self._num_hasty = _SETTLED_REPLAYS, 0
@@ -113,8 +110,11 @@ class GraphEngine:
         """Run one step and return what ``fn`` returns, detached and safe to keep."""
         inputs = (args, kwargs)
         found = self._found(inputs)
-        if type(found) is Ready and (found.entry.draws is None or found.draws()):
-            return self.replay(found)
+        if type(found) is Ready:
+            if found.entry.draws is None or found.draws():
+                return self.replay(found)
+            if self.store.refused(found.entry):
+                self._steady.forget()
         with found.around:
             return self._run_eagerly(inputs)
 

@@ -31,7 +31,7 @@ _EVICTIONS_PER_GRAPH = 4
 # Captures of one kind of call that may fail.
 ATTEMPTS = 3
 # So many times in a row the ranks did not all replay the same capture, and a graph goes: it may be
-# gone on another one.
+# gone on another one. Or so many times draws came out otherwise than in it.
 _PATIENCE = 10
 
 
@@ -45,7 +45,8 @@ class Entry:
         warm_up_left: Calls that run as they are before it is captured.
         attempts: Captures that failed since the latest that did not.
         number: Of the capture that its graph is of, among those that all ranks have made.
-        num_refused: Times in a row that other ranks did not replay that one, so this did not.
+        num_refused: Times in a row that it was not replayed: other ranks did not, or draws on the
+            host came out otherwise.
         patience: How many of them make its graph go.
         num_not_now: Times that it was to be captured and gradients of before were in the way.
         graph: Its graph, with ``inputs`` that it reads and ``outputs`` that it writes.
@@ -391,9 +392,11 @@ class GraphStore:
             entry.constants = None
 
     def refused(self, entry: Entry) -> bool:
-        """Note that not all ranks could replay a graph; return whether it went for that.
+        """Note that a graph could not be replayed; return whether it went for that.
 
-        After each time it takes twice as many, or ranks that differ would capture for ever.
+        Not all ranks could; or draws on the host came out otherwise than in its capture, which may
+        be a rare outcome: the next one is captured of another step. After each time it takes twice
+        as many, or ranks that differ, and steps that seldom come out alike, would capture for ever.
         """
         entry.num_refused += 1
         if entry.num_refused < entry.patience:
