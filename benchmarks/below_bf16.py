@@ -4,7 +4,7 @@
         [--methods ...] [--out FILE]
 
 "float8": the step by hand (torchao's layers in the blocks, tensorwise, blocks compiled, all in one
-CUDA graph, batches on the device), ours in bf16, and ours in float8 with measured recipes;
+CUDA graph, batches on the device), ours in bf16, in float8 with measured recipes, and as by hand;
 "vocabulary": by hand again, and ours with the loss in chunks. "state": fused AdamW beside AdamW
 with moments in 8 and 4 bits and in float8. The first of a group stays, and each other one takes
 turns with it, since three such models do not fit; a figure is the median of its turns. "curves":
@@ -84,6 +84,7 @@ def groups(args: argparse.Namespace, work: Workload) -> dict[str, dict[str, Any]
             "by hand, float8": ByHand(work, args),
             "torchfast bf16": ours("bf16"),
             "torchfast float8": ours("float8"),
+            "torchfast float8, all layers": ours("float8 tensorwise"),
         },
         "vocabulary": {
             "by hand, float8": ByHand(work, args),

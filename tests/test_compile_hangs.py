@@ -73,6 +73,20 @@ def test_a_compile_that_hangs_ends_in_the_main_thread(hang, caplog):
 
 
 @LOST
+def test_a_limit_around_a_compile_is_not_told_of_as_its_own(caplog):
+    """As that of a search: the region was called too slow to compile within a longer limit."""
+    model = Block()
+    backend = Backend(lambda: time.sleep(60), at=lambda number: number == 1)
+    with CompiledModule(model, backend=backend, timeout_s=100) as handle:
+        with pytest.raises(CallTimeoutError):
+            call_within(0.5, model, ROWS)
+        assert told(caplog) == []
+        assert "timeout_s" not in handle.status[""]
+        model(ROWS)
+        assert handle.status[""] == "compiled"
+
+
+@LOST
 def test_a_compile_that_hangs_ends_in_another_thread():
     model = Block()
     with CompiledModule(model, backend=Backend(spins), timeout_s=0.5) as handle:

@@ -401,7 +401,7 @@ class _Search:
             # An interruption may be no Exception, or one that the compiler has wrapped.
             took = self.clock() - started
             if took >= limit or isinstance(error, TimeoutError):
-                raise OutError("timed out", f"not done in {took:.0f} s") from None
+                raise OutError("timed out", f"not done in {took:.3g} s") from None
             if not isinstance(error, Exception):
                 raise
             raise self._failed(error) from None

@@ -111,18 +111,22 @@ class OffloadedOptimizer(Optimizer):
         self._gradients: dict[Tensor, Tensor] = {}
         self._seen: dict[Tensor, tuple[int, int]] = {}
         self._early: dict[Tensor, _Early] = {}
-        self._hooks: list[Any] = []
+        self._hooks: dict[Tensor, Any] = {}
         self._inner: Optimizer | None = None
         self._side: CopyStreams | None = None
         self._pool: HostPool | None = None
         self._streams: tuple[Any, Any] = (None, None)
         # torch refuses a tensor, which would be a list of its rows.
         given = parameters if isinstance(parameters, Tensor) else list(parameters)
-        super().__init__(given, {})
-        hosts = [self._on_host(group) for group in self.param_groups]
-        # As it was given: a callable may look at parameters and group them.
-        inner = make(hosts if any(isinstance(p, dict) for p in given) else _listed(hosts[0]))
-        self._check(inner)
+        try:
+            super().__init__(given, {})
+            hosts = [self._on_host(group) for group in self.param_groups]
+            # As it was given: a callable may look at parameters and group them.
+            inner = make(hosts if any(isinstance(p, dict) for p in given) else _listed(hosts[0]))
+            self._check(inner)
+        except BaseException:
+            self.close()  # or what nobody has would be told of each backward
+            raise
         self._group_as(inner)
         self._inner = inner
         self._torchfast_inner = inner  # for `at_work`
@@ -226,14 +230,14 @@ class OffloadedOptimizer(Optimizer):
                 self._mirrored.take_over()
         except BaseException:
             self.param_groups.pop()  # or the two would not be of the same groups any more
-            for parameter in group["params"]:
-                self._hosts.pop(parameter, None)
+            self._forget(group["params"])
             raise
 
     def close(self) -> None:
         """Remove the hooks."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
 
     # -- Parameters on both sides ------------------------------------------------------------------
 
@@ -256,8 +260,15 @@ class OffloadedOptimizer(Optimizer):
         host, self._gradients[parameter] = self._like(parameter), self._like(parameter)
         self._hosts[parameter] = nn.Parameter(host, requires_grad=parameter.requires_grad)
         if self._copies_early:
-            hook = parameter.register_post_accumulate_grad_hook(self._copy_now)
-            self._hooks.append(hook)
+            self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._copy_now)
+
+    def _forget(self, parameters: Iterable[Tensor]) -> None:
+        """Let go of all that there is for parameters that are not updated here."""
+        for parameter in parameters:
+            for table in (self._hosts, self._gradients, self._seen, self._early):
+                table.pop(parameter, None)
+            if (hook := self._hooks.pop(parameter, None)) is not None:
+                hook.remove()
 
     def _like(self, parameter: Tensor) -> Tensor:
         assert self._pool is not None
@@ -301,7 +312,7 @@ class OffloadedOptimizer(Optimizer):
             {"params": [of[id(host)] for host in group["params"]]} for group in inner.param_groups
         ]
         held = {parameter for group in self.param_groups for parameter in group["params"]}
-        self._hosts = {p: host for p, host in self._hosts.items() if p in held}
+        self._forget([parameter for parameter in self._hosts if parameter not in held])
 
     # -- An update ---------------------------------------------------------------------------------
 
@@ -334,6 +345,10 @@ class OffloadedOptimizer(Optimizer):
                         self._hosts[parameter].grad = None
                         parameter.copy_(self._hosts[parameter], non_blocking=True)
                         self._seen[parameter] = _fingerprint(parameter)
+        except BaseException:
+            # What an update that failed has made of the copies is on no device.
+            self._seen.clear()
+            raise
         finally:
             for parameter in self._hosts.values():
                 parameter.grad = None
