@@ -105,7 +105,7 @@ class Float8Transform:
         self.watch.look(step, forward)
 
     def check_step(self, work: Callable[[], object]) -> None:
-        """Take back what was measured by shapes, if it makes the first step slower than bf16.
+        """Have all that was measured in float8, or nothing, if the first step is faster so.
 
         Ranks that train together do not: each would run as many backwards as its own time allows,
         and wait for the others in one of them.
@@ -126,12 +126,15 @@ class Float8Transform:
             self.linears.left,
             self._model,
             self.linears.device,
+            widened=self.linears.widened if self.linears.others else None,
             budget_s=self.linears.options.budget_s,
             in_graph=self._in_graph,
         )
         if not self._check.is_kept:
             logger.info("float8 is taken back: %s", self._check)
             self.linears.give_up(f"{self._check}")
+        elif self._check.takes_all:
+            self.linears.widen()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recipes that were measured, if they were: a resumed run takes the same."""

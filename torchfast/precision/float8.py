@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from torchfast._core.building import optimized
 from torchfast._core.closing import Closing, close_with
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import PlanError, UnsupportedDeviceError
@@ -37,7 +36,14 @@ from torchfast.precision.float8_choice import Float8Receipt, choose_recipes, not
 from torchfast.precision.float8_conversion import Float8Conversion
 from torchfast.precision.float8_forms import Form, leave_with
 from torchfast.precision.float8_forward import is_outside_autocast
-from torchfast.precision.float8_layers import Layer, check_no_layer, obstacle_of, survey
+from torchfast.precision.float8_layers import (
+    Layer,
+    check_held,
+    check_no_layer,
+    obstacle_of,
+    shown,
+    survey,
+)
 from torchfast.precision.float8_options import RECIPES, Float8Options
 
 if TYPE_CHECKING:
@@ -45,7 +51,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 4
 _REMEDY = "begin with a batch that reaches it, or name a recipe to have it unmeasured"
 _UNMEASURED = f"so its recipe was not measured: {_REMEDY}"
 _LOADED = "in the run whose state was loaded"
@@ -102,6 +107,7 @@ class Float8Linears(Closing):
         self._model = model
         self._layers: list[Layer] = []
         self._forms: dict[str, Form] = {}  # by the layer's name
+        self._others: dict[str, Form] = {}  # while it is found out whether they pay
         self._is_in, self._is_sharded = False, is_sharded
         self._until_dropped = until_dropped
         self._under_autocast = under_autocast and not self.options.all_gather
@@ -247,8 +253,7 @@ class Float8Linears(Closing):
             dataclasses.replace(layer, reason=reason) if layer.name in self.recipes else layer
             for layer in self._layers
         ]
-        self._forms = {}
-        self.recipes = {}
+        self._forms, self._others, self.recipes = {}, {}, {}
 
     @contextmanager
     def left(self) -> Iterator[None]:
@@ -261,6 +266,34 @@ class Float8Linears(Closing):
         finally:
             if was_in:
                 self._enter()
+
+    @property
+    def others(self) -> dict[str, str]:
+        """The layers that were measured and are in bf16, each with its best recipe."""
+        found = {} if self.receipt is None else self.receipt.others
+        return {name: recipe for name, recipe in found.items() if name not in self.recipes}
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Let the others be in float8, too, for the length of a block."""
+        if not self._others:
+            self._others = self._made(self.others)
+        for form in self._others.values():
+            form.enter()
+        try:
+            yield
+        finally:
+            for form in self._others.values():
+                form.leave()
+
+    def widen(self) -> None:
+        """Have the others in float8 from now on: in their step they are faster so."""
+        others = self.others
+        self._layers = [
+            dataclasses.replace(layer, reason=None) if layer.name in others else layer
+            for layer in self._layers
+        ]
+        self._convert(others)
 
     @contextmanager
     def seeing_rows(self, step: int) -> Iterator[None]:
@@ -302,8 +335,7 @@ class Float8Linears(Closing):
             self._gather.close()
             self._gather = None
         self._leave()
-        self._forms = {}
-        self.recipes = {}
+        self._forms, self._others, self.recipes = {}, {}, {}
 
     def leaves_in_fp32(self, tensor: Tensor) -> bool:
         """Whether a layer that gets or gives this tensor now does not compute in float8."""
@@ -320,25 +352,7 @@ class Float8Linears(Closing):
             PlanError: It was built on another model, or on this one before its weights were
                 replaced.
         """
-        held = {id(p) for p in optimized(optimizer)}
-        own = {id(p) for p in self._model.parameters()}
-        # What the loss trains besides the model is there too, but has no such shape.
-        foreign = {tuple(p.shape) for p in optimized(optimizer) if id(p) not in own}
-        lacking = [
-            layer.name
-            for layer in self._layers
-            if layer.reason is None
-            and layer.module.weight.requires_grad
-            and id(layer.module.weight) not in held
-            and tuple(layer.module.weight.shape) in foreign
-        ]
-        if lacking:
-            raise PlanError(
-                f"{type(optimizer).__name__} holds {len(held - own)} parameters that this model "
-                f"does not have and lacks the weight of {lacking[0]!r}, so it would train tensors "
-                "that nothing reads; build it on this model's parameters, or pass a callable "
-                "parameters -> Optimizer"
-            )
+        check_held(optimizer, self._model, self._layers)
 
     def decision(self) -> Decision:
         """Say which layers are in float8, in which recipe, and why the others are not."""
@@ -359,7 +373,7 @@ class Float8Linears(Closing):
             detail += f", the weights of {self._gather.num_layers} gathered in float8"
         in_fp32 = [repr(name) for name, form in self._forms.items() if form.was_in_fp32]
         if in_fp32:
-            detail += f"; of these {_shown(in_fp32)} ({_IN_FP32})"
+            detail += f"; of these {shown(in_fp32)} ({_IN_FP32})"
         return Decision(lever="float8", outcome="applied", detail=f"{detail}{rest}")
 
     def __repr__(self) -> str:
@@ -379,17 +393,27 @@ class Float8Linears(Closing):
     # --- conversion -------------------------------------------------------------------------
 
     def _convert(self, recipes: Mapping[str, str]) -> None:
-        for layer in self._layers:
-            recipe = recipes.get(layer.name)
-            if recipe is not None:
-                new = self._conversion.by(recipe)(layer.module)
-                self._forms[layer.name] = Form(
-                    layer.name, layer.module, new, under_autocast=self._under_autocast
-                )
-                self.recipes[layer.name] = recipe
+        made = {name: self._others[name] for name in recipes if name in self._others}
+        made |= self._made({n: recipe for n, recipe in recipes.items() if n not in made})
+        self._others = {}
+        self._forms |= made
+        self.recipes |= {name: recipes[name] for name in made}
         if self._until_dropped:
-            leave_with(self, self._forms.values())
+            leave_with(self, made.values())
         self._enter()
+
+    def _made(self, recipes: Mapping[str, str]) -> dict[str, Form]:
+        """Return what lets layers be in float8, by name."""
+        return {
+            layer.name: Form(
+                layer.name,
+                layer.module,
+                self._conversion.by(recipes[layer.name])(layer.module),
+                under_autocast=self._under_autocast,
+            )
+            for layer in self._layers
+            if layer.name in recipes
+        }
 
     def _look_again(self) -> list[Layer]:
         """Return the layers that can be in float8 with what they have got since `apply`."""
@@ -423,9 +447,4 @@ class Float8Linears(Closing):
                 reason += f"; before update {step} it got {rows} rows, of which nothing is known"
                 reason += "" if _UNMEASURED in reason else f": {_REMEDY}"
             by_reason.setdefault(reason, []).append(repr(layer.name))
-        return "; ".join(f"{_shown(names)} ({reason})" for reason, names in by_reason.items())
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+        return "; ".join(f"{shown(names)} ({reason})" for reason, names in by_reason.items())

@@ -5,9 +5,9 @@ before it take time with its surface. So each distinct shape (rows, inputs, outp
 itself, forward and backward, compiled if the step is, in turns with bf16 (see `_core/measure`).
 What is not faster beyond the noise stays bf16.
 
-What it does not see: casts that the compiler fuses with the layer before, so it is a little hard on
-float8; and the launches that a graph saves, which matter for small shapes only. Whether the step is
-faster with what was chosen is asked of the step itself (see `float8_step`).
+What it does not see: casts that the compiler fuses with the layer before, so it is hard on float8;
+and the launches that a graph saves, which matter for small shapes only. Whether the step is faster
+with what was chosen, or with all layers, is asked of the step itself (see `float8_step`).
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ class ShapeChoice:
     ratios: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def best(self) -> str | None:
+        """The recipe that took least, if any ran."""
+        return min(self.ratios, key=lambda recipe: self.ratios[recipe][0]) if self.ratios else None
+
     def __str__(self) -> str:
         times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in self.times_ms.items())
         refused = "".join(f"; {name} refused: {why}" for name, why in self.refused.items())
@@ -109,15 +114,24 @@ class Float8Receipt:
             for name in choice.layers
         }
 
+    @property
+    def others(self) -> dict[str, str]:
+        """The best recipe of each layer that is to stay in bf16, where one ran."""
+        return {
+            name: choice.best
+            for choice in self.choices
+            if choice.recipe == PLAIN and choice.best is not None
+            for name in choice.layers
+        }
+
     def why_not(self, name: str) -> str:
         """Return why a layer stays in bf16."""
         choice = next(choice for choice in self.choices if name in choice.layers)
-        if not choice.ratios:
+        if choice.best is None:
             return f"no recipe runs here: {'; '.join(choice.refused.values())}"
-        best = min(choice.ratios, key=lambda recipe: choice.ratios[recipe][0])
-        _, low, high = choice.ratios[best]
+        _, low, high = choice.ratios[choice.best]
         part = f"{low:.2f} to {high:.2f}"
-        return f"not surely faster: {best} took {part} of the time of bf16 at {choice.shape}"
+        return f"not surely faster: {choice.best} took {part} of the time of bf16 at {choice.shape}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the receipt as JSON-ready builtins."""

@@ -8,15 +8,17 @@ that a hook makes), and layers that lose more than they gain.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchfast._core.arguments import suggestion
+from torchfast._core.building import optimized
 from torchfast._core.errors import PlanError
 from torchfast._core.local import local
 from torchfast.precision.float8_options import Float8Options
@@ -33,6 +35,9 @@ _SETTINGS: Final = (
     "scaling_type_weight",
     "scaling_type_grad_output",
 )
+
+
+_SHOWN: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,3 +178,36 @@ def _unwanted(layer: Layer, options: Float8Options, gives_logits: str | None) ->
 
 def _is_named(layer: Layer, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for name in layer.names for pattern in patterns)
+
+
+def check_held(optimizer: Optimizer, model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Raise if an optimizer holds a tensor in place of the weight of a layer that can be in float8.
+
+    Raises:
+        PlanError: It was built on another model, or on this one before its weights were replaced.
+    """
+    held = {id(p) for p in optimized(optimizer)}
+    own = {id(p) for p in model.parameters()}
+    # What the loss trains besides the model is there too, but has no such shape.
+    foreign = {tuple(p.shape) for p in optimized(optimizer) if id(p) not in own}
+    lacking = [
+        layer.name
+        for layer in layers
+        if layer.reason is None
+        and layer.module.weight.requires_grad
+        and id(layer.module.weight) not in held
+        and tuple(layer.module.weight.shape) in foreign
+    ]
+    if lacking:
+        raise PlanError(
+            f"{type(optimizer).__name__} holds {len(held - own)} parameters that this model "
+            f"does not have and lacks the weight of {lacking[0]!r}, so it would train tensors "
+            "that nothing reads; build it on this model's parameters, or pass a callable "
+            "parameters -> Optimizer"
+        )
+
+
+def shown(names: list[str]) -> str:
+    """Return some names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -32,7 +32,8 @@ class Float8Options:
     Args:
         recipe: One of these for all layers; or ``"auto"``: at the first step each recipe and bf16
             are timed on the shapes of this model, and each shape takes what is fastest. What is not
-            faster than bf16 stays bf16, and all does where the whole step is slower.
+            faster than bf16 stays bf16, unless the whole step is faster with all in float8; and all
+            does where that is slower.
         keep: Layers that stay in bf16, by name or pattern: ``("head", "blocks.0.*")``.
         only: Where given, no other layers are converted, and those that it names by name must be.
         smallest: A layer with fewer inputs or outputs than this stays in bf16, unless its recipe is
