@@ -25,6 +25,7 @@ from float8_models import (
 from tape import taped
 from torchfast import Float8Linears, Float8Options, Plan, Trainer
 from torchfast.precision import float8_forward
+from torchfast.precision.float8_step import StepCheck
 
 
 def trainer_of(model, options=EMULATED):
@@ -68,7 +69,9 @@ def test_hooks_run_whenever_they_were_put_on(options, monkeypatch):
         )
         monkeypatch.setattr(
             "torchfast.transform_float8.check_step",
-            lambda *_, **__: type("Kept", (), {"is_kept": True})(),
+            lambda *_, **__: StepCheck(
+                times_ms={}, name="float8", ratio=0.5, low=0.4, high=0.6, is_kept=True
+            ),
         )
     before = calls_of(layer)
     trainer = trainer_of(model, options)
