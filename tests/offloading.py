@@ -5,12 +5,14 @@ And steps whose times are known.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simulated_copies import TimedCopies
-from torchfast.memory import ActivationOffload, activation_offload
+from simulated_copies import CopyingDevice, TimedCopies
+from torchfast.memory import ActivationOffload, activation_offload, host_pool, optimizer_offload
 from torchfast.memory.offload_timeline import At, StepTiming
 
 SIZE = 64
@@ -129,3 +131,14 @@ def timed(sizes, window=2, *, waited_s=0.0, pace=1.0, backward=2.0, last=0.0):
         out_bytes_per_s=None,
         back_bytes_per_s=None,
     )
+
+
+@contextmanager
+def host_apart(monkeypatch):
+    """Have a device for offloaded optimizers whose host is apart."""
+    device = CopyingDevice()
+    device.host_is_apart = True
+    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: device)
+    monkeypatch.setattr(host_pool, "SLAB_BYTES", 1 << 14)
+    yield device
+    device.end()

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simulated_copies import CopyingDevice, PromptCopies
+from offloading import host_apart
+from simulated_copies import PromptCopies
 from torchfast._core.errors import UnsupportedOptimizerError
-from torchfast.memory import OffloadedOptimizer, host_pool, optimizer_offload
+from torchfast.memory import OffloadedOptimizer, optimizer_offload
 
 MAKERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.1, fused=True),
@@ -27,12 +28,8 @@ SHAPES = [(8, 8), (16,), (4, 4), (3,)]
 
 @pytest.fixture
 def device(monkeypatch):
-    device = CopyingDevice()
-    device.host_is_apart = True
-    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: device)
-    monkeypatch.setattr(host_pool, "SLAB_BYTES", 1 << 14)
-    yield device
-    device.end()
+    with host_apart(monkeypatch) as device:
+        yield device
 
 
 def values(seed=0):

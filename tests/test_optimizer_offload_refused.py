@@ -9,20 +9,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from simulated_copies import CopyingDevice
-from torchfast.memory import OffloadedOptimizer, host_pool, optimizer_offload
+from offloading import host_apart
+from torchfast.memory import OffloadedOptimizer
 
 SGD = partial(torch.optim.SGD, lr=0.5)
 
 
 @pytest.fixture
 def device(monkeypatch):
-    device = CopyingDevice()
-    device.host_is_apart = True
-    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: device)
-    monkeypatch.setattr(host_pool, "SLAB_BYTES", 1 << 14)
-    yield device
-    device.end()
+    with host_apart(monkeypatch) as device:
+        yield device
 
 
 def placed(device, *sizes):
