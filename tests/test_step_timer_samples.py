@@ -35,7 +35,7 @@ def sampled(timer, queue, num_steps):
         timer.begin_step()
         if timer._sample is not None:
             found.append(number)
-        queue.spend(1e6)  # so long that no sampling is dear
+        queue.spend(1.0)
         timer.end_step()
         queue.let_pass()
     return found
@@ -74,12 +74,12 @@ def test_each_of_several_steps_in_a_replay_is_its_part(timer, queue):
         if timer._sample is not None:
             looked_at.append(group)
         with phase(REPLAY):
-            queue.spend(12e6)  # so long that no sampling is dear
-        queue.spend(4e6)
+            queue.spend(12.0)
+        queue.spend(4.0)
         timer.end_step(num_steps=8)
         queue.let_pass()
     found = timer.times()
-    assert (found["replay"].p50_ms, found["other"].p50_ms) == (1.5e6, 0.5e6)
+    assert (found["replay"].p50_ms, found["other"].p50_ms) == (1.5, 0.5)
     assert {8 * (b - a) for a, b in pairwise(looked_at)} == {EVERY + 8}  # at most one in so many
 
 
