@@ -130,6 +130,17 @@ def test_one_slow_warm_up_is_over_budget_by_a_unit_and_nothing_is_said():
     assert measurement.ratio("b").verdict == "cannot tell"
 
 
+@pytest.mark.parametrize("budget_s", [0.01, 1.0, 20.0, 300.0])
+def test_so_many_rounds_as_are_asked_for_are_made_whatever_the_budget_is(budget_s):
+    machine = Machine(noise=0.3)
+    measurement = machine.measure({"a": 1.0, "b": 1.0}, budget_s=budget_s, least_rounds=8)
+    whole = [r for r in measurement.rounds if len(r) == 2]
+    # A round takes about two seconds, and the warm-up two of each.
+    assert (len(whole) == 8) == (budget_s <= 20.0)
+    assert measurement.ended_by == ("budget" if budget_s <= 20.0 else "rounds")
+    assert measurement.ratio("b").low > 0.0  # enough for an interval
+
+
 def test_it_never_goes_on_for_ever():
     machine = Machine(noise=0.5)
     measurement = machine.measure({"a": 0.001, "b": 0.001}, budget_s=1e6)

@@ -15,6 +15,7 @@ from torchfast._core.decisions import Decision
 from torchfast.parallel import Sharding
 from torchfast.plan import Plan
 from torchfast.precision import Float8Linears, Float8Options, Float8Watch
+from torchfast.precision.float8_choice import of_graphs
 from torchfast.precision.float8_step import StepCheck, check_step
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,8 @@ class Float8Transform:
         if self.linears.is_undecided:
             # Each rank has measured, and noise may tell them apart.
             agree = self._sharding.ranks.of_first
-            self.linears.decide(forward, compiled=self._is_compiled, agree=agree)
+            timer = of_graphs if self._in_graph else None
+            self.linears.decide(forward, compiled=self._is_compiled, agree=agree, timer=timer)
         self.watch.look(step, forward)
 
     def check_step(self, work: Callable[[], object]) -> None:

@@ -16,8 +16,8 @@ logarithms.
 **The verdict**, with ``smallest`` the smallest difference that matters: "slower" if the interval is
 above 1 + smallest/3, "faster" if it is below 1 - smallest/3, else "no difference" if it lies within
 1 ± smallest, else "cannot tell". Rounds go on until nothing is untold, the budget is used up or
-there were `MOST_ROUNDS`. They are looked at only after certain numbers of rounds, since who looks
-often enough sees a difference in anything.
+there were `MOST_ROUNDS`, but at least as many as are asked for. They are looked at only after
+certain numbers of rounds, since who looks often enough sees a difference in anything.
 
 It does not help where the work itself differs from call to call, or where one way slows the other
 down by what it leaves behind. A unit that hangs is not bounded here.
@@ -208,6 +208,7 @@ def measure(
     device: torch.device,
     budget_s: float,
     smallest: float = 0.02,
+    least_rounds: int = 0,
     around: Callable[[str], AbstractContextManager[object]] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     synchronize: Callable[[], None] | None = None,
@@ -223,6 +224,7 @@ def measure(
         device: Where the work is done.
         budget_s: When to end. It is kept as far as units take what they took before.
         smallest: The smallest difference that matters, as a part.
+        least_rounds: So many rounds there are whatever the budget is: of long units.
         around: A context for each block and for the warm-up, by name: what has to be put in force
             first. Neither entering nor leaving it is timed.
         clock: Seconds.
@@ -256,6 +258,7 @@ def measure(
         reference,
         budget_s,
         smallest,
+        least_rounds,
         around if around is not None else lambda _: nullcontext(),
         clock,
         synchronize if synchronize is not None else lambda: drain(device),
@@ -277,6 +280,7 @@ class _Session:
         reference: str,
         budget_s: float,
         smallest: float,
+        least_rounds: int,
         around: Callable[[str], AbstractContextManager[object]],
         clock: Callable[[], float],
         synchronize: Callable[[], None],
@@ -285,6 +289,7 @@ class _Session:
         self._works = dict(works)
         self._reference = reference
         self._smallest = smallest
+        self._least_rounds = least_rounds
         self._around = around
         self._clock = clock
         self._synchronize = synchronize
@@ -318,7 +323,9 @@ class _Session:
         return self._so_far(ended_by)
 
     def _guarded(self, name: str, turn: Callable[[str], None]) -> None:
-        if self._clock() + self._turn_s.get(name, 0.0) > self._deadline:
+        is_late = self._clock() + self._turn_s.get(name, 0.0) > self._deadline
+        num_complete = max(0, len(self._rounds) - 1)
+        if is_late and num_complete >= self._least_rounds:
             raise _OverBudgetError
         started = self._clock()
         try:

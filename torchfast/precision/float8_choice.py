@@ -5,9 +5,11 @@ before it take time with its surface. So each distinct shape (rows, inputs, outp
 itself, forward and backward, compiled if the step is, in turns with bf16 (see `_core/measure`).
 What is not faster beyond the noise stays bf16.
 
-What it does not see: casts that the compiler fuses with the layer before, so it is hard on float8;
-and the launches that a graph saves, which matter for small shapes only. Whether the step is faster
-with what was chosen, or with all layers, is asked of the step itself (see `float8_step`).
+Where a graph will hold the step, launches do not count (see `_core/device_stopwatch`).
+
+What it does not see: casts that the compiler fuses with the layer before, so it is hard on float8.
+Whether the step is faster with what was chosen, or with all layers, is asked of the step itself
+(see `float8_step`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from torchfast._core.device_stopwatch import DeviceStopwatch
 from torchfast._core.measure import Measurement, first_line, measure
 from torchfast.precision.float8_forward import is_outside_autocast
 from torchfast.precision.float8_layers import Layer, layer_input
@@ -307,3 +310,15 @@ def _no_recompile_limit() -> Any:
 
 def _on_device(works: Mapping[str, Work], device: torch.device, budget_s: float) -> Measurement:
     return measure(works, reference=PLAIN, device=device, budget_s=budget_s, smallest=_SMALLEST)
+
+
+def of_graphs(works: Mapping[str, Work], device: torch.device, budget_s: float) -> Measurement:
+    """Time ways to compute a layer as a graph replays them."""
+    return measure(
+        works,
+        reference=PLAIN,
+        device=device,
+        budget_s=budget_s,
+        smallest=_SMALLEST,
+        stopwatch=DeviceStopwatch(device),
+    )

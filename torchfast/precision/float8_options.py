@@ -49,7 +49,8 @@ class Float8Options:
         loss_drift: Largest relative difference of the loss from bf16 without a warning; none comes
             where that of the gradient norm is no larger than this either, as with a loss near zero.
         norm_drift: The same for the norm of the gradients.
-        budget_s: Most seconds that measuring one shape takes, compilation aside.
+        budget_s: Most seconds that measuring one shape takes, compilation aside. The whole step is
+            timed for as long, or longer until each way had eight turns.
 
     Raises:
         PlanError: A recipe that does not exist, or values that contradict each other.

@@ -7,14 +7,12 @@ the recipes are chosen, forward and backward of the first batch run in bf16, wit
 float8, and with all that were measured, in turns, as the plan compiles them. What is fastest stays;
 what is not at least as fast as bf16, within 2 %, goes back to bf16 as a whole.
 
-Where a graph will hold the step, launches shall not count: the device is kept busy while the host
-launches a block, and events on the device time it from there on.
+Where a graph will hold the step, launches do not count (see `_core/device_stopwatch`).
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +22,8 @@ import torch
 from torch import nn
 
 from torchfast._core.decisions import Decision
-from torchfast._core.measure import Measurement, drain, measure
+from torchfast._core.device_stopwatch import DeviceStopwatch
+from torchfast._core.measure import Measurement, measure
 from torchfast._core.untouched import untouched
 
 logger = logging.getLogger(__name__)
@@ -34,10 +33,8 @@ FLOAT8: Final = "float8"
 ALL: Final = "all in float8"
 # A part more than which a step in float8 may not take.
 MOST: Final = 0.02
-# Of long steps so many of each are timed, whatever the budget is.
-_LEAST_TURNS: Final = 10
-_LONGEST_SLEEP_S: Final = 0.25
-_CYCLES_PER_S: Final = 2e9  # no GPU with float8 units has many more
+# Of long steps so many of each are timed, whatever the budget is: fewer have no interval.
+_LEAST_ROUNDS: Final = 8
 
 Work = Callable[[], object]
 Around = Callable[[str], AbstractContextManager[object]]
@@ -78,9 +75,8 @@ class StepCheck:
         """Say what was found."""
         times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in self.times_ms.items())
         then = "" if self.is_kept else f"; more than {1 + MOST:.2f} is not taken: all is in bf16"
-        then = (
-            "; layers that alone are slower in float8 are not so here" if self.takes_all else then
-        )
+        if self.takes_all:
+            then = "; layers that alone are slower in float8 are not so here"
         outcome: Any = "applied" if self.is_kept else "left alone"
         return Decision(lever="float8 step", outcome=outcome, detail=f"{self}: {times}{then}")
 
@@ -119,10 +115,9 @@ def check_step(
         return forms[name]()
 
     with untouched(model, device, work):
-        round_s = 0.0
         for name in list(forms):
             try:
-                round_s += _warmed_up(work, around(name), device)
+                _warm_up(work, around(name))
             except Exception as error:  # other kinds of kernels may not run, or not fit
                 if name != ALL:
                     raise
@@ -130,7 +125,7 @@ def check_step(
                 del forms[name]
         works: dict[str, Work] = dict.fromkeys(forms, work)
         clock = (_of_graphs if in_graph else _on_device) if timer is None else timer
-        found = clock(works, device, max(budget_s, _LEAST_TURNS * round_s), around)
+        found = clock(works, device, budget_s, around)
     ratios = {name: found.ratio(name) for name in works if name != PLAIN}
     # One that the time did not suffice for is no number.
     best = min(ratios, key=lambda name: (not ratios[name].num_rounds, ratios[name].ratio))
@@ -146,27 +141,31 @@ def check_step(
     )
 
 
-def _warmed_up(work: Work, around: AbstractContextManager[object], device: torch.device) -> float:
-    """Run a step twice, since the first compiles; return the seconds of the second."""
+def _warm_up(work: Work, around: AbstractContextManager[object]) -> None:
+    """Run a step twice, since the first compiles."""
     with around:
         for _ in range(2):
-            started = time.perf_counter()
             work()
-            drain(device)
-            last_s = time.perf_counter() - started
-    return last_s
 
 
 def _on_device(
     works: Mapping[str, Work], device: torch.device, budget_s: float, around: Around
 ) -> Measurement:
-    return measure(
-        works, reference=PLAIN, device=device, budget_s=budget_s, smallest=MOST, around=around
-    )
+    return _timed(works, device, budget_s, around, None)
 
 
 def _of_graphs(
     works: Mapping[str, Work], device: torch.device, budget_s: float, around: Around
+) -> Measurement:
+    return _timed(works, device, budget_s, around, DeviceStopwatch(device))
+
+
+def _timed(
+    works: Mapping[str, Work],
+    device: torch.device,
+    budget_s: float,
+    around: Around,
+    stopwatch: DeviceStopwatch | None,
 ) -> Measurement:
     return measure(
         works,
@@ -174,35 +173,7 @@ def _of_graphs(
         device=device,
         budget_s=budget_s,
         smallest=MOST,
+        least_rounds=_LEAST_ROUNDS,
         around=around,
-        stopwatch=_BehindSleep(device),
+        stopwatch=stopwatch,
     )
-
-
-class _BehindSleep:
-    """Times calls on the device, launched while it still sleeps: as a graph replays them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._launch_s = 0.0  # of a unit, the longest so far
-
-    def __call__(self, work: Work, units: int) -> float:
-        # The sleep and the events are of the current device, which need not be the model's.
-        with torch.cuda.device(self._device):
-            return self._timed(work, units)
-
-    def _timed(self, work: Work, units: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        sleep_s = min(1.5 * self._launch_s * units, _LONGEST_SLEEP_S)
-        if sleep_s:
-            torch.cuda._sleep(int(sleep_s * _CYCLES_PER_S))
-        start.record()
-        started = time.perf_counter()
-        for _ in range(units):
-            work()
-        launched_s = (time.perf_counter() - started) / units
-        end.record()
-        torch.cuda.synchronize(self._device)
-        # A step that waits for the device has waited for the sleep too: no longer than that.
-        self._launch_s = min(max(self._launch_s, launched_s), _LONGEST_SLEEP_S)
-        return float(start.elapsed_time(end)) / 1e3
