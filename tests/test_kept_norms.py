@@ -22,7 +22,7 @@ from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
 from torchfast.memory.deferred import Deferred, Like
 from torchfast.memory.noted_call import NotedCall
-from torchfast.memory.second_run import Saved
+from torchfast.memory.saved_tensor import Saved
 
 EVERYTHING = RecomputeOptions(selective=True, share=1.0)
 

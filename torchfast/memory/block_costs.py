@@ -20,6 +20,7 @@ from typing_extensions import override
 from torchfast._core.reading import Mark, Marks
 from torchfast.memory.kept_norms import Norm
 from torchfast.memory.kept_results import OpClass, Result, flops_of, op_class
+from torchfast.memory.saved_tensor import Packed, free_at_end
 from torchfast.memory.stretches import Stretch, Stretches
 
 Storages = dict[int, int]
@@ -33,6 +34,7 @@ class BlockCosts:
     Attributes:
         saved: Storages that autograd saved.
         inputs: Storages of the tensors it was called with.
+        returned: Storages of those it returned, which the next block is called with.
         results: Its expensive operations.
         result_storages: What each of these returned, as storages.
         made_in: In which stretch of the block each of these ran.
@@ -44,6 +46,7 @@ class BlockCosts:
 
     saved: Storages
     inputs: Storages
+    returned: Storages
     results: tuple[Result, ...]
     result_storages: tuple[Storages, ...]
     made_in: tuple[Stretch, ...]
@@ -54,8 +57,9 @@ class BlockCosts:
 
     @property
     def saved_bytes(self) -> int:
-        """What the call saves, its inputs included as far as it saves them."""
-        return sum(self.saved.values())
+        """What the call saves, with its inputs as far as it saves them, but what it returns."""
+        handed_on = self.returned.keys() - self.inputs.keys()
+        return sum(size for key, size in self.saved.items() if key not in handed_on)
 
     @property
     def input_bytes(self) -> int:
@@ -108,32 +112,36 @@ class CostMeter:
             the results of expensive operations alive, or others would get their memory.
         """
         saved: Storages = {}
-        num_saved = 0
+        packed: list[Packed] = []
         stretches = Stretches()
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal num_saved
-            num_saved += 1
+            packed.append(Packed(None, tensor, tensor._version))
             found = self.counted([tensor])
             saved.update(found)
             stretches.saves(tensor, found)
             return tensor.detach()
 
-        noting = _Noting(lambda: num_saved, self._marks, stretches)
+        noting = _Noting(lambda: len(packed), self._marks, stretches)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with stretches.noting(block), hooks, noting:
             result = function(*args, **kwargs)
 
+        # Those that are waited for: a second run ends there.
+        num_waited = len(packed) - sum(1 for _ in free_at_end(packed, result))
+        packed.clear()  # with the graph that they are in
+        returned = self.counted(tensors_in(result))
         inputs = self.counted(tensors_in((args, kwargs)))
 
         def costs() -> BlockCosts:
             norms = stretches.norms()
             noted = noting.noted
-            results = [one.result(num_saved, self._marks) for one in noted]
+            results = [one.result(num_waited, self._marks) for one in noted]
             kept_inputs = noting.kept_inputs(results, inputs)
             return BlockCosts(
                 saved=saved,
                 inputs=inputs,
+                returned=returned,
                 results=(
                     *results,
                     *(norm.result for norm in norms),
@@ -191,9 +199,9 @@ class _Noted:
         self.moved_bytes = sum(tensor.nbytes for tensor in (*tensors_in(args), *self._alive))
         self.num_saved, self.marks = num_saved, marks
 
-    def result(self, num_saved: int, marks: Marks | None) -> Result:
+    def result(self, num_waited: int, marks: Marks | None) -> Result:
         # What is computed when everything is saved is not waited for: the second run ends there.
-        is_needed = self.num_saved < num_saved
+        is_needed = self.num_saved < num_waited
         ms = 0.0 if marks is None or self.marks is None else marks.between_ms(*self.marks)
         return Result(self.kind, self.size_bytes, self.flops, is_needed, ms, self.moved_bytes)
 

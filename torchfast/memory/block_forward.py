@@ -57,6 +57,7 @@ class BlockKind:
         names: The blocks in words.
         choice: What selective recompute keeps, once the first call has shown what there is.
         places: Where in a block that is made.
+        end: Behind how many saved tensors come those at the end that cost nothing to keep.
         num_recomputed: Calls that will run again.
         is_compiled: Whether a call was compiled, so that the compiler recomputes.
         has_dropped_cache: Whether a cache of keys and values was left out of a call.
@@ -69,6 +70,7 @@ class BlockKind:
         self.options = options
         self.choice: KeptChoice | None = None
         self.places: KeptPlaces | None = None
+        self.end: int | None = None
         self.num_recomputed = 0
         self.is_compiled = False
         self.has_dropped_cache = False
@@ -149,7 +151,7 @@ class BlockForward(ForwardStandIn):
         if self._parts is not None and not all(map(_is_as_it_was, self._parts)):
             # Others, which are looked at as in a first call; what has run goes on with the former.
             self._buffers, self._generators, self._parts = WrittenBuffers(), OwnGenerators(), None
-        call = _Call(module, self._plain, self._buffers, kind.places)
+        call = _Call(module, self._plain, self._buffers, kind)
         result = call.run(self._generators, args, kwargs)
         if self._parts is None:
             self._parts = _parts_of(module)
@@ -190,23 +192,25 @@ def forward_of(module: nn.Module) -> BlockForward | None:
 class _Call:
     """One call of a block: first the forward, and later as often as the backward asks."""
 
-    __slots__ = ("_before", "_buffers", "_kept", "_module", "_run")
+    __slots__ = ("_before", "_buffers", "_kept", "_kind", "_module", "_run")
 
     def __init__(
         self,
         module: nn.Module,
         run: Callable[..., Any],
         buffers: WrittenBuffers,
-        places: KeptPlaces | None,
+        kind: BlockKind,
     ) -> None:
-        self._module, self._run, self._buffers = module, run, buffers
+        self._module, self._run, self._buffers, self._kind = module, run, buffers, kind
+        places = kind.places
         self._kept = None if places is None else KeptCalls(places, module)
         self._before: Before = []
 
     def run(self, generators: OwnGenerators, args: Any, kwargs: Any) -> Any:
         """Run the forward, which may draw from generators of its own."""
         known, of_host = generators.of(self._module), generators.before()
-        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), known)
+        end = self._kind.end
+        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), known, end)
         before = self._buffers.before(self._module)
         # For a backward within the forward, which comes before it is known what was written to.
         self._before = [kept for kept in before if kept.is_known]
@@ -217,6 +221,8 @@ class _Call:
                 result = twice.first(self._run, args, kwargs)
         self._before = self._buffers.written(self._module, before)
         twice.drew(generators.drawn(of_host))
+        if end is None:
+            self._kind.end = twice.end
         return result
 
     # It gets the call, which would hold itself if it were held here.

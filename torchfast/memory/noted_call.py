@@ -18,7 +18,8 @@ from torchfast._core.rng import DrawnFrom
 from torchfast.memory.caller_mode import is_transformed
 from torchfast.memory.deferred import Deferred, Like, Waiting
 from torchfast.memory.kept_norms import NORMS
-from torchfast.memory.second_run import Saved, TwiceRun, autocast_as, autocast_state
+from torchfast.memory.saved_tensor import Saved
+from torchfast.memory.second_run import TwiceRun, autocast_as, autocast_state
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS)
 _NAMES = {"weight", "bias"}

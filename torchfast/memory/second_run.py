@@ -4,6 +4,9 @@ What autograd would save in the call is not saved: in its place stands a small `
 the shape. The first of them that the backward opens lets the block run again, and that run gives
 each the tensor that autograd saves in the same place. It ends as soon as none is missing.
 
+What is saved at the end of a call often costs nothing to keep (see `saved_tensor`). So the second
+run of a block that ends in a norm or a ReLU ends before these.
+
 Torch's ``checkpoint(use_reentrant=False)`` does the same. Where the host sets the pace, what it
 does beside the block's own work is felt, and this does less of it. Every guarantee stands:
 gradients of gradients, a graph that is kept for a second backward, a backward within the forward,
@@ -34,35 +37,13 @@ from torchfast._core.rng import DrawnFrom
 from torchfast.memory.attention import attention_as, attention_state
 from torchfast.memory.deferred import Deferred, fail_written
 from torchfast.memory.held_arguments import HeldArgument, is_held
+from torchfast.memory.saved_tensor import Packed, Saved, keep_end, keep_returned
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class _Enough(BaseException):  # not an Exception: a block may catch those
     """Ends a second run that has computed all that is waited for."""
-
-
-@final
-class Saved:
-    """Stands in a graph for a tensor that will be computed again.
-
-    Attributes:
-        value: Computed by a second run, for one use.
-        kept: Kept since the first run, for every use.
-    """
-
-    __slots__ = ("__weakref__", "device", "dtype", "kept", "shape", "value", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.value: Tensor | None = None
-        self.kept: Tensor | None = None
-        self.version = 0
-
-    def keep(self, tensor: Tensor) -> None:
-        """Keep a tensor for every use, outside of the graph."""
-        self.kept = tensor.detach()
-        self.version = tensor._version
 
 
 @final
@@ -76,8 +57,11 @@ class TwiceRun:
         device: Where the block is, if not where its inputs are; None on the host.
         generators: That the block draws from, beside torch's default ones and those in its
             arguments.
+        end: How many tensors are saved before those at the end that cost nothing to keep, as an
+            equal block has found; None where that is to be found.
 
     Attributes:
+        end: That number, once the first run is through.
         taken: While it is a list, the first run puts what autograd saves there as well.
         has_backward: Whether there was a backward within the forward. It goes through the graph of
             each run, in which nothing may be left out, then.
@@ -85,7 +69,7 @@ class TwiceRun:
 
     __slots__ = (
         "_again", "_attention", "_autocast", "_device_context", "_drawn", "_inputs", "_is_first",
-        "_run", "_saved", "has_backward", "taken",
+        "_last", "_run", "_saved", "end", "has_backward", "taken",
     )  # fmt: skip
 
     def __init__(
@@ -95,12 +79,15 @@ class TwiceRun:
         kwargs: Any,
         device: torch.device | None = None,
         generators: Sequence[Any] = (),
+        end: int | None = None,
     ) -> None:
         self._run = again
+        self.end = end
         self._inputs = _Inputs(args, kwargs)
         self._saved: list[weakref.ref[Saved]] = []
         self._again: _Again | None = None
         self.taken: list[tuple[Saved, Tensor]] | None = None
+        self._last: list[Packed] | None = None  # of the first run, behind `end`
         self._is_first = self.has_backward = False
         devices = self._inputs.devices
         if device is not None and device not in devices:
@@ -114,11 +101,15 @@ class TwiceRun:
         """Run for the first time, and save nothing but the inputs and what is kept."""
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         self._is_first = True
+        last: list[Packed] = []
+        self._last = last
         try:
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
         finally:
-            self._is_first = False
+            self._is_first, self._last = False, None
             torch._C._autograd._pop_saved_tensors_default_hooks()
+        self.end = len(self._saved) - keep_end(last, result)
+        return result
 
     def drew(self, states: list[tuple[Any, Any]]) -> None:
         """Note generators that the first run turned out to draw from, as they were before it."""
@@ -139,14 +130,15 @@ class TwiceRun:
         self._saved.append(weakref.ref(saved))
         if self.taken is not None:
             self.taken.append((saved, tensor))
+        if self._last is not None and (self.end is None or len(self._saved) > self.end):
+            self._last.append(Packed(saved, tensor, tensor._version))
         return saved
 
     def _unpack(self, saved: Saved) -> Tensor:
         self.has_backward |= self._is_first
-        if saved.kept is not None:
-            if saved.kept._version != saved.version:
-                fail_written("what a block keeps", saved.kept, saved.version)
-            return saved.kept
+        kept = saved.there()
+        if kept is not None:
+            return kept
         value = saved.value
         if value is None:
             self._run_again()
@@ -173,6 +165,9 @@ class TwiceRun:
         except _Enough as ended:
             if ended.args[0] is not again:  # of a block around this one
                 raise
+        except RuntimeError:
+            if not again.is_complete:  # TorchScript passes on no exception of Python
+                raise
         else:
             again.check_complete()
         finally:
@@ -185,7 +180,7 @@ class TwiceRun:
 class _Again:
     """A second run that is under way."""
 
-    __slots__ = ("_needed", "_saved", "position", "values")
+    __slots__ = ("_needed", "_saved", "is_complete", "position", "values")
 
     def __init__(self, saved: list[weakref.ref[Saved]]) -> None:
         self._saved = saved
@@ -194,7 +189,7 @@ class _Again:
         while needed and ((last := saved[needed - 1]()) is None or last.kept is not None):
             needed -= 1
         self._needed = needed
-        self.position = 0
+        self.position, self.is_complete = 0, False
         # A backward within the block goes through the graph of this run.
         self.values: list[Tensor] = []
 
@@ -220,8 +215,7 @@ class _Again:
             )
         if saved.kept is None:
             saved.value = tensor
-        if self.position >= self._needed:
-            raise _Enough(self)
+        self._end_if_complete()
         self.values.append(tensor)
         return len(self.values) - 1
 
@@ -234,7 +228,11 @@ class _Again:
             self.position += 1
             if saved is not None and saved.kept is None:
                 saved.value = tensor
+        self._end_if_complete()
+
+    def _end_if_complete(self) -> None:
         if self.position >= self._needed:
+            self.is_complete = True
             raise _Enough(self)
 
     def check_complete(self) -> None:
@@ -297,6 +295,7 @@ class _Inputs:
         if hooks is not None:
             with torch.no_grad():  # as autograd calls them
                 return _Input(hooks[0](tensor), None, requires_grad)
+        keep_returned(tensor)
         version = None if tensor.is_inference() else tensor._version
         # Without its place in the graph, in which a block that writes to it would put itself.
         return _Input(tensor.detach() if requires_grad else tensor, version, requires_grad)
