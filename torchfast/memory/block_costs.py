@@ -134,7 +134,7 @@ class CostMeter:
         inputs = self.counted(tensors_in((args, kwargs)))
 
         def costs() -> BlockCosts:
-            norms = stretches.norms()
+            norms = stretches.norms(num_waited, returned)
             noted = noting.noted
             results = [one.result(num_waited, self._marks) for one in noted]
             kept_inputs = noting.kept_inputs(results, inputs)

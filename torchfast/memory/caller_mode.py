@@ -1,9 +1,10 @@
-"""Attention, seen where it is called and not where it is computed.
+"""Attention and ReLUs, seen where they are called and not where they are computed.
 
 A dispatch mode sees each operation below autograd, which costs more host time than the operation.
-A function mode sees the call of ``scaled_dot_product_attention`` itself, at a fifth of that for
-each call beside it. It stands only between two layers, and only as long as nothing has been
-compiled in this process: the compiler looks at function modes, and would compile anew for them.
+A function mode sees the call of ``scaled_dot_product_attention`` or ``relu`` itself, at a fifth of
+that for each call beside it. It stands only between two layers, and only as long as nothing has
+been compiled in this process: the compiler looks at function modes, and would compile anew for
+them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing_extensions import override
 from torchfast.memory.deferred import Deferred
 
 _NAMES = ("query", "key", "value")
+_RELUS = frozenset((F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_))
 
 
 def has_compiled() -> bool:
@@ -38,8 +40,8 @@ def is_transformed() -> bool:
 
 
 @final
-class AtAttention(TorchFunctionMode):
-    """Lets calls of attention in its body go through a function, which gets their arguments."""
+class AtCalls(TorchFunctionMode):
+    """Lets calls of attention and ReLU in its body go through a function with their arguments."""
 
     def __init__(self, around: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
@@ -47,9 +49,14 @@ class AtAttention(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return self._around(func, args, kwargs or {})
+        if is_attention(func) or func in _RELUS:
+            return self._around(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def is_attention(func: Any) -> bool:
+    """Whether a function is torch's attention."""
+    return func is F.scaled_dot_product_attention
 
 
 def inputs_of(args: Any, kwargs: Any) -> list[Tensor] | None:

@@ -104,6 +104,10 @@ class Deferred(Tensor):
                 self._real = self._compute().detach()
         return self._real
 
+    def become(self, tensor: Tensor) -> None:
+        """Stand for another tensor from now on: what an operation in place would have made."""
+        self._real = tensor.detach()
+
     # What reads the memory and not the tensor, as kernels of other libraries do.
 
     @override
@@ -147,6 +151,30 @@ class Deferred(Tensor):
                     tensor._waiting.compute()
         args, kwargs = tree_map_only(Deferred, cls.computed, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class _InGraph(torch.autograd.Function):
+    """Returns what is computed later, as the result of an operation: one may write to it."""
+
+    @staticmethod
+    def forward(_: Any, _anchor: Tensor, compute: Callable[[], Tensor], like: Like) -> Tensor:
+        return Deferred(compute, like, requires_grad=False)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Any) -> Any:  # noqa: ARG004
+        raise RuntimeError("nothing goes backward through a second run that leaves something out")
+
+
+def in_graph(compute: Callable[[], Tensor], like: Like) -> Tensor:
+    """Return a tensor that is computed when somebody looks at it, and no leaf of the graph.
+
+    Args:
+        compute: Computes it; called once, if at all.
+        like: The shape, strides, dtype and device that it will have.
+    """
+    anchor = torch.empty((), requires_grad=True)
+    made: Tensor = _InGraph.apply(anchor, compute, like)  # type: ignore[no-untyped-call]
+    return made
 
 
 @final

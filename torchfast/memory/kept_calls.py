@@ -9,9 +9,10 @@ call, which runs without recompute, shows in which of them the results to keep a
   comes out. The second run leaves the call out, and tells autograd's places for it what they wait
   for: the layer's input, which has been computed again by then, and its weight, cast where
   autocast did.
-- Between leaves a call of torch's attention is noted alike, by `AtAttention`. Where its inputs are
-  kept too, the layers that they come from are left out without a result: what stands for that is
-  computed when somebody looks, and attention does not.
+- Between leaves a call of torch's attention is noted alike, by `AtCalls`, and one of a ReLU that
+  alone reads a batch norm. Where the inputs of attention are kept too, the layers that they come
+  from are left out without a result: what stands for that is computed when somebody looks, and
+  attention does not.
 - Other results, of leaves of other kinds or between leaves, are seen by a dispatch mode, which
   stands for that stretch.
 
@@ -35,15 +36,16 @@ from torch.utils._pytree import tree_map_only
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.block_costs import KeptInputs
 from torchfast.memory.caller_mode import (
-    AtAttention,
+    AtCalls,
     draws,
     has_compiled,
     inputs_of,
+    is_attention,
     is_in_parts,
     is_transformed,
 )
 from torchfast.memory.deferred import Deferred, Waiting
-from torchfast.memory.kept_norms import Norm
+from torchfast.memory.kept_norms import ACTIVATIONS, Norm
 from torchfast.memory.kept_results import KeptResults
 from torchfast.memory.noted_call import NotedCall, can_be_noted, sources_of
 from torchfast.memory.second_run import TwiceRun
@@ -57,22 +59,25 @@ class KeptPlaces:
     Attributes:
         kept: For each stretch that makes some, which of its expensive operations they are of.
         leaves: The paths of the leaves that begin or end one of these stretches, and their names.
-        norms: The calls of norms that are left out.
+        norms: The calls of norms that are left out; for those that are read when enough is saved,
+            how much that is.
         readers: For each call that reads one of them, which.
         noted: The calls of leaves that are noted as they come out, if these are layers.
         attention: The stretches of which nothing is kept but what torch's attention returned.
         inputs: Those of them of which the inputs of attention are kept as well.
         feeders: For each call of a layer that nothing but these inputs are made from, which.
+        relus: The stretches between leaves of which nothing is kept but what a ReLU returned.
     """
 
     kept: dict[Stretch, tuple[bool, ...]]
     leaves: tuple[tuple[str, list[str]], ...]
-    norms: frozenset[Stretch]
+    norms: dict[Stretch, int | None]
     readers: dict[Stretch, Stretch]
     noted: frozenset[Stretch]
     attention: frozenset[Stretch]
     inputs: frozenset[Stretch]
     feeders: dict[Stretch, Stretch]
+    relus: frozenset[Stretch]
 
     @classmethod
     def of(
@@ -104,20 +109,23 @@ class KeptPlaces:
         read = [one for one, keep in zip(kept_inputs, kept[behind:], strict=True) if keep]
         feeders = {layer: one.read_in for one in read for layer in one.layers}
         readers = {reader: norm.made_in for norm in left_out for reader in norm.readers}
-        leaves = {stretch.leaf for stretch in (*places, *readers, *readers.values(), *feeders)}
+        norms_out = {norm.made_in: norm.read_at for norm in left_out}
+        activations = {norm.activation for norm in left_out} - {None, *by_stretch}
+        places |= dict.fromkeys(activations, (True,))
+        leaves = {stretch.leaf for stretch in (*places, *readers, *norms_out, *feeders)}
         for before, after in pairwise(order):
             if before in places and not before.is_inside:
                 leaves.add(after.leaf)
         paths = tuple((path, path.split(".")) for path in sorted(leaves - {""}))
         one = {s for s, those in places.items() if s.is_inside and those == (True,)}
-        noted = frozenset((*one, *readers, *readers.values(), *feeders))
+        noted = frozenset((*one, *readers, *norms_out, *feeders))
         called = {made_in[number] for number in attention}
         alone = frozenset(
             s for s, those in places.items() if s in called and not s.is_inside and len(those) == 1
         )
         inputs = frozenset(feeders.values())
-        norms_out = frozenset(readers.values())
-        return cls(places, paths, norms_out, readers, noted, alone, inputs, feeders)
+        relus = frozenset(stretch for stretch in activations if not stretch.is_inside)
+        return cls(places, paths, norms_out, readers, noted, alone, inputs, feeders, relus)
 
     def leaves_in(self, block: nn.Module) -> dict[str, nn.Module]:
         """Return the leaves of one of the blocks, as they stand there now."""
@@ -190,7 +198,7 @@ class _Run:
         self._numbers: dict[str, int] = {}
         self._mode: TorchDispatchMode | None = None
         self._depth = torch._C._len_torch_dispatch_stack()
-        self._looking: AtAttention | None = None
+        self._looking: AtCalls | None = None
         self._function_depth = torch._C._len_torch_function_stack()
         self._now = Stretch()
 
@@ -247,6 +255,7 @@ class _Run:
                 sources_of(module, x), result, position, taken,
                 keeps=self._kept.get(inside) == (True,), holds=holds,
                 waits=inside in self._places.norms or inside in self._places.feeders,
+                is_norm=inside in self._places.norms,
             )  # fmt: skip
             if inside in self._places.norms:
                 self._norms[inside] = result, {}
@@ -255,11 +264,18 @@ class _Run:
     def _left_out(self, inside: Stretch, module: nn.Module, run: Any, x: Tensor) -> Any:
         twice, there = self._twice, self._results.get(inside)
         noted = there if isinstance(there, NotedCall) and there.fits(twice, x) else None
-        if type(x) is Deferred and (noted is None or not noted.holds):
+        if type(module) in ACTIVATIONS:
+            # Of a norm that is left out; where it is not, this is quick.
+            if noted is None or type(x) is not Deferred:
+                return run(module, x)
+        elif type(x) is Deferred and (noted is None or not noted.holds):
             x = _looked_at(x)
         if noted is None:
             return run(module, x)
         if inside in self._places.norms:
+            read_at = self._places.norms[inside]
+            if read_at is not None and read_at < twice.num_needed:
+                return run(module, x)  # what is read then is waited for, after all
             return noted.deferred(twice, module, x, run)
         if inside in self._places.feeders:
             attention = self._results.get(self._places.feeders[inside])
@@ -269,6 +285,32 @@ class _Run:
             return run(module, noted.fed(x))
         del self._results[inside]  # its memory is free as soon as the backward has used it
         return noted.given(twice, sources_of(module, x))
+
+    def _at_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        at = self._at_attention if is_attention(func) else self._at_relu
+        return at(func, args, kwargs)
+
+    def _at_relu(self, func: Any, args: Any, kwargs: Any) -> Any:
+        twice, stretch = self._twice, self._now
+        x, there = args[0] if args else None, self._results.get(stretch)
+        is_plain = not is_transformed() and not torch.is_inference_mode_enabled()
+        if stretch not in self._places.relus or twice.has_backward or not is_plain:
+            return func(*args, **kwargs)
+        if self._is_again:
+            if type(there) is NotedCall and type(x) is Deferred and there.fits(twice, x):
+                del self._results[stretch]
+                return there.given(twice, [x])
+            return func(*args, **kwargs)
+        if there is not None or type(x) is not Tensor:
+            return func(*args, **kwargs)
+        position = twice.position
+        taken = twice.taken = []
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            twice.taken = None
+        self._results[stretch] = NotedCall([x], result, position, taken, keeps=True)
+        return result
 
     def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         twice, stretch = self._twice, self._now
@@ -307,17 +349,20 @@ class _Run:
             return
         if self._looks_at(stretch):
             if torch._C._len_torch_function_stack() == self._function_depth:
-                self._now, self._looking = stretch, AtAttention(self._at_attention)
+                self._now, self._looking = stretch, AtCalls(self._at_call)
                 self._looking.__enter__()  # type: ignore[no-untyped-call]
+            return
+        if stretch in self._places.relus:
             return
         self._mode = self._mode_of(stretch, kept)
         self._mode.__enter__()
 
     def _looks_at(self, stretch: Stretch) -> bool:
-        """Whether to look for calls of attention there, and not for operations."""
+        """Whether to look for calls there, and not for operations."""
         if self._is_again:
             return not isinstance(self._results.get(stretch), KeptResults)
-        return stretch in self._places.attention and not has_compiled()
+        places = self._places
+        return (stretch in places.attention or stretch in places.relus) and not has_compiled()
 
     def _end(self) -> None:
         # Not below a mode that somebody has entered since.

@@ -33,6 +33,8 @@ OpClass: TypeAlias = Literal["attention", "product", "convolution", "norm", "inp
 
 # About what a device computes in the time in which it moves a byte: an H100 or H200 in bf16.
 _FLOPS_PER_BYTE = 170
+# By so little more than its share a block may keep: the statistics of norms are no reason not to.
+_TINY = 256
 
 _PRODUCTS = frozenset(
     f"aten::{name}"
@@ -171,7 +173,7 @@ def choose_kept(
         >>> choose_kept([wide, narrow], 1000, 100, 0.5).kept
         (False, True)
     """
-    left = share * plain_bytes - input_bytes
+    left, slack = share * plain_bytes - input_bytes, plain_bytes // _TINY
     kept = [False] * len(results)
 
     def worth(number: int) -> tuple[bool, int, int]:
@@ -194,7 +196,7 @@ def choose_kept(
             continue
         given_up = [other for other in result.spares if kept[other]]
         size = result.size_bytes - sum(results[other].size_bytes for other in given_up)
-        if size <= left:
+        if size <= left + slack:
             kept[number] = True
             left -= size
             spared.update(result.spares)

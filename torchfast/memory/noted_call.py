@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.caller_mode import is_transformed
-from torchfast.memory.deferred import Deferred, Like, Waiting
-from torchfast.memory.kept_norms import NORMS
+from torchfast.memory.deferred import Deferred, Like, Waiting, in_graph
+from torchfast.memory.kept_norms import ACTIVATIONS, BATCH_NORMS, NORMS
 from torchfast.memory.saved_tensor import Saved
 from torchfast.memory.second_run import TwiceRun, autocast_as, autocast_state
 
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS, *BATCH_NORMS, *ACTIVATIONS)
 _NAMES = {"weight", "bias"}
 
 
@@ -74,6 +74,7 @@ class NotedCall:
         keeps: Whether the result is kept.
         keeps_inputs: Whether all that autograd saved is kept, the inputs too.
         waits: Whether a second run puts what is computed when somebody looks in the result's place.
+        is_norm: Whether the block may write to that.
         holds: What other readers of its input have kept of it; None if it is not to be kept.
         drawn: Where the generators stand behind it, if it draws.
 
@@ -83,8 +84,8 @@ class NotedCall:
     """
 
     __slots__ = (
-        "_drawn", "_dtype", "_held", "_like", "_position", "_recipes", "_requires_grad",
-        "_result", "_shape", "_stride", "_version", "keeps", "keeps_inputs",
+        "_drawn", "_dtype", "_held", "_is_in_place", "_is_norm", "_like", "_position", "_recipes",
+        "_requires_grad", "_result", "_shape", "_stride", "_version", "keeps", "keeps_inputs",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +98,7 @@ class NotedCall:
         keeps: bool,
         keeps_inputs: bool = False,
         waits: bool = False,
+        is_norm: bool = False,
         holds: list[Tensor] | None = None,
         drawn: DrawnFrom | None = None,
     ) -> None:
@@ -104,7 +106,7 @@ class NotedCall:
         self._result = result.detach()
         if not keeps:  # the count of writes, and no memory
             self._result.data = result.new_empty(0)
-        self.keeps, self.keeps_inputs = keeps, keeps_inputs
+        self.keeps, self.keeps_inputs, self._is_norm = keeps, keeps_inputs, is_norm
         self._version = result._version
         self._like = Like.of(result) if waits else None
         self._requires_grad = result.requires_grad
@@ -114,6 +116,7 @@ class NotedCall:
         self._held: Tensor | None = None
         storages = [source.untyped_storage()._cdata for source in sources]
         made = result.untyped_storage()._cdata
+        self._is_in_place = made == storages[0]
         self._recipes: list[_Recipe | None] = []
         for saved, tensor in taken:
             # Attention saves what it returns, which can be of the size and dtype of a cast of one.
@@ -133,10 +136,10 @@ class NotedCall:
         return self._held is not None
 
     def fits(self, twice: TwiceRun, x: Tensor) -> bool:
-        """Whether the second run has come to this call, and nobody has written to its result."""
+        """Whether the second run has come to this call, and nobody has written to what it kept."""
         return (
             twice.position == self._position
-            and self._result._version == self._version
+            and (self._is_norm or self._result._version == self._version)
             and self._shape == x.shape
             and self._dtype is x.dtype
             and self._stride == x.stride()
@@ -147,6 +150,8 @@ class NotedCall:
         self._give(twice, sources)
         if self._drawn is not None:
             self._drawn.restore()
+        if self._is_in_place and type(sources[0]) is Deferred:
+            sources[0].become(self._result)
         return self._result.requires_grad_(self._requires_grad)
 
     def deferred(
@@ -177,7 +182,11 @@ class NotedCall:
                 return run(module, fed)
 
         if waiting is None:
-            return Deferred(compute, self._like, requires_grad=self._requires_grad)
+            return (
+                in_graph(compute, self._like)
+                if self._requires_grad
+                else Deferred(compute, self._like, requires_grad=False)
+            )
         return waiting.deferred(compute, [fed], self._like, is_grad=self._requires_grad)
 
     def fed(self, x: Tensor) -> Tensor:

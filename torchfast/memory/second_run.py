@@ -120,6 +120,12 @@ class TwiceRun:
         """How many tensors autograd has saved so far, in the run that is under way."""
         return len(self._saved) if self._again is None else self._again.position
 
+    @property
+    def num_needed(self) -> int:
+        """How many of the saved tensors the second run that is under way has to come to."""
+        assert self._again is not None
+        return self._again.num_needed
+
     def give(self, tensors: list[Tensor | None]) -> None:
         """In a second run, give the next tensors that the first one saved; None is kept already."""
         assert self._again is not None
@@ -180,7 +186,7 @@ class TwiceRun:
 class _Again:
     """A second run that is under way."""
 
-    __slots__ = ("_needed", "_saved", "is_complete", "position", "values")
+    __slots__ = ("_saved", "is_complete", "num_needed", "position", "values")
 
     def __init__(self, saved: list[weakref.ref[Saved]]) -> None:
         self._saved = saved
@@ -188,7 +194,7 @@ class _Again:
         needed = len(saved)
         while needed and ((last := saved[needed - 1]()) is None or last.kept is not None):
             needed -= 1
-        self._needed = needed
+        self.num_needed = needed
         self.position, self.is_complete = 0, False
         # A backward within the block goes through the graph of this run.
         self.values: list[Tensor] = []
@@ -231,12 +237,12 @@ class _Again:
         self._end_if_complete()
 
     def _end_if_complete(self) -> None:
-        if self.position >= self._needed:
+        if self.position >= self.num_needed:
             self.is_complete = True
             raise _Enough(self)
 
     def check_complete(self) -> None:
-        if self.position < self._needed:
+        if self.position < self.num_needed:
             _fail(f"it saved {self.position} tensors instead of {len(self._saved)}")
 
 

@@ -7,7 +7,7 @@ attribute ``forward`` of each that is gone afterwards.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from torchfast._core.compiled_code import is_compiled_by_torch
 from torchfast.memory.caller_mode import (
-    AtAttention,
+    AtCalls,
     has_compiled,
     inputs_of,
+    is_attention,
     is_transformed,
     queries_keys_values,
 )
@@ -118,9 +119,9 @@ class Stretches:
             func, tensors, out, may_read=self.is_in_attention, may_wait=not self.now.is_inside
         )
 
-    def norms(self) -> list[Norm]:
-        """Return the norms that can be left out."""
-        return self._norms.found()
+    def norms(self, num_waited: int, returned: Collection[int]) -> list[Norm]:
+        """Return the norms that can be left out; see `NormWatch.found`."""
+        return self._norms.found(num_waited, returned)
 
     def inputs(self) -> list[Inputs]:
         """Return the inputs of attention that can be kept."""
@@ -133,13 +134,23 @@ class Stretches:
         looks = bool(leaves) and not has_compiled()
         with (
             in_the_way(leaves, self._around),
-            AtAttention(self._at_attention) if looks else nullcontext(),
+            AtCalls(self._at_call) if looks else nullcontext(),
         ):
             yield
 
-    def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _at_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if is_transformed():
             return func(*args, **kwargs)
+        if is_attention(func):
+            return self._at_attention(func, args, kwargs)
+        if self.now.is_inside or not args or type(args[0]) is not Tensor:
+            return func(*args, **kwargs)
+        self._norms.activates(self.now, args[0])
+        result = func(*args, **kwargs)
+        self._norms.activated(args[0], result)
+        return result
+
+    def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         inputs = inputs_of(args, kwargs)
         self.is_in_attention = inputs is not None
         self._inputs.enters(self.now, queries_keys_values(args, kwargs))

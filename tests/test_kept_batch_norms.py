@@ -1,0 +1,349 @@
+"""Batch norms that a ReLU alone reads, or nobody in time, are left out of the second run."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from recomputed import Live, image_loss, images, make, with_and_without
+from torchfast import Recompute, RecomputeOptions
+from torchfast._core.compare import differences
+from torchfast.memory.deferred import Deferred
+
+
+class Leaves(nn.Module):
+    """A bottleneck, as most models write it."""
+
+    def __init__(self, width=16, inner=8, norm=nn.BatchNorm2d, inplace=True):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, inner, 1, bias=False), norm(inner)
+        self.conv2, self.norm2 = nn.Conv2d(inner, inner, 3, padding=1, bias=False), norm(inner)
+        self.conv3, self.norm3 = nn.Conv2d(inner, width, 1, bias=False), norm(width)
+        self.relu = nn.ReLU(inplace=inplace)
+        self.num_calls = 0
+
+    def activated(self, x, number):
+        return self.relu(x)
+
+    def ends(self, y, x):
+        y += x
+        return self.relu(y)
+
+    def forward(self, x):
+        if torch._C._current_graph_task_id() == -1:
+            self.num_calls += 1
+        y = self.activated(self.norm1(self.conv1(x)), 1)
+        y = self.activated(self.norm2(self.conv2(y)), 2)
+        return self.ends(self.norm3(self.conv3(y)), x)
+
+
+class NotInPlace(Leaves):
+    def __init__(self):
+        super().__init__(inplace=False)
+
+
+class Functional(Leaves):
+    def activated(self, x, number):
+        return F.relu(x) if number == 1 else torch.relu(x)
+
+    def ends(self, y, x):
+        return F.relu(y + x)
+
+
+class FunctionalInPlace(Leaves):
+    def activated(self, x, number):
+        return F.relu(x, inplace=True) if number == 1 else x.relu_()
+
+
+class OtherName(Leaves):
+    """What a ReLU in place returns is let go of: its input is the same."""
+
+    def activated(self, x, number):
+        if number == 1:
+            self.relu(x)
+        else:
+            F.relu(x, inplace=True)
+        return x
+
+
+class Shortcut(Leaves):
+    """A norm on each side of the sum; the one that comes first is read last."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv4, self.norm4 = nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16)
+
+    def ends(self, y, x):
+        return self.relu(y + self.norm4(self.conv4(x)))
+
+
+class WithoutWeights(Leaves):
+    def __init__(self):
+        super().__init__(norm=partial(nn.BatchNorm2d, affine=False))
+
+
+class WithoutStatistics(Leaves):
+    def __init__(self):
+        super().__init__(norm=partial(nn.BatchNorm2d, track_running_stats=False))
+
+
+class Averaged(Leaves):
+    def __init__(self):
+        super().__init__(norm=partial(nn.BatchNorm2d, momentum=None))
+
+
+class Frozen(Leaves):
+    """Norms whose statistics and weights stay as they are."""
+
+    def __init__(self):
+        super().__init__()
+        for norm in (self.norm1, self.norm3):
+            norm.requires_grad_(False)
+            norm.eval()
+            norm.train = lambda mode=True, norm=norm: norm
+
+
+class Ending(Leaves):
+    """Ends in a norm and a ReLU, without a sum."""
+
+    def ends(self, y, x):
+        return self.relu(y)
+
+
+class ReadTwice(Leaves):
+    """Two read the first norm, and two ReLUs the second."""
+
+    def activated(self, x, number):
+        return F.relu(x) + (x * 0.5 if number == 1 else F.relu(-x))
+
+    def ends(self, y, x):
+        return y + x
+
+
+class Written(Leaves):
+    """The block writes to what a norm and a ReLU have returned."""
+
+    def activated(self, x, number):
+        if number == 1:
+            x *= 0.5
+            return torch.relu(x)
+        x = torch.relu(x) + 0.0
+        x += 1.0
+        return x
+
+
+class Changing(Leaves):
+    """ReLUs alone read the norms in the first two calls; in later ones others do as well."""
+
+    def activated(self, x, number):
+        match self.num_calls % 5:
+            case 3:
+                return torch.tanh(x)
+            case 4:
+                x.add_(1.0)
+                return self.relu(x)
+            case 0:
+                return F.relu(x, inplace=True) + x.sum() * 1e-3
+        return self.relu(x) if self.num_calls % 2 else self.relu(x.flip(0))
+
+    def ends(self, y, x):
+        if self.num_calls % 3 == 0:
+            y.mul_(0.5)
+            return torch.tanh(self.relu(y) * y) + x
+        return super().ends(y, x)
+
+
+BLOCKS = [
+    Leaves, NotInPlace, Functional, FunctionalInPlace, OtherName, Shortcut, WithoutWeights,
+    WithoutStatistics, Averaged, Frozen, Ending, ReadTwice, Written, Changing,
+]  # fmt: skip
+
+
+class Net(nn.Module):
+    def __init__(self, block, count=3):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.blocks = nn.Sequential(*(block() for _ in range(count)))
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def autocast_loss(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return image_loss(model, batch)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """Calls are looked at only as long as nothing has been compiled in the process."""
+    for module in ("kept_calls", "stretches"):
+        monkeypatch.setattr(f"torchfast.memory.{module}.has_compiled", lambda: False)
+
+
+@pytest.mark.parametrize("loss_fn", [image_loss, autocast_loss])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("share", [0.35, 0.5, 1.0])
+def test_bits(block, loss_fn, share):
+    options = RecomputeOptions(selective=True, share=share)
+    results = with_and_without(partial(Net, block), options, loss_fn, images, steps=7)
+    assert differences(*results) == []
+
+
+@pytest.mark.parametrize("block", [Leaves, Functional, Shortcut])
+def test_bits_once_something_is_compiled(block, monkeypatch):
+    for module in ("kept_calls", "stretches"):
+        monkeypatch.setattr(f"torchfast.memory.{module}.has_compiled", lambda: True)
+    results = with_and_without(partial(Net, block), "selective", image_loss, images, steps=4)
+    assert differences(*results) == []
+
+
+@pytest.fixture
+def norms_in_backward(monkeypatch):
+    """Note the batch norms that run in a backward, as far as something waits for them."""
+    ran, forward = [], nn.BatchNorm2d.forward
+
+    def noted(self, x):
+        out = forward(self, x)  # where a second run may end, before anything is computed
+        ran.append(self)
+        return out
+
+    monkeypatch.setattr(nn.BatchNorm2d, "forward", noted)
+
+    def run(model, loss_fn, batch, steps=2):
+        names = {module: name for name, module in model.named_modules()}
+        for _ in range(steps):
+            loss_fn(model, batch).backward()
+        loss = loss_fn(model, batch)
+        ran.clear()
+        loss.backward()
+        return [names[module] for module in ran]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("block", "again"),
+    [
+        (Leaves, ["norm3"]),
+        (NotInPlace, ["norm3"]),
+        (Functional, ["norm3"]),
+        (FunctionalInPlace, ["norm3"]),
+        (OtherName, ["norm3"]),
+        (Shortcut, ["norm3", "norm4"]),
+        (WithoutWeights, ["norm3"]),
+        (Frozen, ["norm3"]),
+        (Ending, ["norm3"]),
+    ],
+)
+def test_only_the_last_block_computes_a_norm_again(norms_in_backward, block, again):
+    """Nobody keeps what it returns, so its ReLU waits for what is added."""
+    torch.manual_seed(0)
+    model = Net(block)
+    with Recompute(model, RecomputeOptions(selective=True, share=0.6)) as recompute:
+        names = norms_in_backward(model, image_loss, images())
+        detail = recompute.decisions()[0].detail
+    assert names == [f"blocks.2.{name}" for name in again]
+    assert ("4 of 4 norms" if block is Shortcut else "3 of 3 norms") in detail
+
+
+@pytest.mark.parametrize("block", [ReadTwice, Written])
+def test_what_others_read_is_computed_again(norms_in_backward, block):
+    torch.manual_seed(0)
+    model = Net(block)
+    with Recompute(model, RecomputeOptions(selective=True, share=0.6)):
+        names = norms_in_backward(model, image_loss, images())
+    assert {"blocks.0.norm1", "blocks.1.norm1"} <= set(names)
+
+
+def test_nothing_that_is_left_out_is_computed_later(monkeypatch):
+    computed, compute = [], Deferred.computed
+    monkeypatch.setattr(Deferred, "computed", lambda d: computed.append(d) or compute(d))
+    torch.manual_seed(0)
+    model, batch = Net(Shortcut), images()
+    with Recompute(model, "selective"):
+        for _ in range(3):
+            image_loss(model, batch).backward()
+    assert computed == []
+
+
+@pytest.mark.parametrize("block", [Leaves, Functional])
+def test_half_of_the_memory_is_kept(block):
+    def kept(what):
+        torch.manual_seed(0)
+        model = Net(partial(block, width=64, inner=16) if block is Leaves else block)
+        model.stem = nn.Conv2d(3, model.blocks[0].conv1.in_channels, 3, padding=1)
+        model.head = nn.Linear(model.blocks[0].conv1.in_channels, 50)
+        recompute = None if what is None else Recompute(model, what)
+        for _ in range(2):
+            loss = image_loss(model, images())
+            loss.backward()
+        with Live() as live:
+            loss = image_loss(model, images())
+        found = live.live_bytes([*model.parameters(), *model.buffers(), loss])
+        if recompute is not None:
+            recompute.close()
+        return found
+
+    # The stem's and the head's, which both keep, are among it.
+    assert kept("selective") <= 0.5 * kept(None)
+
+
+def test_gradients_of_gradients_and_a_backward_within_the_forward():
+    class Force(Leaves):
+        def forward(self, x):
+            out = super().forward(x)
+            (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            return out + 0.1 * torch.tanh(slope)
+
+    def gradients(block, what):
+        torch.manual_seed(0)
+        model = Net(block)
+        batch = images()
+        batch[0].requires_grad_()
+        recompute = None if what is None else Recompute(model, what)
+        for _ in range(2):
+            loss = image_loss(model, batch)
+            (first,) = torch.autograd.grad(loss, batch[0], create_graph=True)
+            second = torch.autograd.grad(first.square().sum(), [*model.parameters()])
+        if recompute is not None:
+            recompute.close()
+        return [first, *second]
+
+    for block in (Leaves, Force):
+        found = gradients(block, None), gradients(block, "selective")
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", ["ResNet", "RegNet"])
+def test_outside_models(norms_in_backward, kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_sizes": [16, 32], "depths": [3, 3], "num_labels": 50}
+    config = getattr(transformers, f"{kind}Config")(
+        embedding_size=16, **sizes, **({"groups_width": 8} if kind == "RegNet" else {})
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForImageClassification")(config)
+    batch = images(size=32)
+    build = partial(copy.deepcopy, model)
+    assert differences(*with_and_without(build, "selective", image_loss, lambda: batch)) == []
+    # So small that what norms save of each channel is not little.
+    with Recompute(model, RecomputeOptions(selective=True, share=0.6)):
+        selective = norms_in_backward(model, image_loss, batch)
+    with Recompute(model, "blocks"):
+        blocks = norms_in_backward(model, image_loss, batch)
+    # Both are fewer than there are; of a pyramid of blocks each stage begins with another one.
+    assert len(selective) < len(blocks) / 2
+
+
+def test_the_report_counts_the_norms():
+    model, loss_fn, batch = make("resnet")
+    with Recompute(model, "selective") as recompute:
+        loss_fn(model, batch)
+        assert "keeps 0 of 3 convolutions, 3 of 3 norms" in recompute.decisions()[0].detail
