@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from recomputed import Live, image_loss, images, make, with_and_without
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
 from torchfast.memory.deferred import Deferred
+from torchfast.memory.kept_calls import KeptPlaces
 
 
 class Leaves(nn.Module):
@@ -125,6 +127,18 @@ class ReadTwice(Leaves):
         return y + x
 
 
+class Direct(Leaves):
+    """A convolution reads the second norm, and saves it last of all."""
+
+    def activated(self, x, number):
+        return self.relu(x) if number == 1 else x
+
+    def forward(self, x):
+        self.num_calls += 1
+        y = self.activated(self.norm1(self.conv1(x)), 1)
+        return self.conv3(self.activated(self.norm2(self.conv2(y)), 2)) + x
+
+
 class Written(Leaves):
     """The block writes to what a norm and a ReLU have returned."""
 
@@ -160,7 +174,7 @@ class Changing(Leaves):
 
 BLOCKS = [
     Leaves, NotInPlace, Functional, FunctionalInPlace, OtherName, Shortcut, WithoutWeights,
-    WithoutStatistics, Averaged, Frozen, Ending, ReadTwice, Written, Changing,
+    WithoutStatistics, Averaged, Frozen, Ending, ReadTwice, Direct, Written, Changing,
 ]  # fmt: skip
 
 
@@ -253,24 +267,51 @@ def test_only_the_last_block_computes_a_norm_again(norms_in_backward, block, aga
     assert ("4 of 4 norms" if block is Shortcut else "3 of 3 norms") in detail
 
 
-@pytest.mark.parametrize("block", [ReadTwice, Written])
-def test_what_others_read_is_computed_again(norms_in_backward, block):
+@pytest.fixture
+def computed(monkeypatch):
+    """Note what was left out and is computed after all."""
+    found, compute = [], Deferred.computed
+    monkeypatch.setattr(Deferred, "computed", lambda d: found.append(d) or compute(d))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("block", "norm", "kept"),
+    [
+        (ReadTwice, "norm1", "1 of 1 norms"),
+        (Written, "norm1", "2 of 2 norms"),
+        (Direct, "norm2", "1 of 1 norms"),
+    ],
+)
+def test_what_others_read_is_not_left_out(norms_in_backward, computed, block, norm, kept):
     torch.manual_seed(0)
     model = Net(block)
-    with Recompute(model, RecomputeOptions(selective=True, share=0.6)):
+    with Recompute(model, RecomputeOptions(selective=True, share=0.6)) as recompute:
         names = norms_in_backward(model, image_loss, images())
-    assert {"blocks.0.norm1", "blocks.1.norm1"} <= set(names)
+        assert kept in recompute.decisions()[0].detail
+    assert {f"blocks.{number}.{norm}" for number in range(3)} <= set(names)
+    assert computed == []
 
 
-def test_nothing_that_is_left_out_is_computed_later(monkeypatch):
-    computed, compute = [], Deferred.computed
-    monkeypatch.setattr(Deferred, "computed", lambda d: computed.append(d) or compute(d))
+def test_nothing_that_is_left_out_is_computed_later(computed):
     torch.manual_seed(0)
     model, batch = Net(Shortcut), images()
     with Recompute(model, "selective"):
         for _ in range(3):
             image_loss(model, batch).backward()
     assert computed == []
+
+
+@pytest.mark.parametrize("block", [Leaves, OtherName, FunctionalInPlace])
+def test_a_norm_that_is_not_left_out_is_activated(monkeypatch, block):
+    places = KeptPlaces.of
+
+    def without_norms(*args):
+        return dataclasses.replace(places(*args), norms={})
+
+    monkeypatch.setattr(KeptPlaces, "of", without_norms)
+    results = with_and_without(partial(Net, block), "selective", image_loss, images, steps=4)
+    assert differences(*results) == []
 
 
 @pytest.mark.parametrize("block", [Leaves, Functional])

@@ -29,6 +29,9 @@ NORMS = (nn.LayerNorm, nn.RMSNorm)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 ACTIVATIONS = (nn.ReLU,)  # which save what they return, and not what they get
 
+# Than a convolution a batch norm and a ReLU take so many times as long to move a byte: 1.7 TB/s in
+# place of 2.8 in bottlenecks on an H200 (benchmarks/recompute.py).
+_SLOWER = 1.6
 # Of what a norm returns: more than its statistics, and it is not one operation.
 _MOST_STATISTICS = 8
 
@@ -198,18 +201,18 @@ class NormWatch:
         num_waited: int,
         returned: Collection[int],
     ) -> Norm | None:
-        moved = 3 * made.out.nbytes  # it reads its input twice
+        moved = 3 * made.out.nbytes * _SLOWER  # it reads its input twice
         own = None if made.activated is None else made.activated.untyped_storage()._cdata
         is_read_alone = key not in self._read_otherwise and own not in returned
         if made.activated is not None and is_read_alone and list(made.saved) == [own]:
             kept = statistics | made.saved
-            moved += made.out.nbytes + made.activated.nbytes
-            result = Result("norm", sum(kept.values()), 0.0, moved_bytes=moved)
+            moved += (made.out.nbytes + made.activated.nbytes) * _SLOWER
+            result = Result("norm", sum(kept.values()), 0.0, moved_bytes=round(moved))
             return Norm(made.made_in, (), made.activation, None, result, kept)
         read_at = self._num_saved if made.read_at is None else made.read_at
         if min(read_at, self._saved_at.get(key, read_at)) < num_waited:
             return None
-        result = Result("norm", sum(statistics.values()), 0.0, moved_bytes=moved)
+        result = Result("norm", sum(statistics.values()), 0.0, moved_bytes=round(moved))
         return Norm(made.made_in, (), None, read_at, result, statistics)
 
     def _held(self, key: int, made: _Made) -> tuple[int, int] | None:

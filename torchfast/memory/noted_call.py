@@ -181,13 +181,11 @@ class NotedCall:
             with autocast_as(autocast):  # whoever looks may have turned it off
                 return run(module, fed)
 
-        if waiting is None:
-            return (
-                in_graph(compute, self._like)
-                if self._requires_grad
-                else Deferred(compute, self._like, requires_grad=False)
-            )
-        return waiting.deferred(compute, [fed], self._like, is_grad=self._requires_grad)
+        if waiting is not None:
+            return waiting.deferred(compute, [fed], self._like, is_grad=self._requires_grad)
+        if self._requires_grad:
+            return in_graph(compute, self._like)
+        return Deferred(compute, self._like, requires_grad=False)
 
     def fed(self, x: Tensor) -> Tensor:
         """Return what is kept of the input in its place."""
