@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from convolutional import Functional, Leaves, Net, Shortcut
 from recomputed import Live, image_loss, images, make, with_and_without
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
@@ -18,43 +19,9 @@ from torchfast.memory.deferred import Deferred
 from torchfast.memory.kept_calls import KeptPlaces
 
 
-class Leaves(nn.Module):
-    """A bottleneck, as most models write it."""
-
-    def __init__(self, width=16, inner=8, norm=nn.BatchNorm2d, inplace=True):
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(width, inner, 1, bias=False), norm(inner)
-        self.conv2, self.norm2 = nn.Conv2d(inner, inner, 3, padding=1, bias=False), norm(inner)
-        self.conv3, self.norm3 = nn.Conv2d(inner, width, 1, bias=False), norm(width)
-        self.relu = nn.ReLU(inplace=inplace)
-        self.num_calls = 0
-
-    def activated(self, x, number):
-        return self.relu(x)
-
-    def ends(self, y, x):
-        y += x
-        return self.relu(y)
-
-    def forward(self, x):
-        if torch._C._current_graph_task_id() == -1:
-            self.num_calls += 1
-        y = self.activated(self.norm1(self.conv1(x)), 1)
-        y = self.activated(self.norm2(self.conv2(y)), 2)
-        return self.ends(self.norm3(self.conv3(y)), x)
-
-
 class NotInPlace(Leaves):
     def __init__(self):
         super().__init__(inplace=False)
-
-
-class Functional(Leaves):
-    def activated(self, x, number):
-        return F.relu(x) if number == 1 else torch.relu(x)
-
-    def ends(self, y, x):
-        return F.relu(y + x)
 
 
 class FunctionalInPlace(Leaves):
@@ -71,17 +38,6 @@ class OtherName(Leaves):
         else:
             F.relu(x, inplace=True)
         return x
-
-
-class Shortcut(Leaves):
-    """A norm on each side of the sum; the one that comes first is read last."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv4, self.norm4 = nn.Conv2d(16, 16, 1, bias=False), nn.BatchNorm2d(16)
-
-    def ends(self, y, x):
-        return self.relu(y + self.norm4(self.conv4(x)))
 
 
 class WithoutWeights(Leaves):
@@ -176,17 +132,6 @@ BLOCKS = [
     Leaves, NotInPlace, Functional, FunctionalInPlace, OtherName, Shortcut, WithoutWeights,
     WithoutStatistics, Averaged, Frozen, Ending, ReadTwice, Direct, Written, Changing,
 ]  # fmt: skip
-
-
-class Net(nn.Module):
-    def __init__(self, block, count=3):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.blocks = nn.Sequential(*(block() for _ in range(count)))
-        self.head = nn.Linear(16, 50)
-
-    def forward(self, x):
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
 def autocast_loss(model, batch):
