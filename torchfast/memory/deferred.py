@@ -154,15 +154,14 @@ class Deferred(Tensor):
 
 
 class _InGraph(torch.autograd.Function):
-    """Returns what is computed later, as the result of an operation: one may write to it."""
+    """Returns what is computed later, as the result of an operation: one may write to it.
+
+    It has no backward: where a block calls one, nothing is left out of its second run.
+    """
 
     @staticmethod
     def forward(_: Any, _anchor: Tensor, compute: Callable[[], Tensor], like: Like) -> Tensor:
         return Deferred(compute, like, requires_grad=False)
-
-    @staticmethod
-    def backward(_: Any, *gradients: Any) -> Any:  # noqa: ARG004
-        raise RuntimeError("nothing goes backward through a second run that leaves something out")
 
 
 def in_graph(compute: Callable[[], Tensor], like: Like) -> Tensor:
