@@ -207,8 +207,15 @@ def test_the_real_clock_tells_with_an_interval_whatever_the_budget(monkeypatch, 
     assert all(type(trainer.model.blocks[i][0]) is nn.Linear for i in (0, 1))
 
 
+def time_shapes_eagerly(monkeypatch):
+    """Let the shapes of a compiled step be timed as they are: inductor takes a minute for them."""
+    eager = partial(float8_choice._work, compiled=False)
+    monkeypatch.setattr(float8_choice, "_work", lambda layer, shape, on, _: eager(layer, shape, on))
+
+
 @pytest.mark.parametrize("float8_ms", [0.5, 1.5], ids=["kept", "taken back"])
 def test_a_compiled_step_goes_on_in_what_was_found(monkeypatch, float8_ms):
+    time_shapes_eagerly(monkeypatch)
     monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(SHAPES))
     timer = step_timer_of([float8_ms] * 3)
     monkeypatch.setattr("torchfast.precision.float8_step._on_device", timer)
@@ -276,8 +283,7 @@ def test_a_look_at_the_model_as_it_is_is_no_step_that_was_not_compiled(precision
     torch.compiler.reset()
     monkeypatch.setattr("torchfast.precision.float8_choice._on_device", timer_of(SHAPES))
     monkeypatch.setattr("torchfast.precision.float8_step._on_device", step_timer_of([0.5] * 3))
-    eager = partial(float8_choice._work, compiled=False)  # inductor takes a minute for the shapes
-    monkeypatch.setattr(float8_choice, "_work", lambda layer, shape, on, _: eager(layer, shape, on))
+    time_shapes_eagerly(monkeypatch)
     options = CompileOptions(backend="eager", regions=("blocks.*",))
     plan = Plan(precision=precision, compile=options)
     with Trainer(gpt(), partial(optim.SGD, lr=0.1), loss_fn, plan) as trainer:

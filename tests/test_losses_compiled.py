@@ -176,14 +176,14 @@ def buffers_of(rows, columns, code):
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_all_chunks_add_to_one_buffer(dynamic, autocast):
-    inputs = make((4, 32), 203, 24)[:3]
+    inputs = make((3, 32), 203, 24)[:3]
     function = partial(linear_cross_entropy, chunk_size=32)
     if autocast:
         function = partial(in_autocast, linear_cross_entropy, chunk_size=32)
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
     forward, backward, found = generated(compiled, inputs)
     sums = sums_of(forward)
-    assert len(sums) == 3
+    assert len(sums) == 2
     assert len(set(sums)) == 1
     assert "extern_kernels.addmm(" not in forward
     # The backward multiplies by the loss's gradient, and overwrites what it gets.
