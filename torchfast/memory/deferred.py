@@ -106,7 +106,11 @@ class Deferred(Tensor):
 
     def become(self, tensor: Tensor) -> None:
         """Stand for another tensor from now on: what an operation in place would have made."""
-        self._real = tensor.detach()
+        if self._real is None:
+            self._real = tensor.detach()
+        else:  # of which there may be views
+            with torch.no_grad():
+                self._real.copy_(tensor)
 
     # What reads the memory and not the tensor, as kernels of other libraries do.
 
@@ -164,7 +168,7 @@ class _InGraph(torch.autograd.Function):
         return Deferred(compute, like, requires_grad=False)
 
 
-def in_graph(compute: Callable[[], Tensor], like: Like) -> Tensor:
+def in_graph(compute: Callable[[], Tensor], like: Like) -> Deferred:
     """Return a tensor that is computed when somebody looks at it, and no leaf of the graph.
 
     Args:
@@ -172,7 +176,7 @@ def in_graph(compute: Callable[[], Tensor], like: Like) -> Tensor:
         like: The shape, strides, dtype and device that it will have.
     """
     anchor = torch.empty((), requires_grad=True)
-    made: Tensor = _InGraph.apply(anchor, compute, like)  # type: ignore[no-untyped-call]
+    made: Deferred = _InGraph.apply(anchor, compute, like)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -22,9 +22,10 @@ the dispatch mode stands around all of it, and under it what is compiled stays c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, final
 
@@ -45,7 +46,7 @@ from torchfast.memory.caller_mode import (
     is_transformed,
 )
 from torchfast.memory.deferred import Deferred, Waiting
-from torchfast.memory.kept_norms import ACTIVATIONS, Norm
+from torchfast.memory.kept_norms import BATCH_NORMS, Norm
 from torchfast.memory.kept_results import KeptResults
 from torchfast.memory.noted_call import NotedCall, can_be_noted, sources_of
 from torchfast.memory.second_run import TwiceRun
@@ -66,7 +67,8 @@ class KeptPlaces:
         attention: The stretches of which nothing is kept but what torch's attention returned.
         inputs: Those of them of which the inputs of attention are kept as well.
         feeders: For each call of a layer that nothing but these inputs are made from, which.
-        relus: The stretches between leaves of which nothing is kept but what a ReLU returned.
+        activations: For each call of a ReLU whose result is kept, or the stretch between leaves in
+            which it is, the norm that it reads.
     """
 
     kept: dict[Stretch, tuple[bool, ...]]
@@ -77,7 +79,7 @@ class KeptPlaces:
     attention: frozenset[Stretch]
     inputs: frozenset[Stretch]
     feeders: dict[Stretch, Stretch]
-    relus: frozenset[Stretch]
+    activations: dict[Stretch, Stretch]
 
     @classmethod
     def of(
@@ -110,11 +112,14 @@ class KeptPlaces:
         feeders = {layer: one.read_in for one in read for layer in one.layers}
         readers = {reader: norm.made_in for norm in left_out for reader in norm.readers}
         norms_out = {norm.made_in: norm.read_at for norm in left_out}
-        activations = {norm.activation for norm in left_out} - {None, *by_stretch}
-        places |= dict.fromkeys(activations, (True,))
-        leaves = {stretch.leaf for stretch in (*places, *readers, *norms_out, *feeders)}
+        activations = {
+            norm.activation: norm.made_in
+            for norm in left_out
+            if norm.activation is not None and norm.activation not in by_stretch
+        }
+        leaves = {s.leaf for s in (*places, *readers, *norms_out, *feeders, *activations)}
         for before, after in pairwise(order):
-            if before in places and not before.is_inside:
+            if (before in places or before in activations) and not before.is_inside:
                 leaves.add(after.leaf)
         paths = tuple((path, path.split(".")) for path in sorted(leaves - {""}))
         one = {s for s, those in places.items() if s.is_inside and those == (True,)}
@@ -124,8 +129,7 @@ class KeptPlaces:
             s for s, those in places.items() if s in called and not s.is_inside and len(those) == 1
         )
         inputs = frozenset(feeders.values())
-        relus = frozenset(stretch for stretch in activations if not stretch.is_inside)
-        return cls(places, paths, norms_out, readers, noted, alone, inputs, feeders, relus)
+        return cls(places, paths, norms_out, readers, noted, alone, inputs, feeders, activations)
 
     def leaves_in(self, block: nn.Module) -> dict[str, nn.Module]:
         """Return the leaves of one of the blocks, as they stand there now."""
@@ -229,7 +233,9 @@ class _Run:
             can = len(args) == 1 and not kwargs and type(self._results.get(inside)) is NotedCall
         else:
             can = inside in self._places.noted and can_be_noted(module, args, kwargs)
-        if can:
+        if inside in self._places.activations and len(args) == 1 and not kwargs:
+            result = self._activated(inside, args[0], partial(run, module, args[0]))
+        elif can:
             noted = self._left_out if self._is_again else self._noted
             result = noted(inside, module, run, args[0])
         elif kept is None:
@@ -257,18 +263,14 @@ class _Run:
                 waits=inside in self._places.norms or inside in self._places.feeders,
                 is_norm=inside in self._places.norms,
             )  # fmt: skip
-            if inside in self._places.norms:
+            if self._places.norms.get(inside, 0) is None:
                 self._norms[inside] = result, {}
         return result
 
     def _left_out(self, inside: Stretch, module: nn.Module, run: Any, x: Tensor) -> Any:
         twice, there = self._twice, self._results.get(inside)
         noted = there if isinstance(there, NotedCall) and there.fits(twice, x) else None
-        if type(module) in ACTIVATIONS:
-            # Of a norm that is left out; where it is not, this is quick.
-            if noted is None or type(x) is not Deferred:
-                return run(module, x)
-        elif type(x) is Deferred and (noted is None or not noted.holds):
+        if type(x) is Deferred and (noted is None or not noted.holds):
             x = _looked_at(x)
         if noted is None:
             return run(module, x)
@@ -276,7 +278,11 @@ class _Run:
             read_at = self._places.norms[inside]
             if read_at is not None and read_at < twice.num_needed:
                 return run(module, x)  # what is read then is waited for, after all
-            return noted.deferred(twice, module, x, run)
+            if type(module) in BATCH_NORMS and has_compiled():
+                return run(module, x)  # what is compiled may read it, and is not seen
+            deferred = noted.deferred(twice, module, x, run)
+            self._norms[inside] = deferred, {}
+            return deferred
         if inside in self._places.feeders:
             attention = self._results.get(self._places.feeders[inside])
             if isinstance(attention, NotedCall) and attention.keeps_inputs:
@@ -291,25 +297,32 @@ class _Run:
         return at(func, args, kwargs)
 
     def _at_relu(self, func: Any, args: Any, kwargs: Any) -> Any:
-        twice, stretch = self._twice, self._now
-        x, there = args[0] if args else None, self._results.get(stretch)
+        run = partial(func, *args, **kwargs)
         is_plain = not is_transformed() and not torch.is_inference_mode_enabled()
-        if stretch not in self._places.relus or twice.has_backward or not is_plain:
-            return func(*args, **kwargs)
+        if not args or self._now not in self._places.activations or not is_plain:
+            return run()
+        return self._activated(self._now, args[0], run)
+
+    def _activated(self, stretch: Stretch, x: Any, run: Callable[[], Any]) -> Any:
+        """Run an activation, or give what it has returned if it is of the norm that is left out."""
+        twice, there = self._twice, self._results.get(stretch)
+        norm, _ = self._norms.get(self._places.activations[stretch], (None, {}))
+        if norm is not x or twice.has_backward or not torch.is_grad_enabled():
+            return run()
+        del self._norms[self._places.activations[stretch]]
         if self._is_again:
-            if type(there) is NotedCall and type(x) is Deferred and there.fits(twice, x):
-                del self._results[stretch]
-                return there.given(twice, [x])
-            return func(*args, **kwargs)
-        if there is not None or type(x) is not Tensor:
-            return func(*args, **kwargs)
+            if type(there) is not NotedCall or not there.fits(twice, x):
+                return run()
+            del self._results[stretch]
+            return there.given(twice, [x])
         position = twice.position
         taken = twice.taken = []
         try:
-            result = func(*args, **kwargs)
+            result = run()
         finally:
             twice.taken = None
-        self._results[stretch] = NotedCall([x], result, position, taken, keeps=True)
+        if type(result) is Tensor and taken:
+            self._results[stretch] = NotedCall([x], result, position, taken, keeps=True)
         return result
 
     def _at_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -345,24 +358,25 @@ class _Run:
 
     def _begin(self, stretch: Stretch) -> None:
         kept = self._kept.get(stretch)
-        if kept is None or torch._C._len_torch_dispatch_stack() != self._depth:
+        is_known = kept is not None or stretch in self._places.activations
+        if not is_known or torch._C._len_torch_dispatch_stack() != self._depth:
             return
         if self._looks_at(stretch):
             if torch._C._len_torch_function_stack() == self._function_depth:
                 self._now, self._looking = stretch, AtCalls(self._at_call)
                 self._looking.__enter__()  # type: ignore[no-untyped-call]
             return
-        if stretch in self._places.relus:
-            return
-        self._mode = self._mode_of(stretch, kept)
-        self._mode.__enter__()
+        if kept is not None:
+            self._mode = self._mode_of(stretch, kept)
+            self._mode.__enter__()
 
     def _looks_at(self, stretch: Stretch) -> bool:
         """Whether to look for calls there, and not for operations."""
+        if stretch in self._places.activations:
+            return not has_compiled() and (not self._is_again or stretch in self._results)
         if self._is_again:
             return not isinstance(self._results.get(stretch), KeptResults)
-        places = self._places
-        return (stretch in places.attention or stretch in places.relus) and not has_compiled()
+        return stretch in self._places.attention and not has_compiled()
 
     def _end(self) -> None:
         # Not below a mode that somebody has entered since.

@@ -74,9 +74,14 @@ class _Made:
 
 @final
 class NormWatch:
-    """Finds in a call of a block the norms that need not be computed again."""
+    """Finds in a call of a block the norms that need not be computed again.
 
-    def __init__(self) -> None:
+    Args:
+        batch_norms: Whether to look for those.
+    """
+
+    def __init__(self, *, batch_norms: bool) -> None:
+        self._kinds = (*NORMS, *BATCH_NORMS) if batch_norms else NORMS
         self._made: dict[int, _Made] = {}
         self._read_otherwise: set[int] = set()
         self._saved: dict[Any, dict[int, int]] = {}
@@ -91,7 +96,7 @@ class NormWatch:
         kind = type(module)
         if len(args) != 1 or type(out) is not Tensor or not out.requires_grad:
             return
-        if kind in NORMS or kind in BATCH_NORMS:
+        if kind in self._kinds:
             x = args[0].untyped_storage()._cdata
             made = _Made(stretch, x, out.detach(), is_batch=kind in BATCH_NORMS)
             self._made[out.untyped_storage()._cdata] = made
@@ -209,8 +214,9 @@ class NormWatch:
             moved += (made.out.nbytes + made.activated.nbytes) * _SLOWER
             result = Result("norm", sum(kept.values()), 0.0, moved_bytes=round(moved))
             return Norm(made.made_in, (), made.activation, None, result, kept)
-        read_at = self._num_saved if made.read_at is None else made.read_at
-        if min(read_at, self._saved_at.get(key, read_at)) < num_waited:
+        read_at = made.read_at
+        # Of what nobody was seen to read nobody knows: compiled code and kernels are not seen.
+        if read_at is None or min(read_at, self._saved_at.get(key, read_at)) < num_waited:
             return None
         result = Result("norm", sum(statistics.values()), 0.0, moved_bytes=round(moved))
         return Norm(made.made_in, (), None, read_at, result, statistics)

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.caller_mode import is_transformed
 from torchfast.memory.deferred import Deferred, Like, Waiting, in_graph
-from torchfast.memory.kept_norms import ACTIVATIONS, BATCH_NORMS, NORMS
+from torchfast.memory.kept_norms import BATCH_NORMS, NORMS
+from torchfast.memory.left_out_statistics import LeftOutStatistics
 from torchfast.memory.saved_tensor import Saved
 from torchfast.memory.second_run import TwiceRun, autocast_as, autocast_state
 
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS, *BATCH_NORMS, *ACTIVATIONS)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS, *BATCH_NORMS)
 _NAMES = {"weight", "bias"}
 
 
@@ -161,7 +162,7 @@ class NotedCall:
         x: Tensor,
         run: Any,
         waiting: Waiting | None = None,
-    ) -> Tensor:
+    ) -> Deferred:
         """Give autograd's places what they wait for, and return what will be the result.
 
         Args:
@@ -182,7 +183,19 @@ class NotedCall:
                 return run(module, fed)
 
         if waiting is not None:
-            return waiting.deferred(compute, [fed], self._like, is_grad=self._requires_grad)
+            made = waiting.deferred(compute, [fed], self._like, is_grad=self._requires_grad)
+        elif type(module) in BATCH_NORMS and module.training:
+            statistics = LeftOutStatistics(module, compute)
+            made = self._made_later(statistics.result)
+            for statistic in statistics.stand():
+                twice.waits(statistic)
+        else:
+            made = self._made_later(compute)
+        twice.waits(made)
+        return made
+
+    def _made_later(self, compute: Any) -> Deferred:
+        assert self._like is not None
         if self._requires_grad:
             return in_graph(compute, self._like)
         return Deferred(compute, self._like, requires_grad=False)

@@ -131,6 +131,11 @@ class TwiceRun:
         assert self._again is not None
         self._again.give(tensors)
 
+    def waits(self, deferred: Deferred) -> None:
+        """Note what the second run leaves out and somebody may still look at when it is over."""
+        assert self._again is not None
+        self._again.deferred.append(weakref.ref(deferred))
+
     def _pack(self, tensor: Tensor) -> Saved:
         saved = Saved(tensor)
         self._saved.append(weakref.ref(saved))
@@ -180,13 +185,19 @@ class TwiceRun:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             again.values.clear()
             self._again = before
+        # Somebody has taken it along, as a hook does that keeps features: soon the parameters will
+        # be others.
+        for reference in again.deferred:
+            deferred = reference()
+            if deferred is not None:
+                deferred.computed()
 
 
 @final
 class _Again:
     """A second run that is under way."""
 
-    __slots__ = ("_saved", "is_complete", "num_needed", "position", "values")
+    __slots__ = ("_saved", "deferred", "is_complete", "num_needed", "position", "values")
 
     def __init__(self, saved: list[weakref.ref[Saved]]) -> None:
         self._saved = saved
@@ -196,6 +207,7 @@ class _Again:
             needed -= 1
         self.num_needed = needed
         self.position, self.is_complete = 0, False
+        self.deferred: list[weakref.ref[Deferred]] = []
         # A backward within the block goes through the graph of this run.
         self.values: list[Tensor] = []
 

@@ -100,7 +100,7 @@ class Stretches:
         self.now = Stretch()
         self.order = [self.now]
         self._numbers: dict[str, int] = {}
-        self._norms = NormWatch()
+        self._norms = NormWatch(batch_norms=not has_compiled())
         self._inputs = InputWatch()
         self.is_in_attention = False
 
