@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recomputed import ResNet, image_loss, images, with_and_without
+from recomputed import Live, ResNet, image_loss, images, live_bytes, with_and_without
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
 from torchfast.memory import saved_tensor
@@ -350,3 +351,81 @@ def test_nothing_is_left_behind(kind):
         del loss  # and no backward comes
         gc.collect()
         assert not len(saved_tensor._returned)
+
+
+# --- what is tiny ---------------------------------------------------------------------------------
+
+
+class GatedByFirst(nn.Module):
+    """Adds to all positions what the first one's features give, a tiny view of large ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.out = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        return x + torch.sigmoid(self.out(hidden[:, 0]))[:, None]
+
+
+class Decays(nn.Module):
+    """A loop over positions, each tiny beside all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.decay = nn.Parameter(torch.full((16,), 0.5))
+
+    def forward(self, x):
+        state, states = torch.zeros_like(x[:, 0]), []
+        for position in range(x.shape[1]):
+            state = torch.tanh(state * self.decay + x[:, position])
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+@pytest.mark.parametrize("block", [GatedByFirst, Decays])
+def test_what_is_tiny_is_little_altogether(block):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(4)))
+    x = torch.randn(8, 512, 16)
+    with Recompute(model, "blocks"):
+        for _ in range(2):
+            square(model, x).backward()
+        kept = live_bytes(model, square, x)
+    # The inputs of four blocks, and of what is tiny a sixteenth of that at most.
+    assert kept <= (4 + 4 / 16 + 0.01) * x.nbytes
+
+
+def test_memory_that_its_owner_frees_is_free():
+    """As pipelines do with what a stage has sent."""
+    torch.manual_seed(0)
+    model, x, outs = nn.Sequential(*(ENDS["sigmoid"]() for _ in range(2))), features(), []
+    with Recompute(model, "blocks"):
+        square(model, x).backward()
+        with Live() as live:
+            sizes = []
+            for _ in range(4):
+                outs.append(model(x))
+                outs[-1].data = torch.empty(1)
+                sizes.append(live.live_bytes())
+    # Each adds what lies between the blocks, and nothing else.
+    assert all(b - a <= 1.01 * x.nbytes for a, b in pairwise(sizes))
+
+
+@pytest.mark.parametrize(
+    ("end", "num_layers"), [("batch norm", 0), ("layer norm", 3), ("small", 3)]
+)
+def test_ranks_end_alike_whatever_sizes_their_data_have(monkeypatch, end, num_layers):
+    """Collectives in a block would not match: only what has the shape of a parameter is tiny."""
+
+    class Scored(Ends):
+        def forward(self, x):
+            x = self.line(x)
+            return x * torch.sigmoid(x[:, :1].detach().clone().requires_grad_())
+
+    ends = {**ENDS, "small": partial(Scored, nn.Identity())}
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    torch.manual_seed(0)
+    name = {"batch norm": "native_batch_norm", "layer norm": "native_layer_norm"}.get(end, "mul")
+    counts = ran_in_backward(Row(ends[end]), square, features())
+    assert (counts[name] >= 3) == (num_layers == 3)
