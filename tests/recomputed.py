@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
@@ -203,6 +204,18 @@ class Live(TorchDispatchMode):
         )
 
 
+class Operations(TorchDispatchMode):
+    """Counts the operations that run, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def live_bytes(model, loss_fn, batch):
     """Return what a forward has made and keeps, the loss aside."""
     with Live() as live:
@@ -220,6 +233,12 @@ def kept_with(recompute, model, loss_fn, batch):
     with Recompute(model, recompute):
         live_bytes(model, loss_fn, batch)  # selective looks at its first call
         return live_bytes(model, loss_fn, batch)
+
+
+def as_if_compiled(monkeypatch, answer=lambda: False):
+    """Let a function say whether something has been compiled in this process: other tests have."""
+    for module in ("kept_calls", "stretches"):
+        monkeypatch.setattr(f"torchfast.memory.{module}.has_compiled", answer)
 
 
 def noted_layers(monkeypatch):

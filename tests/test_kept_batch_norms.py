@@ -12,10 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from convolutional import Functional, Leaves, Net, Shortcut
-from recomputed import Live, image_loss, images, make, with_and_without
+from recomputed import (
+    Live,
+    as_if_compiled,
+    image_loss,
+    images,
+    make,
+    noted_layers,
+    with_and_without,
+)
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
-from torchfast.memory.deferred import Deferred
 from torchfast.memory.kept_calls import KeptPlaces
 
 
@@ -142,8 +149,7 @@ def autocast_loss(model, batch):
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
     """Calls are looked at only as long as nothing has been compiled in the process."""
-    for module in ("kept_calls", "stretches"):
-        monkeypatch.setattr(f"torchfast.memory.{module}.has_compiled", lambda: False)
+    as_if_compiled(monkeypatch)
 
 
 @pytest.mark.parametrize("loss_fn", [image_loss, autocast_loss])
@@ -157,8 +163,7 @@ def test_bits(block, loss_fn, share):
 
 @pytest.mark.parametrize("block", [Leaves, Functional, Shortcut])
 def test_bits_once_something_is_compiled(block, monkeypatch):
-    for module in ("kept_calls", "stretches"):
-        monkeypatch.setattr(f"torchfast.memory.{module}.has_compiled", lambda: True)
+    as_if_compiled(monkeypatch, lambda: True)
     results = with_and_without(partial(Net, block), "selective", image_loss, images, steps=4)
     assert differences(*results) == []
 
@@ -215,9 +220,7 @@ def test_only_the_last_block_computes_a_norm_again(norms_in_backward, block, aga
 @pytest.fixture
 def computed(monkeypatch):
     """Note what was left out and is computed after all."""
-    found, compute = [], Deferred.computed
-    monkeypatch.setattr(Deferred, "computed", lambda d: found.append(d) or compute(d))
-    return found
+    return noted_layers(monkeypatch)[1]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from recomputed import (
     GPT,
     GPTBlock,
     Live,
+    as_if_compiled,
     image_loss,
     make,
     token_loss,
@@ -37,8 +38,7 @@ EVERYTHING = RecomputeOptions(selective=True, share=1.0)
 @pytest.fixture(params=[False, True], ids=["nothing compiled", "something compiled"])
 def has_compiled(request, monkeypatch):
     """Whether attention is seen by a dispatch mode, since a function mode is the compiler's too."""
-    for name in ("kept_calls", "stretches"):
-        monkeypatch.setattr(f"torchfast.memory.{name}.has_compiled", lambda: request.param)
+    as_if_compiled(monkeypatch, lambda: request.param)
     return request.param
 
 

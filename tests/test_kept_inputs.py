@@ -16,6 +16,7 @@ from recomputed import (
     GPT,
     Live,
     RotaryBlock,
+    as_if_compiled,
     live_bytes,
     make_or_skip,
     noted_layers,
@@ -36,8 +37,7 @@ EVERYTHING = RecomputeOptions(selective=True, share=1.0)
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
     """Whatever other tests have compiled in this process."""
-    for name in ("kept_calls", "stretches"):
-        monkeypatch.setattr(f"torchfast.memory.{name}.has_compiled", lambda: False)
+    as_if_compiled(monkeypatch)
 
 
 def autocast_loss(model, batch):
@@ -274,8 +274,7 @@ def test_something_is_compiled_in_the_process(monkeypatch, when):
     expected = train(GPT(block=RotaryBlock, dropout=0.2), autocast_loss, tokens())
     torch.manual_seed(0)
     model, num_calls = GPT(block=RotaryBlock, dropout=0.2), []
-    for name in ("kept_calls", "stretches"):
-        monkeypatch.setattr(f"torchfast.memory.{name}.has_compiled", lambda: len(num_calls) > when)
+    as_if_compiled(monkeypatch, lambda: len(num_calls) > when)
 
     def loss_fn(model, batch):
         num_calls.append(1)

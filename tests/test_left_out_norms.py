@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from convolutional import Functional, Leaves, Net
-from recomputed import image_loss, images, train, with_and_without
+from recomputed import as_if_compiled, image_loss, images, noted_layers, train, with_and_without
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
-from torchfast.memory.deferred import Deferred
 
 SHARES = pytest.mark.parametrize("share", [0.5, 1.0])
 
@@ -23,8 +22,7 @@ SHARES = pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.fixture
 def nothing_is_compiled(monkeypatch):
     """Calls are looked at only as long as nothing has been compiled in the process."""
-    for module in ("kept_calls", "stretches"):
-        monkeypatch.setattr(f"torchfast.memory.{module}.has_compiled", lambda: False)
+    as_if_compiled(monkeypatch)
 
 
 def selective(share):
@@ -268,13 +266,9 @@ def test_compiled_functions_in_a_block(monkeypatch, block):
     # As in a process in which nothing has been compiled before: other tests have.
     frames = torch._dynamo.convert_frame
     before = frames.FRAME_COUNTER
-    for module in ("kept_calls", "stretches"):
-        monkeypatch.setattr(
-            f"torchfast.memory.{module}.has_compiled", lambda: before < frames.FRAME_COUNTER
-        )
+    as_if_compiled(monkeypatch, lambda: before < frames.FRAME_COUNTER)
     # What stands for a norm's result is not what the function is compiled for.
-    computed, compute = [], Deferred.computed
-    monkeypatch.setattr(Deferred, "computed", lambda d: computed.append(d) or compute(d))
+    _, computed = noted_layers(monkeypatch)
     assert differences(expected, trained("selective")) == []
     assert computed == []
     assert before < frames.FRAME_COUNTER

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recomputed import with_and_without
+from recomputed import as_if_compiled, with_and_without
 from torchfast import RecomputeOptions
 from torchfast._core.compare import differences
 
@@ -142,8 +142,7 @@ def batch():
 
 @pytest.mark.parametrize("first", range(0, 80, 10))
 def test_bits(first, monkeypatch):
-    for module in ("kept_calls", "stretches"):
-        monkeypatch.setattr(f"torchfast.memory.{module}.has_compiled", lambda: False)
+    as_if_compiled(monkeypatch)
     for seed in range(first, first + 10):
         loss = partial(loss_fn, is_cast=seed % 2 == 1)
         for what in WAYS:

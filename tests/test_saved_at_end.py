@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from recomputed import Live, ResNet, image_loss, images, live_bytes, with_and_without
+from recomputed import (
+    Live,
+    Operations,
+    ResNet,
+    as_if_compiled,
+    image_loss,
+    images,
+    live_bytes,
+    with_and_without,
+)
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
 from torchfast.memory import saved_tensor
 
 BLOCKS = pytest.mark.parametrize("what", ["blocks", "selective"])
-
-
-class Ran(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func._schema.name.removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def ran_in_backward(model, loss_fn, batch, what="blocks", steps=2):
@@ -38,7 +33,7 @@ def ran_in_backward(model, loss_fn, batch, what="blocks", steps=2):
         for _ in range(steps - 1):
             loss_fn(model, batch).backward()
         loss = loss_fn(model, batch)
-        with Ran() as ran:
+        with Operations() as ran:
             loss.backward()
     return ran.counts
 
@@ -163,8 +158,7 @@ def test_what_is_there_is_not_computed_again(end, operation):
 
 @pytest.mark.parametrize(("what", "num_norms"), [("blocks", 2 + 2 + 3), ("selective", 1)])
 def test_a_residual_network_ends_before_its_last_norm(what, num_norms, monkeypatch):
-    for module in ("kept_calls", "stretches"):  # behind others' tests
-        monkeypatch.setattr(f"torchfast.memory.{module}.has_compiled", lambda: False)
+    as_if_compiled(monkeypatch)
     torch.manual_seed(0)
     counts = ran_in_backward(ResNet(), image_loss, images(), what, steps=3)
     # Nobody keeps what the last block returns.
@@ -256,7 +250,7 @@ def test_nothing_is_kept_where_others_move_what_is_saved():
         for _ in range(2):
             with torch.autograd.graph.saved_tensors_hooks(pack, on_host.__getitem__):
                 loss = square(model, features())
-            with Ran() as ran:
+            with Operations() as ran:
                 loss.backward()
     assert ran.counts["native_batch_norm"] == 3
     assert not len(saved_tensor._returned)

@@ -18,6 +18,7 @@ from recomputed import (
     GPTBlock,
     ResNet,
     RotaryBlock,
+    as_if_compiled,
     image_loss,
     images,
     kept_with,
@@ -208,8 +209,7 @@ def test_what_selective_keeps_does_not_run_again(precision):
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_what_leads_to_attention_does_not_run_again(monkeypatch, precision):
     """Float32 goes to another kernel of attention, which repeats keys and values first."""
-    for name in ("kept_calls", "stretches"):  # whatever other tests have compiled
-        monkeypatch.setattr(f"torchfast.memory.{name}.has_compiled", lambda: False)
+    as_if_compiled(monkeypatch)
     layers, computed = noted_layers(monkeypatch)
     torch.manual_seed(0)
     model, batch = GPT(block=RotaryBlock).cuda(), tokens().cuda()

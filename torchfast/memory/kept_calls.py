@@ -250,12 +250,7 @@ class _Run:
         twice = self._twice
         out, held = self._norms.get(self._places.readers.get(inside, inside), (None, {}))
         holds = held.setdefault(x._version, []) if out is x else None
-        position = twice.position
-        taken = twice.taken = []
-        try:
-            result = run(module, x)
-        finally:
-            twice.taken = None
+        result, position, taken = twice.taking(partial(run, module, x))
         if type(result) is Tensor:
             self._results[inside] = NotedCall(
                 sources_of(module, x), result, position, taken,
@@ -263,7 +258,7 @@ class _Run:
                 waits=inside in self._places.norms or inside in self._places.feeders,
                 is_norm=inside in self._places.norms,
             )  # fmt: skip
-            if self._places.norms.get(inside, 0) is None:
+            if inside in self._places.norms and self._places.norms[inside] is None:
                 self._norms[inside] = result, {}
         return result
 
@@ -297,17 +292,16 @@ class _Run:
         return at(func, args, kwargs)
 
     def _at_relu(self, func: Any, args: Any, kwargs: Any) -> Any:
-        run = partial(func, *args, **kwargs)
-        is_plain = not is_transformed() and not torch.is_inference_mode_enabled()
-        if not args or self._now not in self._places.activations or not is_plain:
-            return run()
-        return self._activated(self._now, args[0], run)
+        if not args or self._now not in self._places.activations:
+            return func(*args, **kwargs)
+        return self._activated(self._now, args[0], partial(func, *args, **kwargs))
 
     def _activated(self, stretch: Stretch, x: Any, run: Callable[[], Any]) -> Any:
         """Run an activation, or give what it has returned if it is of the norm that is left out."""
         twice, there = self._twice, self._results.get(stretch)
         norm, _ = self._norms.get(self._places.activations[stretch], (None, {}))
-        if norm is not x or twice.has_backward or not torch.is_grad_enabled():
+        is_plain = not is_transformed() and torch.is_grad_enabled()
+        if norm is not x or twice.has_backward or not is_plain:
             return run()
         del self._norms[self._places.activations[stretch]]
         if self._is_again:
@@ -315,12 +309,7 @@ class _Run:
                 return run()
             del self._results[stretch]
             return there.given(twice, [x])
-        position = twice.position
-        taken = twice.taken = []
-        try:
-            result = run()
-        finally:
-            twice.taken = None
+        result, position, taken = twice.taking(run)
         if type(result) is Tensor and taken:
             self._results[stretch] = NotedCall([x], result, position, taken, keeps=True)
         return result
@@ -340,12 +329,7 @@ class _Run:
             return there.given(twice, inputs)
         if there is not None or any(type(tensor) is Deferred for tensor in inputs):
             return func(*args, **kwargs)
-        position = twice.position
-        taken = twice.taken = []
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            twice.taken = None
+        result, position, taken = twice.taking(partial(func, *args, **kwargs))
         saved_bytes = sum(tensor.nbytes for _, tensor in taken)
         if type(result) is Tensor and not is_in_parts(inputs, result, saved_bytes):
             drawn = DrawnFrom() if result.device.type == "cpu" else DrawnFrom(result.device)

@@ -62,14 +62,13 @@ class TwiceRun:
 
     Attributes:
         end: That number, once the first run is through.
-        taken: While it is a list, the first run puts what autograd saves there as well.
         has_backward: Whether there was a backward within the forward. It goes through the graph of
             each run, in which nothing may be left out, then.
     """
 
     __slots__ = (
         "_again", "_attention", "_autocast", "_device_context", "_drawn", "_inputs", "_is_first",
-        "_last", "_run", "_saved", "end", "has_backward", "taken",
+        "_last", "_run", "_saved", "_taken", "end", "has_backward",
     )  # fmt: skip
 
     def __init__(
@@ -86,7 +85,8 @@ class TwiceRun:
         self._inputs = _Inputs(args, kwargs)
         self._saved: list[weakref.ref[Saved]] = []
         self._again: _Again | None = None
-        self.taken: list[tuple[Saved, Tensor]] | None = None
+        # While it is a list, the first run puts what autograd saves there as well.
+        self._taken: list[tuple[Saved, Tensor]] | None = None
         self._last: list[Packed] | None = None  # of the first run, behind `end`
         self._is_first = self.has_backward = False
         devices = self._inputs.devices
@@ -131,6 +131,19 @@ class TwiceRun:
         assert self._again is not None
         self._again.give(tensors)
 
+    def taking(self, run: Callable[[], Any]) -> tuple[Any, int, list[tuple[Saved, Tensor]]]:
+        """Run a part of the first run.
+
+        Returns:
+            Its result, how many tensors autograd had saved before, and what it saved in it.
+        """
+        position = self.position
+        taken = self._taken = []
+        try:
+            return run(), position, taken
+        finally:
+            self._taken = None
+
     def waits(self, deferred: Deferred) -> None:
         """Note what the second run leaves out and somebody may still look at when it is over."""
         assert self._again is not None
@@ -139,8 +152,8 @@ class TwiceRun:
     def _pack(self, tensor: Tensor) -> Saved:
         saved = Saved(tensor)
         self._saved.append(weakref.ref(saved))
-        if self.taken is not None:
-            self.taken.append((saved, tensor))
+        if self._taken is not None:
+            self._taken.append((saved, tensor))
         if self._last is not None and (self.end is None or len(self._saved) > self.end):
             self._last.append(Packed(saved, tensor, tensor._version))
         return saved

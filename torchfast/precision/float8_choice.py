@@ -308,17 +308,22 @@ def _no_recompile_limit() -> Any:
     return disable_cache_limit()
 
 
-def _on_device(works: Mapping[str, Work], device: torch.device, budget_s: float) -> Measurement:
-    return measure(works, reference=PLAIN, device=device, budget_s=budget_s, smallest=_SMALLEST)
-
-
-def of_graphs(works: Mapping[str, Work], device: torch.device, budget_s: float) -> Measurement:
-    """Time ways to compute a layer as a graph replays them."""
+def _on_device(
+    works: Mapping[str, Work],
+    device: torch.device,
+    budget_s: float,
+    stopwatch: DeviceStopwatch | None = None,
+) -> Measurement:
     return measure(
         works,
         reference=PLAIN,
         device=device,
         budget_s=budget_s,
         smallest=_SMALLEST,
-        stopwatch=DeviceStopwatch(device),
+        stopwatch=stopwatch,
     )
+
+
+def of_graphs(works: Mapping[str, Work], device: torch.device, budget_s: float) -> Measurement:
+    """Time ways to compute a layer as a graph replays them."""
+    return _on_device(works, device, budget_s, DeviceStopwatch(device))

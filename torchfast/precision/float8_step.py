@@ -149,23 +149,11 @@ def _warm_up(work: Work, around: AbstractContextManager[object]) -> None:
 
 
 def _on_device(
-    works: Mapping[str, Work], device: torch.device, budget_s: float, around: Around
-) -> Measurement:
-    return _timed(works, device, budget_s, around, None)
-
-
-def _of_graphs(
-    works: Mapping[str, Work], device: torch.device, budget_s: float, around: Around
-) -> Measurement:
-    return _timed(works, device, budget_s, around, DeviceStopwatch(device))
-
-
-def _timed(
     works: Mapping[str, Work],
     device: torch.device,
     budget_s: float,
     around: Around,
-    stopwatch: DeviceStopwatch | None,
+    stopwatch: DeviceStopwatch | None = None,
 ) -> Measurement:
     return measure(
         works,
@@ -177,3 +165,9 @@ def _timed(
         around=around,
         stopwatch=stopwatch,
     )
+
+
+def _of_graphs(
+    works: Mapping[str, Work], device: torch.device, budget_s: float, around: Around
+) -> Measurement:
+    return _on_device(works, device, budget_s, around, DeviceStopwatch(device))
