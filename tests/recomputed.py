@@ -216,6 +216,23 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def copied_buffers(monkeypatch):
+    """Note what is copied for second runs, one by one and together."""
+    copied, clone, together = [], torch.Tensor.clone, torch._foreach_copy_
+
+    def noted(self, **options):
+        copied.append(self)
+        return clone(self, **options)
+
+    def noted_together(own, theirs, **options):
+        copied.extend(theirs)
+        return together(own, theirs, **options)
+
+    monkeypatch.setattr(torch.Tensor, "clone", noted)
+    monkeypatch.setattr(torch, "_foreach_copy_", noted_together)
+    return copied
+
+
 def live_bytes(model, loss_fn, batch):
     """Return what a forward has made and keeps, the loss aside."""
     with Live() as live:

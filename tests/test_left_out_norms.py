@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from convolutional import Functional, Leaves, Net
+from convolutional import Counted, Functional, Leaves, Net
 from recomputed import as_if_compiled, image_loss, images, noted_layers, train, with_and_without
 from torchfast import Recompute, RecomputeOptions
 from torchfast._core.compare import differences
@@ -171,7 +171,7 @@ def test_what_is_computed_late_leaves_the_statistics_of_later_forwards_alone(
 # --- others that read, in later calls -------------------------------------------------------------
 
 
-class ViewBefore(Leaves):
+class ViewBefore(Counted, Leaves):
     """A view of a norm's result that was made before a ReLU in place."""
 
     def activated(self, x, number):
@@ -182,7 +182,7 @@ class ViewBefore(Leaves):
         return self.relu(x)
 
 
-class OtherReLU(Functional):
+class OtherReLU(Counted, Functional):
     """Another ReLU of the same shape, which saves nothing, comes first."""
 
     def activated(self, x, number):

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from recomputed import train
+from convolutional import Leaves, Net
+from recomputed import Operations, copied_buffers, image_loss, images, train
 from torchfast import Recompute
 from torchfast._core.compare import differences
 from torchfast.memory import written_buffers
@@ -276,20 +277,63 @@ def test_parameters_stay_the_same_objects():
 
 def test_frozen_parameters_that_nobody_writes_to_are_copied_in_the_first_call_alone(monkeypatch):
     model = three(FrozenParameter)
-    copied, clone = set(), torch.Tensor.clone
-
-    def noted(self, **options):
-        copied.add(self.data_ptr())
-        return clone(self, **options)
-
-    monkeypatch.setattr(torch.Tensor, "clone", noted)
+    copied = copied_buffers(monkeypatch)
     expected = {block.frozen.data_ptr() for block in model}
     with Recompute(model):
         square(model, features()).backward()
-        assert expected <= copied
+        assert expected <= {tensor.data_ptr() for tensor in copied}
         copied.clear()
         square(model, features()).backward()
-    assert not expected & copied
+    assert copied
+    assert not expected & {tensor.data_ptr() for tensor in copied}
+
+
+def test_the_statistics_of_a_block_are_copied_together(monkeypatch):
+    """Nine buffers in two dtypes: two launches at the start of a forward, two of a second run."""
+    model = Net(Leaves)
+    image_loss(model, images()).backward()
+    model.zero_grad()
+    with Recompute(model):
+        for _ in range(2):
+            model.zero_grad()
+            loss = image_loss(model, images())
+            with Operations() as second:
+                loss.backward()
+        with Operations() as first:
+            image_loss(model, images())
+    num_blocks = len(model.blocks)
+    assert first.counts["_foreach_copy_"] == second.counts["_foreach_copy_"] == 2 * num_blocks
+    assert first.counts["clone"] == second.counts["clone"] == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(3.0).expand(2, 3),
+        torch.arange(6).view(2, 3)[:, ::2],
+        torch.tensor(3),
+        torch.zeros(0),
+        torch.arange(4.0).to(torch.bfloat16),
+        torch.view_as_complex(torch.arange(4.0).view(2, 2)),
+        torch.view_as_complex(torch.arange(4.0).view(2, 2)).conj().imag,
+        torch.tensor([True, False]),
+        torch.arange(4.0).to(torch.float8_e4m3fn),
+        nn.Parameter(torch.arange(3.0)),
+    ],
+    ids=lambda value: f"{value.dtype}-{tuple(value.shape)}".removeprefix("torch."),
+)
+def test_a_copy_is_what_a_clone_is(value):
+    others = [torch.ones(2), torch.ones(2, dtype=torch.int64), None]
+    copies = written_buffers._copies([value.detach(), *others])
+    expected = value.detach().clone()
+    assert [copies[1].dtype, copies[2].dtype, copies[3]] == [torch.float32, torch.int64, None]
+    (copy, *_) = copies
+    assert differences(expected, copy) == []
+    assert (copy.stride(), copy.dtype) == (expected.stride(), expected.dtype)
+    assert (
+        copy.untyped_storage().data_ptr() != value.untyped_storage().data_ptr() or not value.numel()
+    )
 
 
 class Scripted(nn.Module):
