@@ -11,7 +11,8 @@ or crashes costs only itself. Against the plain eager step, under the same autoc
   ``exact``, within a tolerance of fp32 under any other plan; and how many of them were replays of a
   graph. Where a plan in bf16 is not held, its control is measured as well: the plain loop in bf16;
 - gain: blocks of steps of both, in random order within a pair, the device drained around each;
-  the figure is the median over pairs of the ratio of their times;
+  the figure is the median over pairs of the ratio of their times. There are ten, and fifty where
+  the ten say that the two are within a tenth of each other;
 - how often a step makes the host wait, as torch's sync debug mode counts it (CUDA only);
 - what was compiled: graphs, graph breaks, recompiles and the seconds that it took, each process
   with an empty cache. Parity's own compilation stands with parity.

@@ -113,9 +113,18 @@ def test_a_good_model_runs_and_holds_parity(plan, exact):
     assert (record["parity"]["held"], record["parity"]["exact"]) == (True, exact)
     assert (record["parity"]["loss_error"] == 0) is exact
     assert record["form"] == "eager"
-    assert len(record["pairs_ms"]) == sweep_model.NUM_PAIRS
+    assert len(record["pairs_ms"]) in (10, 50)
     assert record["gain_quartiles"][0] <= record["gain"] <= record["gain_quartiles"][1]
     assert "host_waits" not in record
+
+
+@pytest.mark.parametrize(("factor", "num_pairs"), [(0.85, 10), (0.95, 50), (1.05, 50), (1.2, 10)])
+def test_more_pairs_are_taken_where_the_two_are_close(monkeypatch, factor, num_pairs):
+    times = {"eager": 10.0, "plan": 10.0 / factor}
+    monkeypatch.setattr(sweep_model, "block_ms", lambda step, count, drain: times[step])
+    found = sweep_model.compare("eager", "plan", lambda: None)
+    assert len(found["pairs_ms"]) == num_pairs
+    assert found["gain"] == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(

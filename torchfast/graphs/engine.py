@@ -15,10 +15,8 @@ from typing import Any, final
 
 import torch
 
-from torchfast._core.batches import map_batch
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CaptureError, ClosedError
-from torchfast._core.loss import detached
 from torchfast._core.no_context import NO_CONTEXT
 from torchfast._core.phases import CAPTURE, phase
 from torchfast._core.rank_group import RankGroup
@@ -30,7 +28,7 @@ from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions
-from torchfast.graphs.outputs import StaticOutputs
+from torchfast.graphs.outputs import StaticOutputs, safe_to_keep
 from torchfast.graphs.replay_check import Mismatch, find_mismatch
 from torchfast.graphs.signature import Call, Several, describe
 from torchfast.graphs.static_inputs import StaticInputs
@@ -58,6 +56,7 @@ class GraphEngine:
         keep_gradients: Let ``.grad`` hold the gradients after each replay, for work outside the
             graph. Otherwise they may be None after it; each graph that is kept then needs memory
             for its own.
+        told: Makes what is returned of what ``fn`` did, where no graph will hold such a call.
         after_failure: Called when a capture has failed, to let go of what ``fn`` has kept of it.
         together: What it tells the ranks with whom ``fn`` talks in collectives; None for none.
         backend: What captures, where its memory is to be shared with another engine's graphs.
@@ -82,6 +81,7 @@ class GraphEngine:
         *,
         rates: Sequence[LearningRates] = (),
         keep_gradients: bool = False,
+        told: Callable[[Any], Any] = safe_to_keep,
         after_failure: Callable[[], None] = lambda: None,
         together: Together | None = None,
         backend: Backend | None = None,
@@ -90,7 +90,7 @@ class GraphEngine:
         self._together = together or Together(RankGroup.alone())
         self._state = state
         self._watch = StateWatch(state, device)
-        self._keeps_gradients, self.device = keep_gradients, device
+        self._keeps_gradients, self._told, self.device = keep_gradients, told, device
         state.rates = list(rates)
         self.backend = backend or backend_for(device)
         self.store = GraphStore(options)
@@ -217,7 +217,7 @@ class GraphEngine:
         args, kwargs = inputs
         self._counts["eager steps"] += 1
         if self._steady.refused.is_running:
-            return map_batch(self._fn(*args, **kwargs), detached)
+            return self._told(self._fn(*args, **kwargs))
         self.store.release_gradients()
         with self.backend.side_stream(), self.rates_on_device():
             outputs = self._fn(*args, **kwargs)
@@ -225,7 +225,7 @@ class GraphEngine:
                 self._state.settle_buffers()
         if self.store.graphs:
             self._watch.attributes.ran(describe(*inputs).key)
-        return map_batch(outputs, detached)
+        return safe_to_keep(outputs)
 
     def _capture(self, entry: Entry, call: Call, inputs: Any) -> Ready | Aside:
         if self.store.has_too_many_kinds():

@@ -39,6 +39,11 @@ logger = logging.getLogger(__name__)
 Half = Callable[[tuple[Any, ...]], Any]
 
 
+def _as_it_is(output: Any) -> Any:
+    """Return what both halves return: it is detached, and nothing else has it."""
+    return output
+
+
 @final
 class GraphedUpdate(Closing):
     """Runs a step through a graph.
@@ -255,6 +260,7 @@ class GraphedUpdate(Closing):
             self._device,
             rates=rates,
             keep_gradients=not optimizers,
+            told=_as_it_is,
             after_failure=self._note_failure,
             together=self._together,
         )

@@ -11,8 +11,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from torchfast._core.batches import map_batch, tensors
+from torchfast._core.loss import detached
 
 _FEW = 64  # numbers: more are not copied once more inside the graph
+
+
+def safe_to_keep(outputs: Any) -> Any:
+    """Return what a step returned when it ran eagerly, detached; copied if it may be state."""
+    return map_batch(outputs, detached)
 
 
 @final
