@@ -6,15 +6,15 @@ import importlib
 
 import pytest
 
-from torchfast.precision.low_bit_codes import codec, rounder
+from torchfast.precision.low_bit_codes import codecs, rounder
 
 
 @pytest.mark.parametrize(
     ("make", "module", "name"),
     [
-        (lambda: codec("8bit"), "quant_utils", "create_dynamic_map"),
-        (lambda: codec("4bit"), "quant_utils", "quantize_4bit_with_qmap"),
-        (lambda: codec("fp8"), "subclass_fp8", "quantize_fp8"),
+        (lambda: codecs("8bit"), "quant_utils", "create_dynamic_map"),
+        (lambda: codecs("4bit"), "quant_utils", "quantize_4bit_with_qmap"),
+        (lambda: codecs("fp8"), "subclass_fp8", "quantize_fp8"),
         (rounder, "quant_utils", "_fp32_to_bf16_sr"),
     ],
 )

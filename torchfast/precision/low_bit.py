@@ -34,7 +34,7 @@ from torchfast._core.local import local
 from torchfast.precision.low_bit_codes import (
     KINDS,
     Codec,
-    codec,
+    codecs,
     empty_codes,
     rounder,
 )
@@ -271,8 +271,9 @@ class LowBitAdamW(Optimizer):
         self.kind: str = own["kind"]
         self.stochastic_rounding: bool = own["stochastic_rounding"]
         self.compiled: bool | None = own["compiled"]
-        self._codec: Codec | None = None if self.kind == "full" else codec(self.kind)
-        self._function = make_update(self._codec, rounder() if self.stochastic_rounding else None)
+        self._codecs: tuple[Codec, Codec] | None
+        self._codecs = None if self.kind == "full" else codecs(self.kind)
+        self._function = make_update(self._codecs, rounder() if self.stochastic_rounding else None)
         self._compiled_function: Callable[..., None] | None = None
         self._numbers: dict[int, set[Any]] = {}
         self._is_steady = True
@@ -298,12 +299,13 @@ class LowBitAdamW(Optimizer):
 
     def _coded(self, moment: str, parameter: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Return what is kept of a moment that is given in full."""
-        if self._codec is None or not can_be_coded(self.kind, parameter):
+        if self._codecs is None or not can_be_coded(self.kind, parameter):
             return {moment: values.float()}
         own = local(values)
         codes, scales = empty_codes(self.kind, own)
         table = self._table(moment, own.device)
-        new_codes, new_scales = self._codec.encode(own.float().reshape(-1), table)
+        encode = self._codecs[MOMENTS.index(moment)].encode
+        new_codes, new_scales = encode(own.float().reshape(len(scales), -1), table)
         codes.copy_(new_codes.view(codes.shape))
         scales.copy_(new_scales)
         whole = {moment + CODES: codes, moment + SCALE: scales}
@@ -315,11 +317,12 @@ class LowBitAdamW(Optimizer):
         if moment + SCALE not in state:
             values: Tensor = state[moment]
             return values
-        assert self._codec is not None
+        assert self._codecs is not None
         table = self._table(moment, parameter.device)
         codes, scales = local(state[moment + CODES]), local(state[moment + SCALE])
-        flat = self._codec.decode(codes.reshape(-1), scales, table)
-        return spread_as(parameter, flat.view(local(parameter).shape))
+        decode = self._codecs[MOMENTS.index(moment)].decode
+        rows = decode(codes.reshape(len(scales), -1), scales, table)
+        return spread_as(parameter, rows.view(local(parameter).shape))
 
     def _given(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
         """Yield each parameter that a state has something of, and that."""
@@ -381,8 +384,8 @@ class LowBitAdamW(Optimizer):
 
     def _table(self, moment: str, device: torch.device) -> Tensor:
         if device not in self._tables:
-            tables = ((), ()) if self._codec is None else (self._codec.signed, self._codec.unsigned)
-            signed, unsigned = (torch.tensor(table, device=device) for table in tables)
+            known = ((), ()) if self._codecs is None else [codec.tables for codec in self._codecs]
+            signed, unsigned = (torch.tensor(tables, device=device) for tables in known)
             self._tables[device] = signed, unsigned
         return self._tables[device][MOMENTS.index(moment)]
 

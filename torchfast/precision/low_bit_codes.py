@@ -9,11 +9,12 @@ near zero), or a float8 number. The tables and the rounding are torchao's; the t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchfast.precision.low_bit_nearest import nearest_code, thresholds
 from torchfast.precision.torchao_modules import torchao_module
 
 KINDS: Final = ("8bit", "4bit", "fp8", "full")
@@ -24,19 +25,18 @@ _WANTED_BY: Final = "an optimizer with low-bit state"
 
 
 class Codec(NamedTuple):
-    """How a moment becomes codes and scales, and comes back.
+    """How one of two moments becomes codes and scales, and comes back.
 
     Attributes:
-        encode: Flat fp32 values and a table, to codes and scales.
-        decode: Codes, scales and the table, to flat fp32 values.
-        signed: The table of a moment that has both signs; empty where none is needed.
-        unsigned: That of one that has not.
+        encode: fp32 values, in rows of a block each, and the tables, to codes in those rows and a
+            scale for each.
+        decode: Codes in such rows, scales and the tables, to fp32 values in rows.
+        tables: What both look up, of one length; empty where they compute.
     """
 
     encode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     decode: Callable[[Tensor, Tensor, Tensor], Tensor]
-    signed: tuple[float, ...]
-    unsigned: tuple[float, ...]
+    tables: tuple[tuple[float, ...], ...]
 
 
 def is_coded(kind: str, num_values: int) -> bool:
@@ -53,23 +53,17 @@ def empty_codes(kind: str, like: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def codec(kind: str) -> Codec:
-    """Return how moments of this kind are coded.
+def codecs(kind: str) -> tuple[Codec, Codec]:
+    """Return how the moment that has both signs is coded, and the one that has not.
 
     Raises:
         ImportError: torchao is missing, too old or too new.
     """
     if kind == "fp8":
-        return Codec(*_as_float8(), (), ())
-    quantize = f"quantize_{kind}_with_qmap"
-    names = "create_dynamic_map", "scale_tensor", "dequant_with_qmap", quantize
-    ao = torchao_module("torchao.optim.quant_utils", _WANTED_BY, *names)
+        return _float8(), _float8()
     if kind == "8bit":
-        signed, unsigned = ao.create_dynamic_map(signed=True), ao.create_dynamic_map(signed=False)
-        return Codec(*_by_table(ao, "8bit"), tuple(signed), tuple(unsigned))
-    signed = ao.create_dynamic_map(True, 3, 4)
-    unsigned = torch.linspace(0, 1, 17, device="cpu")[1:].tolist()  # none of them is zero
-    return Codec(*_by_table(ao, "4bit"), tuple(signed), tuple(unsigned))
+        return _of_256(signed=True), _of_256(signed=False)
+    return _of_16(signed=True), _of_16(signed=False)
 
 
 def rounder() -> Callable[[Tensor], Tensor]:
@@ -84,37 +78,55 @@ def rounder() -> Callable[[Tensor], Tensor]:
     return rounded
 
 
-def _by_table(ao: Any, kind: str) -> tuple[Any, Any]:
-    block = BLOCKS[kind]
+def _of_256(*, signed: bool) -> Codec:
+    names = "create_dynamic_map", "scale_tensor", "dequant_with_qmap"
+    ao = torchao_module("torchao.optim.quant_utils", _WANTED_BY, *names)
     scale_tensor, lookup = ao.scale_tensor, ao.dequant_with_qmap
-    is_packed = kind == "4bit"
-    quantize = ao.quantize_4bit_with_qmap if is_packed else ao.quantize_8bit_with_qmap
+    entries = torch.tensor(ao.create_dynamic_map(signed=signed), device="cpu")
 
-    def encode(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        scaled, scales = scale_tensor(values, block)
-        codes = quantize(scaled, table)
-        return (codes[::2] << 4 | codes[1::2]) if is_packed else codes, scales
+    def encode(values: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        scaled, scales = scale_tensor(values, BLOCKS["8bit"])
+        return nearest_code(scaled, tables[1], signed=signed), scales
 
-    def decode(codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-        if is_packed:
-            codes = torch.stack([codes >> 4, codes & 0b1111], dim=-1).view(-1)
-        values: Tensor = lookup(codes, table, scales)
+    def decode(codes: Tensor, scales: Tensor, tables: Tensor) -> Tensor:
+        values: Tensor = lookup(codes, tables[0], scales)
         return values
 
-    return encode, decode
+    return Codec(encode, decode, (tuple(entries.tolist()), tuple(thresholds(entries).tolist())))
 
 
-def _as_float8() -> tuple[Any, Any]:
-    block = BLOCKS["fp8"]
+def _of_16(*, signed: bool) -> Codec:
+    names = "create_dynamic_map", "scale_tensor", "dequant_with_qmap", "quantize_4bit_with_qmap"
+    ao = torchao_module("torchao.optim.quant_utils", _WANTED_BY, *names)
+    scale_tensor, lookup = ao.scale_tensor, ao.dequant_with_qmap
+    quantize = ao.quantize_4bit_with_qmap
+    if signed:
+        entries = ao.create_dynamic_map(True, 3, 4)
+    else:
+        entries = torch.linspace(0, 1, 17, device="cpu")[1:].tolist()  # none of them is zero
+
+    def encode(values: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        scaled, scales = scale_tensor(values, BLOCKS["4bit"])
+        codes = quantize(scaled, tables[0])
+        return codes[:, ::2] << 4 | codes[:, 1::2], scales
+
+    def decode(codes: Tensor, scales: Tensor, tables: Tensor) -> Tensor:
+        both = torch.stack([codes >> 4, codes & 0b1111], dim=-1).view(len(scales), -1)
+        values: Tensor = lookup(both, tables[0], scales)
+        return values
+
+    return Codec(encode, decode, (tuple(entries),))
+
+
+def _float8() -> Codec:
     name = "quantize_fp8"
     quantize = torchao_module("torchao.optim.subclass_fp8", _WANTED_BY, name).quantize_fp8
 
     def encode(values: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scales = quantize(values, block)
+        codes, scales = quantize(values, BLOCKS["fp8"])
         return codes.view(torch.uint8), scales
 
     def decode(codes: Tensor, scales: Tensor, _: Tensor) -> Tensor:
-        values = codes.view(torch.float8_e4m3fn).float()
-        return (values.view(-1, block) * scales.view(-1, 1)).view(-1)
+        return codes.view(torch.float8_e4m3fn).float() * scales.view(-1, 1)
 
-    return encode, decode
+    return Codec(encode, decode, ())

@@ -16,7 +16,7 @@ from torchfast.precision.low_bit_codes import Codec
 
 
 def make_update(
-    codec: Codec | None, rounded: Callable[[Tensor], Tensor] | None
+    codecs: tuple[Codec, Codec] | None, rounded: Callable[[Tensor], Tensor] | None
 ) -> Callable[..., None]:
     """Return the update of one parameter, in fp32, in the order of torchao's."""
 
@@ -36,31 +36,32 @@ def make_update(
         is_rounded: bool,
     ) -> None:
         weight, slope = parameter.float(), gradient.float()
-        weight = weight - rate * weight_decay * weight
         if is_coded:
-            assert codec is not None
-            old = [
-                codec.decode(m.reshape(-1), s, t).view(parameter.shape)
-                for m, s, t in zip(moments, scales, tables, strict=True)
-            ]
+            # In the rows in which each has a scale, so that one kernel can do all.
+            assert codecs is not None
+            weight, slope = (t.reshape(len(scales[0]), -1) for t in (weight, slope))
+            codes = [moment.reshape(len(scales[0]), -1) for moment in moments]
+            old = [c.decode(*m) for c, *m in zip(codecs, codes, scales, tables, strict=True)]
         else:
             old = [moment.float() for moment in moments]
+        weight = weight - rate * weight_decay * weight
         first = old[0].lerp(slope, 1 - betas[0])
         second = old[1].lerp(slope.square(), 1 - betas[1])
-        for new, moment, scale, table in zip((first, second), moments, scales, tables, strict=True):
-            if is_coded:
-                assert codec is not None
-                new_codes, new_scale = codec.encode(new.reshape(-1), table)
+        if is_coded:
+            assert codecs is not None
+            new = [c.encode(*m) for c, *m in zip(codecs, (first, second), tables, strict=True)]
+            for moment, scale, (new_codes, new_scale) in zip(moments, scales, new, strict=True):
                 moment.copy_(new_codes.view(moment.shape))
                 scale.copy_(new_scale)
-            else:
-                moment.copy_(new)
+        else:
+            moments[0].copy_(first)
+            moments[1].copy_(second)
         denominator = second.sqrt() / (1 - betas[1] ** step).sqrt() + eps
         weight = weight - rate * (first / (1 - betas[0] ** step)) / denominator
         if is_rounded:
             assert rounded is not None
             weight = rounded(weight)
-        parameter.copy_(weight)
+        parameter.copy_(weight.view(parameter.shape))
 
     return update
 

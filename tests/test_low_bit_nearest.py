@@ -1,0 +1,88 @@
+"""The nearest entry of a dynamic map, against torchao's search, to the last code."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torchao.optim import quant_utils
+
+from torchfast.precision.low_bit_nearest import nearest_code, thresholds
+
+SIGNED = pytest.mark.parametrize("signed", [True, False])
+COMPILED = pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+
+
+def entries(signed):
+    return torch.tensor(quant_utils.create_dynamic_map(signed=signed))
+
+
+def neighbours(values, num=4):
+    """Return values and the fp32 numbers next to them, on both sides."""
+    found = [values]
+    for end in (2.0, -2.0):
+        nearby = values
+        for _ in range(num):
+            nearby = torch.nextafter(nearby, torch.tensor(end))
+            found.append(nearby)
+    return torch.cat(found)
+
+
+def hard_values(signed):
+    """Where a code changes, where a power of ten begins, and what is very small."""
+    table = entries(signed)
+    tens = torch.tensor([10.0**-power for power in range(9)])
+    around = tens[:, None] * torch.linspace(0.98, 1.02, 20001)
+    small = torch.tensor([0.0, 1e-45, 1e-38, 1e-30, 1e-12, 5e-8])
+    values = torch.cat((neighbours(thresholds(table)[:-1]), neighbours(table), tens, small))
+    values = torch.cat((values, around.flatten(), 10 ** -torch.linspace(0, 9, 200_003)))
+    values = torch.cat((values, -values)) if signed else values
+    return values.clamp(-1 if signed else 0, 1)
+
+
+@SIGNED
+@COMPILED
+def test_the_code_is_that_of_the_search(signed, is_compiled):
+    table, values = entries(signed), hard_values(signed)
+    function = torch.compile(nearest_code, fullgraph=True) if is_compiled else nearest_code
+    found = function(values, thresholds(table), signed=signed)
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, quant_utils.quantize_8bit_with_qmap(values, table))
+    assert len(found.unique()) == 256
+
+
+@SIGNED
+def test_each_threshold_is_the_first_value_with_the_next_code(signed):
+    table = entries(signed)
+    limits = thresholds(table)
+    assert limits.shape == (256,)
+    assert math.isinf(limits[-1])
+    first = quant_utils.quantize_8bit_with_qmap(limits[:-1], table)
+    last = torch.nextafter(limits[:-1], torch.tensor(-2.0))
+    assert torch.equal(first, torch.arange(1, 256, dtype=torch.uint8))
+    found = quant_utils.quantize_8bit_with_qmap(last, table)
+    assert torch.equal(found, torch.arange(255, dtype=torch.uint8))
+
+
+@SIGNED
+def test_what_is_computed_is_never_more_than_one_code_off(signed):
+    """And far from it: a whole fifth of an entry, so no rounding of a device matters."""
+    table, limits = entries(signed), thresholds(entries(signed))
+    values = hard_values(signed)
+    always, never = limits.new_full((256,), -2.0), limits.new_full((256,), 2.0)
+    always[-1] = never[-1]
+    most = nearest_code(values, always, signed=signed).int()
+    least = nearest_code(values, never, signed=signed).int()
+    code = quant_utils.quantize_8bit_with_qmap(values, table).int()
+    assert ((least <= code) & (code <= most)).all()
+    for factor in (1 - 1e-4, 1 + 1e-4):
+        near = (values * factor).clamp(-1, 1)
+        assert (nearest_code(near, never, signed=signed).int() <= code).all()
+        assert (nearest_code(near, always, signed=signed).int() >= code).all()
+
+
+@SIGNED
+def test_what_is_no_number_stays_within_the_table(signed):
+    values = torch.tensor([math.nan, math.inf, -math.inf] * 20)
+    assert nearest_code(values, thresholds(entries(signed)), signed=signed).shape == (60,)
