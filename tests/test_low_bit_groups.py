@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from torchfast import LowBitAdamW, Plan, Trainer
 from torchfast._core.compare import differences
+from torchfast.compiler.record import CompileRecord
 
 LOW = Plan(optimizer="adamw8bit")
 
@@ -79,3 +80,26 @@ def test_numbers_that_change_at_each_step_do_not_compile_at_each_step(monkeypatc
     assert graphs[4:] == [graphs[3]] * 4
     assert caplog.text.count("it is not compiled from now on") == 1
     assert "the update is not compiled" in optimizer.decision().detail
+
+
+def test_each_shape_is_compiled_once_and_none_of_them_again(monkeypatch):
+    """More shapes than torch compiles of one function, and no word of one compiled again."""
+    compiles = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compiles(function, backend="eager", **options)
+    )
+    weights = [nn.Parameter(torch.randn(16 * size, 256)) for size in range(1, 13)]
+    plain = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    both = [LowBitAdamW(w, compiled=c) for w, c in ((weights, True), (plain, False))]
+    with CompileRecord() as record:
+        for _ in range(3):
+            for one, other in zip(weights, plain, strict=True):
+                one.grad = torch.randn_like(one)
+                other.grad = one.grad.clone()
+            for optimizer in both:
+                optimizer.step()
+        summary = record.summary()
+    assert summary.recompiles == ()
+    assert len([f for f in summary.frames if f.code.name == "update"]) == 12
+    for one, other in zip(weights, plain, strict=True):
+        torch.testing.assert_close(one, other)
