@@ -9,8 +9,8 @@ learning rate as a tensor and their moments in tensors of their own kind. Here t
 device, so a graph can hold the update; the learning rate is a Python float, as schedulers and
 ``group["lr"] = x`` expect it; and all state is plain tensors, so files load without torchao.
 
-When it helps: where optimizer state is what fills the memory. It is not faster than the fused
-update, which reads more bytes but needs no search of a table. When it does not: small models,
+When it helps: where optimizer state is what fills the memory. It is not there to be faster: what it
+reads and writes less than the fused update it computes more. When it does not help: small models,
 convolutions and biases, which stay in fp32 below 4096 values.
 
 ``stochastic_rounding`` is for weights that are bf16 themselves: an update smaller than half of the
