@@ -38,7 +38,9 @@ def hard_values(signed):
     values = torch.cat((neighbours(thresholds(table)[:-1]), neighbours(table), tens, small))
     values = torch.cat((values, around.flatten(), 10 ** -torch.linspace(0, 9, 200_003)))
     values = torch.cat((values, -values)) if signed else values
-    return values.clamp(-1 if signed else 0, 1)
+    # A device that adds in another order where it divides may leave a little more than one.
+    most = torch.tensor([1 + 2**-23, 1 + 1e-6])
+    return torch.cat((values.clamp(-1 if signed else 0, 1), most, -most if signed else most))
 
 
 @SIGNED

@@ -15,6 +15,15 @@ from torch import Tensor
 
 from torchfast.precision.low_bit_codes import Codec
 
+# Where inductor begins another buffer in an expression: by default after 30 operations, and where
+# four read. An update is one expression of some hundred, of which each value is read or written
+# once and what would lie in between is 16 bytes a parameter, written and read again.
+_IN_ONE = {
+    "realize_opcount_threshold": 1000,
+    "realize_reads_threshold": 100,
+    "realize_acc_reads_threshold": 100,
+}
+
 
 def make_update(
     codecs: tuple[Codec, Codec] | None, rounded: Callable[[Tensor], Tensor] | None
@@ -79,10 +88,19 @@ def compiled_update(function: Callable[..., None]) -> Callable[..., None]:
         key = (*_form(parameter), *_form(gradient), *options.values())
         call = calls.get(key)
         if call is None:
-            call = calls[key] = torch.compile(_copy(function), fullgraph=True, dynamic=False)
+            call = calls[key] = torch.compile(
+                _copy(function), fullgraph=True, dynamic=False, options=_in_one()
+            )
         call(parameter, gradient, *args, **options)
 
     return compiled
+
+
+def _in_one() -> dict[str, Any]:
+    """Return the settings of inductor for a whole update; without those that this torch lacks."""
+    from torch._inductor import config
+
+    return {name: value for name, value in _IN_ONE.items() if hasattr(config, name)}
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
