@@ -14,8 +14,7 @@ import torch
 from torch import nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from models import DropoutNet, make_batches, mean_loss
-from recomputed import Operations
+from models import DropoutNet, make_batches
 from tape import CPU, Twins, counts
 from torchfast import CUDAGraphOptions, Plan
 from torchfast.graphs.learning_rates import LearningRates
@@ -410,29 +409,3 @@ def test_a_glance_that_does_not_last_is_not_taken_again_soon(monkeypatch):
     assert not twins.differences()
     assert counts(twins.captured)[3] == 1  # captured once
     assert len(taken) <= 3
-
-
-def reads_item(model, batch):
-    loss = mean_loss(model, batch)
-    return loss * (2.0 if loss.item() > 1.0 else 1.0)
-
-
-@pytest.mark.usefixtures("tape")
-def test_a_step_that_no_graph_holds_does_what_it_does_without():
-    """On the device; what CUDAGraphStep is given may return state, and is copied."""
-    batch = make_batches(1)[0]
-    runs = {}
-    for name, options in {
-        "without": {"plan": Plan(cuda_graph=False, optimizer="fused")},
-        "refused": {"plan": Plan(cuda_graph=True, optimizer="fused")},
-        "bare": {"bare": True},
-    }.items():
-        twins = Twins(DropoutNet, ADAMW, reads_item, clip=1.0, **options)
-        for _ in range(8):
-            twins.step(batch)
-        with Operations() as ran:
-            loss = twins.captured(batch)
-        assert loss.grad_fn is None
-        runs[name] = ran.counts
-    assert runs["without"] == runs["refused"]
-    assert runs["bare"]["clone"] == runs["without"]["clone"] + 1

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torchao.optim import quant_utils
 
-from torchfast.precision.low_bit_nearest import nearest_code, thresholds
+from torchfast import LowBitAdamW
+from torchfast.precision.low_bit_codes import codecs
+from torchfast.precision.low_bit_nearest import finds_all, nearest_code, thresholds
 
 SIGNED = pytest.mark.parametrize("signed", [True, False])
 COMPILED = pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
@@ -69,7 +71,7 @@ def test_each_threshold_is_the_first_value_with_the_next_code(signed):
 
 @SIGNED
 def test_what_is_computed_is_never_more_than_one_code_off(signed):
-    """And far from it: a whole fifth of an entry, so no rounding of a device matters."""
+    """And no rounding of a device makes it two."""
     table, limits = entries(signed), thresholds(entries(signed))
     values = hard_values(signed)
     always, never = limits.new_full((256,), -2.0), limits.new_full((256,), 2.0)
@@ -88,3 +90,37 @@ def test_what_is_computed_is_never_more_than_one_code_off(signed):
 def test_what_is_no_number_stays_within_the_table(signed):
     values = torch.tensor([math.nan, math.inf, -math.inf] * 20)
     assert nearest_code(values, thresholds(entries(signed)), signed=signed).shape == (60,)
+
+
+@SIGNED
+def test_a_map_that_is_made_otherwise_is_searched(signed, monkeypatch):
+    """The control: of such a map the arithmetic gives other codes."""
+    linear = torch.linspace(-1 if signed else 0, 1, 256)
+    monkeypatch.setattr(quant_utils, "create_dynamic_map", lambda signed: linear.tolist())
+    codec = codecs("8bit")[0 if signed else 1]
+    values = torch.linspace(-1 if signed else 0, 1, 2560).view(10, 256)
+    scaled, scales = quant_utils.scale_tensor(values, 256)
+    expected = quant_utils.quantize_8bit_with_qmap(scaled, linear)
+    found, found_scales = codec.encode(values, torch.tensor(codec.tables))
+    assert torch.equal(found, expected)
+    assert torch.equal(found_scales, scales)
+    assert not finds_all(linear, thresholds(linear), signed=signed)
+    assert not torch.equal(nearest_code(scaled, thresholds(linear), signed=signed), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["8bit", "4bit", "fp8"])
+def test_the_dtype_that_models_are_built_in_is_not_that_of_the_tables(kind, dtype):
+    expected = codecs(kind)
+    torch.set_default_dtype(dtype)
+    try:
+        found = codecs(kind)
+        assert torch.get_default_dtype() == dtype
+        weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.float32))
+        weight.grad = torch.ones_like(weight)
+        optimizer = LowBitAdamW([weight], state=kind)
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [codec.tables for codec in found] == [codec.tables for codec in expected]
+    assert optimizer.state[weight]["exp_avg_scale"].dtype == torch.float32

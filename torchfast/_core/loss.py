@@ -140,8 +140,12 @@ def detached(value: Tensor) -> Tensor:
     """Return ``value`` without its graph, safe to keep.
 
     What is a parameter or buffer, or a view of one, is cloned: it would change after it was told.
+    So is what was written to in place, as a sum is that a module goes on with.
     """
-    return value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
+    # Leaves first: an inference tensor is one, and has no count of writes.
+    if value.is_leaf or value._is_view() or value._version:
+        return value.detach().clone()
+    return value.detach()
 
 
 def check_differentiable(loss: Tensor) -> None:

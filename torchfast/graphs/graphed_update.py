@@ -40,7 +40,7 @@ Half = Callable[[tuple[Any, ...]], Any]
 
 
 def _as_it_is(output: Any) -> Any:
-    """Return what both halves return: it is detached, and nothing else has it."""
+    """Return what both halves return: they have made it safe to keep."""
     return output
 
 

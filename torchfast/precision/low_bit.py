@@ -376,7 +376,7 @@ class LowBitAdamW(Optimizer):
             return rate
         known, tensor = self._rates.get(index, (None, None))
         if tensor is None or tensor.device != device:
-            tensor = torch.zeros((), device=device)
+            tensor = torch.zeros((), dtype=torch.float32, device=device)
         if rate != known or self._rates[index][1] is not tensor:
             tensor.fill_(rate)
             self._rates[index] = float(rate), tensor
@@ -385,7 +385,9 @@ class LowBitAdamW(Optimizer):
     def _table(self, moment: str, device: torch.device) -> Tensor:
         if device not in self._tables:
             known = ((), ()) if self._codecs is None else [codec.tables for codec in self._codecs]
-            signed, unsigned = (torch.tensor(tables, device=device) for tables in known)
+            signed, unsigned = (
+                torch.tensor(tables, dtype=torch.float32, device=device) for tables in known
+            )
             self._tables[device] = signed, unsigned
         return self._tables[device][MOMENTS.index(moment)]
 

@@ -8,13 +8,14 @@ near zero), or a float8 number. The tables and the rounding are torchao's; the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchfast.precision.low_bit_nearest import nearest_code, thresholds
+from torchfast.precision.low_bit_nearest import finds_all, nearest_code, thresholds
 from torchfast.precision.torchao_modules import torchao_module
 
 KINDS: Final = ("8bit", "4bit", "fp8", "full")
@@ -49,7 +50,8 @@ def empty_codes(kind: str, like: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty_like(like, dtype=torch.uint8, requires_grad=False)
     if kind == "4bit":
         codes = torch.empty(like.numel() // 2, dtype=torch.uint8, device=like.device)
-    scales = torch.empty(like.numel() // BLOCKS[kind], device=like.device)
+    num_blocks = like.numel() // BLOCKS[kind]
+    scales = torch.empty(num_blocks, dtype=torch.float32, device=like.device)
     return codes, scales
 
 
@@ -79,20 +81,26 @@ def rounder() -> Callable[[Tensor], Tensor]:
 
 
 def _of_256(*, signed: bool) -> Codec:
-    names = "create_dynamic_map", "scale_tensor", "dequant_with_qmap"
+    names = "create_dynamic_map", "scale_tensor", "dequant_with_qmap", "quantize_8bit_with_qmap"
     ao = torchao_module("torchao.optim.quant_utils", _WANTED_BY, *names)
-    scale_tensor, lookup = ao.scale_tensor, ao.dequant_with_qmap
-    entries = torch.tensor(ao.create_dynamic_map(signed=signed), device="cpu")
+    scale_tensor, lookup, search = ao.scale_tensor, ao.dequant_with_qmap, ao.quantize_8bit_with_qmap
+    with _plain_fp32():
+        entries = torch.tensor(ao.create_dynamic_map(signed=signed))
+        limits = thresholds(entries)
+        # Of a map that torchao has made otherwise the search knows.
+        is_computed = finds_all(entries, limits, signed=signed)
 
     def encode(values: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         scaled, scales = scale_tensor(values, BLOCKS["8bit"])
-        return nearest_code(scaled, tables[1], signed=signed), scales
+        if is_computed:
+            return nearest_code(scaled, tables[1], signed=signed), scales
+        return search(scaled, tables[0]), scales
 
     def decode(codes: Tensor, scales: Tensor, tables: Tensor) -> Tensor:
         values: Tensor = lookup(codes, tables[0], scales)
         return values
 
-    return Codec(encode, decode, (tuple(entries.tolist()), tuple(thresholds(entries).tolist())))
+    return Codec(encode, decode, (tuple(entries.tolist()), tuple(limits.tolist())))
 
 
 def _of_16(*, signed: bool) -> Codec:
@@ -100,10 +108,11 @@ def _of_16(*, signed: bool) -> Codec:
     ao = torchao_module("torchao.optim.quant_utils", _WANTED_BY, *names)
     scale_tensor, lookup = ao.scale_tensor, ao.dequant_with_qmap
     quantize = ao.quantize_4bit_with_qmap
-    if signed:
-        entries = ao.create_dynamic_map(True, 3, 4)
-    else:
-        entries = torch.linspace(0, 1, 17, device="cpu")[1:].tolist()  # none of them is zero
+    with _plain_fp32():
+        if signed:
+            entries = ao.create_dynamic_map(True, 3, 4)
+        else:
+            entries = torch.linspace(0, 1, 17)[1:].tolist()  # none of them is zero
 
     def encode(values: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         scaled, scales = scale_tensor(values, BLOCKS["4bit"])
@@ -123,10 +132,23 @@ def _float8() -> Codec:
     quantize = torchao_module("torchao.optim.subclass_fp8", _WANTED_BY, name).quantize_fp8
 
     def encode(values: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scales = quantize(values, BLOCKS["fp8"])
+        # It makes one row of them by a view, which the rows of a transposed matrix do not have.
+        codes, scales = quantize(values.contiguous(), BLOCKS["fp8"])
         return codes.view(torch.uint8), scales
 
     def decode(codes: Tensor, scales: Tensor, _: Tensor) -> Tensor:
         return codes.view(torch.float8_e4m3fn).float() * scales.view(-1, 1)
 
     return Codec(encode, decode, ())
+
+
+@contextmanager
+def _plain_fp32() -> Iterator[None]:
+    """Let torchao make its maps on the host and in fp32, whatever models are built in."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -55,7 +55,7 @@ def nearest_code(values: Tensor, limits: Tensor, *, signed: bool) -> Tensor:
     Returns:
         uint8, in the shape of ``values``. Of what is not a number any code.
 
-    Numerics: The code of torchao's ``quantize_8bit_with_qmap``, for each value.
+    Numerics: The code of torchao's ``quantize_8bit_with_qmap``, for each number.
     """
     magnitudes = values.abs() if signed else values.clamp(min=0)
     most = 64.0 if signed else 128.0  # entries between 0.1 and 1
@@ -68,6 +68,17 @@ def nearest_code(values: Tensor, limits: Tensor, *, signed: bool) -> Tensor:
         code = torch.where(values < 0, 126 - code, 127 + code)
     code = code.clamp(0, 255)
     return (code + (values >= limits[code])).to(torch.uint8)
+
+
+def finds_all(entries: Tensor, limits: Tensor, *, signed: bool) -> bool:
+    """Whether `nearest_code` gives each code of a map, from its threshold on and not before."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    if len(entries) != len(codes):
+        return False
+    first = limits[:-1]
+    last = torch.nextafter(first, first.new_tensor(-math.inf))
+    cases = (entries, codes), (first, codes[1:]), (last, codes[:-1])
+    return all(torch.equal(nearest_code(x, limits, signed=signed), code) for x, code in cases)
 
 
 def _ordered(values: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ one graph serves every parameter of the same shape.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -77,21 +76,14 @@ def make_update(
 
 
 def compiled_update(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the update compiled: once for each form of a parameter, however many there are.
+    """Return the update compiled: once for each shape, however many there are."""
+    call = torch.compile(function, fullgraph=True, dynamic=False, options=_in_one())
 
-    Each form has a function of its own. What torch compiled of one function it goes through at each
-    call, and of all but the first it says that the function was compiled again.
-    """
-    calls: dict[tuple[object, ...], Callable[..., None]] = {}
+    def compiled(*args: Any, **options: Any) -> None:
+        from torch._dynamo.utils import disable_cache_limit
 
-    def compiled(parameter: Tensor, gradient: Tensor, *args: Any, **options: Any) -> None:
-        key = (*_form(parameter), *_form(gradient), *options.values())
-        call = calls.get(key)
-        if call is None:
-            call = calls[key] = torch.compile(
-                _copy(function), fullgraph=True, dynamic=False, options=_in_one()
-            )
-        call(parameter, gradient, *args, **options)
+        with disable_cache_limit():
+            call(*args, **options)
 
     return compiled
 
@@ -101,16 +93,3 @@ def _in_one() -> dict[str, Any]:
     from torch._inductor import config
 
     return {name: value for name, value in _IN_ONE.items() if hasattr(config, name)}
-
-
-def _form(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _copy(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that does the same, with code of its own."""
-    assert isinstance(function, FunctionType)
-    code = function.__code__.replace()
-    copy = FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
