@@ -18,6 +18,8 @@ called: it runs the block that was copied. So do the replicas of ``nn.DataParall
 
 Under ``torch.compile`` the same object tells the compiler what to recompute, by torch's checkpoint,
 which the compiler understands; what it makes of it writes no buffer twice and draws nothing anew.
+But it reads a buffer as the block has left it: a block that reads its own and then writes to it,
+norms aside, gets another gradient, as under torch's checkpoint alone.
 """
 
 from __future__ import annotations
