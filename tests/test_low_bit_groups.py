@@ -63,11 +63,17 @@ def test_keys_of_the_user_in_the_groups_stay():
     assert set(low.param_groups[0]) == {*low.defaults, "params", "mine"}
 
 
-def test_numbers_that_change_at_each_step_do_not_compile_at_each_step(monkeypatch, caplog):
+@pytest.fixture
+def compiled_by_eager(monkeypatch):
+    """The update is compiled as it would be, but for the kernels."""
     compiles = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda function, **options: compiles(function, backend="eager", **options)
     )
+
+
+@pytest.mark.usefixtures("compiled_by_eager")
+def test_numbers_that_change_at_each_step_do_not_compile_at_each_step(caplog):
     weight = nn.Parameter(torch.ones(8))
     optimizer = LowBitAdamW([weight], state="full", compiled=True)
     graphs = []
@@ -82,11 +88,8 @@ def test_numbers_that_change_at_each_step_do_not_compile_at_each_step(monkeypatc
     assert "the update is not compiled" in optimizer.decision().detail
 
 
-def test_more_shapes_than_torch_compiles_of_a_function(monkeypatch):
-    compiles = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **options: compiles(function, backend="eager")
-    )
+@pytest.mark.usefixtures("compiled_by_eager")
+def test_more_shapes_than_torch_compiles_of_a_function():
     weights = [nn.Parameter(torch.ones(size)) for size in range(1, 6)]
     optimizer = LowBitAdamW(weights, lr=0.1, compiled=True)
     with torch._dynamo.config.patch(recompile_limit=2):

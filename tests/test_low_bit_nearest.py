@@ -71,7 +71,7 @@ def test_each_threshold_is_the_first_value_with_the_next_code(signed):
 
 @SIGNED
 def test_what_is_computed_is_never_more_than_one_code_off(signed):
-    """And no rounding of a device makes it two."""
+    """Nor would it be for a value a fifth of an entry away: no rounding of a device matters."""
     table, limits = entries(signed), thresholds(entries(signed))
     values = hard_values(signed)
     always, never = limits.new_full((256,), -2.0), limits.new_full((256,), 2.0)
@@ -80,8 +80,10 @@ def test_what_is_computed_is_never_more_than_one_code_off(signed):
     least = nearest_code(values, never, signed=signed).int()
     code = quant_utils.quantize_8bit_with_qmap(values, table).int()
     assert ((least <= code) & (code <= most)).all()
-    for factor in (1 - 1e-4, 1 + 1e-4):
-        near = (values * factor).clamp(-1, 1)
+    decade = torch.floor(-torch.log10(values.abs())).clamp(0, 6)
+    gap = 0.9 / (64 if signed else 128) * 5**-decade
+    for shift in (-0.2, 0.2):
+        near = values + shift * gap
         assert (nearest_code(near, never, signed=signed).int() <= code).all()
         assert (nearest_code(near, always, signed=signed).int() >= code).all()
 

@@ -288,11 +288,9 @@ def test_frozen_parameters_that_nobody_writes_to_are_copied_in_the_first_call_al
     assert not expected & {tensor.data_ptr() for tensor in copied}
 
 
-def test_the_statistics_of_a_block_are_copied_together(monkeypatch):
+def test_the_statistics_of_a_block_are_copied_together():
     """Nine buffers in two dtypes: two launches at the start of a forward, two of a second run."""
     model = Net(Leaves)
-    image_loss(model, images()).backward()
-    model.zero_grad()
     with Recompute(model):
         for _ in range(2):
             model.zero_grad()

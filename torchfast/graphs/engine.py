@@ -56,7 +56,7 @@ class GraphEngine:
         keep_gradients: Let ``.grad`` hold the gradients after each replay, for work outside the
             graph. Otherwise they may be None after it; each graph that is kept then needs memory
             for its own.
-        told: Makes what is returned of what ``fn`` did, where no graph will hold such a call.
+        make_safe: Makes safe to keep what ``fn`` returned, where no graph will hold such a call.
         after_failure: Called when a capture has failed, to let go of what ``fn`` has kept of it.
         together: What it tells the ranks with whom ``fn`` talks in collectives; None for none.
         backend: What captures, where its memory is to be shared with another engine's graphs.
@@ -81,7 +81,7 @@ class GraphEngine:
         *,
         rates: Sequence[LearningRates] = (),
         keep_gradients: bool = False,
-        told: Callable[[Any], Any] = safe_to_keep,
+        make_safe: Callable[[Any], Any] = safe_to_keep,
         after_failure: Callable[[], None] = lambda: None,
         together: Together | None = None,
         backend: Backend | None = None,
@@ -90,7 +90,7 @@ class GraphEngine:
         self._together = together or Together(RankGroup.alone())
         self._state = state
         self._watch = StateWatch(state, device)
-        self._keeps_gradients, self._told, self.device = keep_gradients, told, device
+        self._keeps_gradients, self._make_safe, self.device = keep_gradients, make_safe, device
         state.rates = list(rates)
         self.backend = backend or backend_for(device)
         self.store = GraphStore(options)
@@ -217,7 +217,7 @@ class GraphEngine:
         args, kwargs = inputs
         self._counts["eager steps"] += 1
         if self._steady.refused.is_running:
-            return self._told(self._fn(*args, **kwargs))
+            return self._make_safe(self._fn(*args, **kwargs))
         self.store.release_gradients()
         with self.backend.side_stream(), self.rates_on_device():
             outputs = self._fn(*args, **kwargs)

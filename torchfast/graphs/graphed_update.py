@@ -260,7 +260,7 @@ class GraphedUpdate(Closing):
             self._device,
             rates=rates,
             keep_gradients=not optimizers,
-            told=_as_it_is,
+            make_safe=_as_it_is,
             after_failure=self._note_failure,
             together=self._together,
         )

@@ -62,7 +62,7 @@ def codecs(kind: str) -> tuple[Codec, Codec]:
         ImportError: torchao is missing, too old or too new.
     """
     if kind == "fp8":
-        return _float8(), _float8()
+        return (both := _float8()), both
     if kind == "8bit":
         return _of_256(signed=True), _of_256(signed=False)
     return _of_16(signed=True), _of_16(signed=False)
