@@ -66,7 +66,7 @@ def _causal(config: str, width: int, hidden: int, heads: int, **more: Any) -> Ou
     return Outside(config, "AutoModelForCausalLM", "tokens", options)
 
 
-_BERT = _causal("BertConfig", 1024, 4096, 16)
+_BERT = _causal("BertConfig", 1024, 4096, 16, max_position_embeddings=1024)
 _VIT = _causal("ViTConfig", 1024, 4096, 16, num_labels=CLASSES)
 MODELS = {
     "Llama 3.2 1B": _causal("LlamaConfig", 2048, 8192, 32, num_key_value_heads=8, head_dim=64),

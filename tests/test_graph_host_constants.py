@@ -24,7 +24,7 @@ from models import make_batches, mean_loss
 from tape import counts, reasons
 from torchfast import CUDAGraphOptions, CUDAGraphStep, Plan
 from torchfast._core.compare import differences
-from torchfast.graphs import constants, entries
+from torchfast.graphs import constants, manner
 from torchfast.graphs.constants import _Copies
 
 # torch, and nobody else, is told that a capture is under way.
@@ -44,7 +44,7 @@ def on_tape(monkeypatch):
             return same(a, b)
 
     monkeypatch.setattr(constants, "_same", unseen)
-    monkeypatch.setattr(entries, "has_compiled_code", lambda: False)  # by another test
+    monkeypatch.setattr(manner, "has_compiled_code", lambda: False)  # by another test
     with tape.taped(monkeypatch):
         yield
 
@@ -153,7 +153,7 @@ def test_compiled_code_is_known_and_what_dynamo_leaves_alone_is_none():
 
 
 def test_nothing_is_tried_beside_compiled_code_unless_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(entries, "has_compiled_code", lambda: True)
+    monkeypatch.setattr(manner, "has_compiled_code", lambda: True)
     captured = side_by_side(Net, [0.5, 2.0])
     assert counts(captured)[:2] == (0, 0)
     assert reasons(captured)[0].endswith("set host_constants=True")

@@ -33,6 +33,8 @@ from torchfast.precision import as_low_bit
 
 # DistributedDataParallel builds its buckets anew behind its first step, and times some later ones.
 WARM_UP_OF_REPLICAS = 11
+# What computes something else than the plain step, to the bit.
+_ONLY_CLOSE = ("precision", "channels_last", "cudnn_benchmark", "optimizer", "compile")
 # The optimizer makes its state in the first step, and its update is compiled in the second.
 WARM_UP_OF_COMPILED_UPDATES = 2
 
@@ -144,7 +146,14 @@ def _graph_options(plan: Plan) -> CUDAGraphOptions:
     least = WARM_UP_OF_COMPILED_UPDATES if plan.compiles_update else 1
     if sharding is not None and not sharding.is_sharded:
         least = WARM_UP_OF_REPLICAS
-    return dataclasses.replace(options, warm_up_steps=max(options.warm_up_steps, least))
+    parity = options.parity
+    if parity == "auto":
+        as_given = Plan(cuda_graph=plan.cuda_graph)
+        is_exact = all(getattr(plan, name) == getattr(as_given, name) for name in _ONLY_CLOSE)
+        parity = "exact" if is_exact else "close"
+    return dataclasses.replace(
+        options, warm_up_steps=max(options.warm_up_steps, least), parity=parity
+    )
 
 
 def has_graphs(device: torch.device) -> bool:

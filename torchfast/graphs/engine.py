@@ -21,11 +21,12 @@ from torchfast._core.no_context import NO_CONTEXT
 from torchfast._core.phases import CAPTURE, phase
 from torchfast._core.rank_group import RankGroup
 from torchfast.graphs.backend import Backend, backend_for
-from torchfast.graphs.entries import ATTEMPTS, Aside, Entry, GraphStore, Ready
-from torchfast.graphs.failures import LETS_GO, NOT_NOW, Failure, explain
+from torchfast.graphs.entries import Aside, Entry, GraphStore, Ready
+from torchfast.graphs.failures import LETS_GO, NOT_NOW, Failure, explain, unlike
 from torchfast.graphs.gradients import GradientHabits, GradientsBefore, none_left
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.manner import ATTEMPTS
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions
 from torchfast.graphs.outputs import StaticOutputs, safe_to_keep
@@ -111,7 +112,7 @@ class GraphEngine:
         inputs = (args, kwargs)
         found = self._found(inputs)
         if type(found) is Ready:
-            if found.entry.draws is None or found.draws():
+            if found.entry.manner.draws is None or found.draws():
                 return self.replay(found)
             if self.store.refused(found.entry):
                 self._steady.forget()
@@ -244,7 +245,7 @@ class GraphEngine:
         if failure is None:
             return Ready(entry, call)
         self._together.begin()
-        surroundings = entry.before_another(
+        surroundings = entry.manner.before_another(
             failure, self._options, self.device, call.tensors, is_alone=self._together.is_alone
         )
         goes_on = self._together.all_agree(surroundings is not None)
@@ -279,19 +280,17 @@ class GraphEngine:
             self._frozen = self._watch.frozen()
             mismatch = self._mismatch(Ready(entry, call), facts)
             if together.all_agree(mismatch is None):
-                entry.attempts = 0
+                entry.manner.attempts = 0
                 return None
             if mismatch is None:
                 raise CaptureError(OTHERS)
-            told = "; it was told of the capture, and may compute otherwise then"
-            detail = mismatch.detail + (told if entry.secret is None else "")
-            failure = Failure(detail, is_later=mismatch.is_later)
+            failure = unlike(mismatch, entry.manner.told, self._options.parity)
         except BaseException as error:
             self._undo(entry, facts)
             if not isinstance(error, Exception):
                 raise
             together.fail()
-            failure = entry.told(explain(error))
+            failure = entry.manner.explained(explain(error))
             self._error = error
             if self._options.on_failure != "raise":
                 self._drop_error()
@@ -323,7 +322,7 @@ class GraphEngine:
         def body() -> StaticOutputs:
             torch.clear_autocast_cache()  # of weights as they were when it was filled
             args, kwargs = static.inputs
-            with entry.surroundings():
+            with entry.surroundings(self.device):
                 outputs = self._fn(*args, **kwargs)
             state.settle_buffers()
             torch.clear_autocast_cache()
@@ -344,7 +343,7 @@ class GraphEngine:
             raise CaptureError(LETS_GO)
         if self._habits.adds_to_any(entry.from_none):
             raise CaptureError(NOT_NOW)
-        facts.check_replayable(entry.draws)
+        facts.check_replayable(entry.manner.draws)
         if (moved := self._watch.moved()) is not None:
             raise CaptureError(f"{moved} by the step itself, so a replay would read what is gone")
         if static.versions() != written or static.has_gradients():
@@ -391,6 +390,7 @@ class GraphEngine:
                 gradients=[gradient for _, gradient in entry.added_to],
                 facts=facts,
                 with_gradients=self._keeps_gradients,
+                told=entry.manner.told if self._options.parity == "close" else None,
                 any_says=self._together.any_says,
             )
         except torch.OutOfMemoryError:

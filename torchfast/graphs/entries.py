@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,21 +14,16 @@ from torch import Tensor
 from torchfast._core.decisions import Decision
 from torchfast._core.phases import REPLAY, phase_outside
 from torchfast.graphs.backend import Graph
-from torchfast.graphs.constants import HostConstants, has_compiled_code
-from torchfast.graphs.failures import IF_CONSTANT, LETS_GO, NOT_NOW, Failure
-from torchfast.graphs.host_draws import HostDraws
+from torchfast.graphs.manner import Manner
 from torchfast.graphs.moments import Moment, PhaseMoments, Times
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.outputs import StaticOutputs
 from torchfast.graphs.reached import Notes, in_few_words
-from torchfast.graphs.secrecy import Secret
 from torchfast.graphs.signature import Call, num_steps, only_tensors, other_value, shapes, single
 from torchfast.graphs.static_inputs import StaticInputs
 
 # So many graphs thrown out for each that is kept, and the kinds are too many to be captured.
 _EVICTIONS_PER_GRAPH = 4
-# Captures of one kind of call that may fail.
-ATTEMPTS = 3
 # So many times in a row the ranks did not all replay the same capture, and a graph goes: it may be
 # gone on another one. Or so many times draws came out otherwise than in it.
 _PATIENCE = 10
@@ -43,12 +37,10 @@ class Entry:
         shapes: Its tensors in words.
         num_steps: How many steps a call does, in one graph.
         warm_up_left: Calls that run as they are before it is captured.
-        attempts: Captures that failed since the latest that did not.
         number: Of the capture that its graph is of, among those that all ranks have made.
         num_refused: Times in a row that it was not replayed: other ranks did not, or draws on the
             host came out otherwise.
         patience: How many of them make its graph go.
-        num_not_now: Times that it was to be captured and gradients of before were in the way.
         graph: Its graph, with ``inputs`` that it reads and ``outputs`` that it writes.
         gradients: Each parameter with the gradient that a replay writes anew.
         added_to: Each parameter with the gradient that the step adds to: it was there before, and
@@ -57,10 +49,7 @@ class Entry:
             step would have added to one: they must have none again.
         kept: Tensors that the graph reads and nobody else may hold.
         notes: Tensors that the step writes to attributes and the like, for others to read.
-        secret: That it is being captured; None where that is told to whoever asks.
-        constants: What it copies from the host, once a capture has failed for that.
-        draws: What it draws on the host, likewise.
-        refusal: That failure.
+        manner: In what it is captured, and when again.
         moments: When its phases begin and end in replays, where that is asked for.
         why_eager: Why it is not captured, in words.
         num_replays: Replays so far.
@@ -68,11 +57,9 @@ class Entry:
 
     shapes: str
     warm_up_left: int
-    attempts: int = 0
     number: int = 0
     num_refused: int = 0
     patience: int = _PATIENCE
-    num_not_now: int = 0
     graph: Graph | None = None
     inputs: StaticInputs | None = None
     outputs: StaticOutputs | None = None
@@ -81,36 +68,18 @@ class Entry:
     from_none: list[Tensor] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     notes: Notes | None = None
-    secret: Secret | None = field(default_factory=Secret)
-    constants: HostConstants | None = None
-    draws: HostDraws | None = None
-    refusal: Failure | None = None
+    manner: Manner = field(default_factory=Manner)
     moments: PhaseMoments | None = None
     why_eager: str | None = None
     num_replays: int = 0
     num_steps: int = 1
 
     @contextmanager
-    def surroundings(self) -> Iterator[None]:
+    def surroundings(self, device: torch.device) -> Iterator[None]:
         """Let the step run in a capture as it would without."""
-        with ExitStack() as stack:
-            if self.secret is not None:
-                stack.enter_context(self.secret.kept())
-            if self.constants is not None and self.constants.is_recorded:
-                stack.enter_context(self.constants.standing_in())
-            if self.draws is not None:
-                stack.enter_context(self.draws.noting())
-            if self.moments is not None:
-                stack.enter_context(self.moments.noting())
+        noting = nullcontext() if self.moments is None else self.moments.noting()
+        with self.manner.surroundings(device), noting:
             yield
-
-    @property
-    def note(self) -> str:
-        """When it is not replayed, and what is frozen in it, in words."""
-        when = ", where draws on the host come out as in the capture" if self.draws else ""
-        number = len(self.constants or ())
-        frozen = f"; constants copied from the host: {number}" if number else ""
-        return when + frozen
 
     def replay(self) -> None:
         """Replay the graph."""
@@ -124,68 +93,6 @@ class Entry:
         if self.notes is not None:
             self.notes.write()
         self.num_replays += 1
-
-    def before_another(
-        self,
-        failure: Failure,
-        options: CUDAGraphOptions,
-        device: torch.device,
-        inputs: Sequence[Tensor],
-        *,
-        is_alone: bool,
-    ) -> AbstractContextManager[None] | None:
-        """Return in what this step is to run before another attempt; None if none is to come."""
-        is_one = self.num_steps == 1  # or another attempt would cost the Python of several
-        notes = self.is_to_note_draws(failure, is_alone=is_alone)
-        if notes:
-            return nullcontext()
-        if failure.reason in (NOT_NOW, LETS_GO) and is_one:
-            self.num_not_now += 1
-            return nullcontext() if self.num_not_now < _PATIENCE else None
-        # Before it is told of the capture: whoever is told may compute otherwise.
-        is_to_record = self._may_be_constants(failure, options) and is_one
-        if not is_to_record and not failure.is_passing and self.is_to_be_told(failure):
-            self.secret = self.constants = None  # which were those of the other way
-            return nullcontext()
-        self.attempts += 1
-        if self.attempts >= ATTEMPTS:
-            return None
-        if failure.is_passing:
-            gc.collect()
-            return nullcontext()
-        if is_to_record:
-            self.constants = HostConstants(device, vouched_for=options.host_constants is True)
-            return self.constants.recording(inputs)
-        return None
-
-    def _may_be_constants(self, failure: Failure, options: CUDAGraphOptions) -> bool:
-        """Whether what is copied from the host may be taken for constants, and was not yet."""
-        is_tried = self.constants is not None and self.constants.is_recorded
-        if not failure.is_copy or is_tried:
-            return False
-        if options.host_constants == "auto":
-            return not has_compiled_code()
-        return options.host_constants
-
-    def is_to_be_told(self, failure: Failure) -> bool:
-        """Whether telling of the next capture may help: who asked, or compiled code that asks."""
-        return self.secret is not None and (self.secret.was_kept or failure.is_recompile)
-
-    def is_to_note_draws(self, failure: Failure, *, is_alone: bool) -> bool:
-        """Whether the next capture may succeed by noting draws on the host; then it does."""
-        if self.draws is not None or not failure.is_draw or self.num_steps > 1:
-            return False
-        self.draws, self.refusal = HostDraws(is_alone=is_alone), failure
-        return True
-
-    def told(self, failure: Failure) -> Failure:
-        """Return the failure to be told of: compiled code may mind only that draws are noted."""
-        if self.refusal is not None and failure.is_recompile:
-            return self.refusal
-        is_untried = self.constants is None and self.num_steps == 1
-        if failure.is_copy and failure.remedy is not None and is_untried:
-            return replace(failure, remedy=f"{failure.remedy}; or, {IF_CONSTANT}")
-        return failure
 
     def drop(self) -> None:
         """Let go of the graph."""
@@ -211,7 +118,7 @@ class Ready(NamedTuple):
 
     def draws(self) -> bool:
         """Draw on the host what the replay needs; False if the step itself has to run, and draw."""
-        return self.entry.draws is None or self.entry.draws.come_out_the_same()
+        return self.entry.manner.draws is None or self.entry.manner.draws.come_out_the_same()
 
 
 class Aside(NamedTuple):
@@ -298,7 +205,7 @@ class GraphStore:
             return ONE_FIRST
         if len(self.graphs) >= self._limit:
             return "max_graphs graphs are kept already"
-        if known.draws is not None:
+        if known.manner.draws is not None:
             return "each draws on the host what it runs"
         return None
 
@@ -306,10 +213,7 @@ class GraphStore:
     def _take_after(several: Entry, one: Entry) -> None:
         """Let several steps begin with what is known of one: they have nothing to warm up."""
         several.warm_up_left = 0
-        if one.secret is None:
-            several.secret = None
-        known = one.constants
-        several.constants = None if known is None else known.of_steps(several.num_steps)
+        several.manner.take_after(one.manner, several.num_steps)
 
     def _concern_of_many(self, key: Any) -> str:
         kinds = [known[1] for known in self.entries]
@@ -345,7 +249,9 @@ class GraphStore:
     def decisions(self, why_eager: str | None, notes: Callable[[], list[str]]) -> list[Decision]:
         """Return what was captured with what is to be said of it, and what was not and why."""
         found = [
-            graph_decision("applied", f"{entry.shapes}: {entry.num_replays} replays{entry.note}")
+            graph_decision(
+                "applied", f"{entry.shapes}: {entry.num_replays} replays{entry.manner.note}"
+            )
             for entry in self.graphs
         ]
         found += [graph_decision("applied", note) for note in (notes() if self.graphs else ())]
@@ -389,7 +295,7 @@ class GraphStore:
         while self.graphs:
             self.remove(self.graphs[-1])
         for entry in self.entries.values():
-            entry.constants = None
+            entry.manner.constants = None
 
     def refused(self, entry: Entry) -> bool:
         """Note that a graph could not be replayed; return whether it went for that.

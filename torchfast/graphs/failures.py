@@ -10,12 +10,18 @@ from torchfast._core.errors import CaptureError
 from torchfast._core.user_code import is_compiled, owner_of
 from torchfast.graphs.backend import RoomMadeError
 from torchfast.graphs.host_facts import CPU_GENERATOR, LATER
+from torchfast.graphs.replay_check import Mismatch, Told
 from torchfast.graphs.together import OTHERS
 
 _NOT_THE_USERS: tuple[str, ...] = ("<",)
 
 # Of a copy that nobody has taken for one of a constant yet.
 IF_CONSTANT = "if it is the same each time, set host_constants=True"
+# Of one that differs from the step, where only the same bits will do.
+_TOLD = "it was told of the capture, and may compute otherwise then"
+_IF_CLOSE = (
+    "if what it computes then is as good, set parity='close', which measures how close it is"
+)
 RECOMPILES = "torch.compile would have compiled it again"
 _KEEPS = "zero_grad(set_to_none=False) keeps them where they are"
 NOT_NOW = f"there are no gradients now to which the step would add; {_KEEPS}"
@@ -130,6 +136,14 @@ class Failure:
         place = f" at {self.line}" if self.line else ""
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{self.reason}{place}{remedy}"
+
+
+def unlike(mismatch: Mismatch, told: Told | None, parity: str) -> Failure:
+    """Return what it means that a graph differs from the step; and a way, if there is one."""
+    detail, is_later = mismatch
+    if told is None or parity == "close":
+        return Failure(detail, is_later=is_later)
+    return Failure(f"{detail}; {_TOLD}", remedy=_IF_CLOSE, is_later=is_later)
 
 
 def explain(error: BaseException) -> Failure:

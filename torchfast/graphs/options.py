@@ -40,6 +40,12 @@ class CUDAGraphOptions:
             what is made of plain numbers, of which a change is noticed, and nothing where
             torch.compile has compiled; True takes all, and what changes later is frozen, so it is
             for you to know; False takes nothing.
+        parity: What will do where a model computes another way because it is told of the capture,
+            as models of transformers make another attention mask: ``"exact"`` takes a graph only if
+            it is the plain step, to the bit; ``"close"`` also one that is exactly what the step
+            computes when told, if that is close to the plain one (what it returns within 1 %).
+            ``"auto"`` is close where the rest of the plan is, which has another precision,
+            compilation or form of the optimizer.
         time_phases: Put events into the graph where its phases begin and end, so that the times of
             ``fit`` tell them in replays. Some 2 us of the device for each.
 
@@ -57,6 +63,7 @@ class CUDAGraphOptions:
     on_failure: Literal["eager", "raise"] = "eager"
     check: bool = True
     host_constants: bool | Literal["auto"] = "auto"
+    parity: Literal["auto", "exact", "close"] = "auto"
     time_phases: bool = False
 
     def __post_init__(self) -> None:
@@ -66,6 +73,7 @@ class CUDAGraphOptions:
         check_choice("on_failure", self.on_failure, ("eager", "raise"), PlanError)
         check_flag("check", self.check)
         check_flag_or_auto("host_constants", self.host_constants)
+        check_choice("parity", self.parity, ("auto", "exact", "close"), PlanError)
         check_flag("time_phases", self.time_phases)
 
     @property

@@ -10,6 +10,11 @@ tensor of a replay has to lie about as near to the eager ones as they lie to eac
 are that only now and then: two atomic sums of a hundred meet in another order, once in ten runs.
 So what differs by no more than rounding is taken for that where it was seen to come and to go: an
 eager run ended bit for bit as the replay, or another replay did not.
+
+Some models compute another way where they are told of a capture (`torchfast.graphs.secrecy`). Where
+what is close will do, a graph of that may differ from eager steps as their own two ways do. It must
+be, by the rules above, what eager steps compute that are told as well; and such steps have to be
+close to plain ones: in what they return, and in where they lead most of what they change.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -28,6 +34,7 @@ from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.reached import Copies
 from torchfast.graphs.run_ends import Left, left
 from torchfast.graphs.saved_named_state import SavedNamedState, bytes_of, have_room
+from torchfast.graphs.secrecy import pretended
 from torchfast.graphs.signature import describe, without_tensors
 
 # How often eager runs are repeated to learn how far apart they are, and how much farther than
@@ -42,6 +49,10 @@ _STEPS = 2
 # Relative to the largest value of a tensor: some roundings of float32. What a counter or a number
 # that is drawn changes is more.
 _ROUNDING = 1e-6
+# How far apart, likewise, two ways to compute the same may be in what the steps return: losses in
+# bf16, with another kernel for attention. And how far in half of what they change, relative to the
+# change: not in all, for where a gradient is zero but for rounding, Adam makes whole updates of it.
+_CLOSE, _TURN = 1e-2, 0.5
 
 
 class Mismatch(NamedTuple):
@@ -66,6 +77,39 @@ class _Run(NamedTuple):
     tensors: list[Left]
     others: tuple[Any, ...]
     num_first: int
+    num_outputs: int
+
+
+@final
+class Told:
+    """That a step was told of its capture, and how near it is to a step that was not.
+
+    Attributes:
+        gap: How far apart are what two such steps return, relative to the largest value; None where
+            they are the same, or it is not known yet.
+    """
+
+    def __init__(self) -> None:
+        self.gap: float | None = None
+
+    def compared(self, plain: _Run, as_told: _Run, start: Sequence[Left]) -> Mismatch | None:
+        """Take the gap between eager runs from one start; return what differs if it is wide."""
+        if len(plain.tensors) != len(as_told.tensors) or plain.others != as_told.others:
+            return Mismatch("told of the capture, the step returns other things", is_later=False)
+        outputs = range(plain.num_outputs)
+        gap = max((plain.tensors[i].distance(as_told.tensors[i]) for i in outputs), default=0.0)
+        ends = plain.tensors[len(outputs) :], as_told.tensors[len(outputs) :], start
+        turns = [a.turn(b, before) for a, b, before in zip(*ends, strict=False)]
+        turn = statistics.median([t for t in turns if t is not None] or [0.0])
+        if gap > _CLOSE or turn > _TURN:
+            detail = (
+                "told of the capture, the step computes something else: what it returns is "
+                f"{gap:.1e} apart (relative to the largest value; {_CLOSE:.0e} would be close), "
+                f"and half of what it changes {turn:.1e} and more (relative to the change)"
+            )
+            return Mismatch(detail, is_later=gap <= _CLOSE)
+        self.gap = gap
+        return None
 
 
 def find_mismatch(
@@ -77,6 +121,7 @@ def find_mismatch(
     gradients: Sequence[Tensor] = (),
     facts: HostFacts | None = None,
     with_gradients: bool = False,
+    told: Told | None = None,
     any_says: Callable[[bool], bool] = bool,
 ) -> Mismatch | None:
     """Run replays and eager steps from the present state, and leave it as it is.
@@ -89,6 +134,8 @@ def find_mismatch(
         gradients: Gradients that the step adds to; they are state too.
         facts: What the host held before the step was captured, and what the step reaches now.
         with_gradients: Compare all gradients, where no update shows what they were.
+        told: That the step was told of its capture, where what is close to an untold one will do;
+            gets to know how close it is, where it is not the same.
         any_says: Returns whether any rank says yes.
 
     Returns:
@@ -111,8 +158,9 @@ def find_mismatch(
     num_bytes = bytes_of(start.tensors())
     if with_gradients:
         num_bytes += bytes_of(state.parameters)
-    # A replay and the eager runs are kept until the verdict.
-    whole = have_room(device, (1 + _EAGER_RUNS) * num_bytes)
+    # A replay and the eager runs are kept until the verdict; where it was told, a plain one and
+    # the start too.
+    whole = have_room(device, (1 + _EAGER_RUNS + 2 * (told is not None)) * num_bytes)
 
     def run(step: Callable[[], Any]) -> _Run:
         try:
@@ -122,24 +170,43 @@ def find_mismatch(
             ends = [*state.everything(), *written]
             if with_gradients:
                 ends += [p.grad for p in state.parameters if p.grad is not None]
-            return _Run(found + left(ends, whole=whole), others, len(list(tensors(outputs[0]))))
+            num_first = len(list(tensors(outputs[0])))
+            return _Run(found + left(ends, whole=whole), others, num_first, len(found))
         finally:
             start.put_back()
             copies.put_back()
 
-    judging, verdict, is_open = _judge(), None, True
-    next(judging)
-    for step in (replay, eager, replay, *(_EAGER_RUNS - 1) * [eager]):
-        found = run(step)
-        if is_open:
-            try:
-                judging.send(found)
-            except StopIteration as end:
-                verdict, is_open = end.value, False
-        # A rank that knows goes on for those that do not yet: each step needs all of them.
-        if step is eager and not any_says(is_open):
-            break
-    return verdict
+    def compare(eager: Callable[[], Any]) -> tuple[Mismatch | None, _Run]:
+        judging, verdict, is_open, found = _judge(), None, True, None
+        next(judging)
+        for step in (replay, eager, replay, *(_EAGER_RUNS - 1) * [eager]):
+            latest = run(step)
+            if step is eager:
+                found = found or latest
+            if is_open:
+                try:
+                    judging.send(latest)
+                except StopIteration as end:
+                    verdict, is_open = end.value, False
+            # A rank that knows goes on for those that do not yet: each step needs all of them.
+            if step is eager and not any_says(is_open):
+                break
+        assert found is not None
+        return verdict, found
+
+    verdict, plain = compare(eager)
+    if not any_says(verdict is not None) or not any_says(told is not None):
+        return verdict
+
+    def eager_and_told() -> Any:
+        with nullcontext() if told is None else pretended():
+            return eager()
+
+    other, as_told = compare(eager_and_told)
+    if told is None or other is not None:
+        return verdict
+    # Gradients, which come last, have none.
+    return told.compared(plain, as_told, left(start.tensors(), whole=whole))
 
 
 def _judge() -> Generator[None, _Run, Mismatch | None]:

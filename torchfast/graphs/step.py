@@ -62,7 +62,8 @@ class CUDAGraphStep(Closing):
             reads or changes. What is not named cannot be watched nor put back; modules, tensors
             and generators in its closure are found without being named.
         numerics: ``"exact"`` brings an optimizer to a form that a graph can hold only where that
-            changes no bit; ``"close"`` wherever torch has such a form.
+            changes no bit; ``"close"`` wherever torch has such a form, and takes graphs of what
+            ``fn`` computes because it is told of the capture, if that is close.
         warm_up_steps: Calls that run as they are before a capture; later shapes take one.
         max_graphs: Graphs kept; the least recently used goes first.
         new_shapes: ``"capture"`` gives another shape its own graph, ``"eager"`` runs it as it is.
@@ -116,6 +117,7 @@ class CUDAGraphStep(Closing):
             on_failure=on_failure,
             check=check,
             host_constants=host_constants,
+            parity="exact" if numerics == "exact" else "close",
             time_phases=time_phases,
         )
         named = NamedState(state, found=held_by(fn), function=fn)

@@ -1,0 +1,176 @@
+"""Steps that compute another way where they are told of their capture, as models of transformers.
+
+Such a step looks at a mask on the host unless it is captured. Told of the capture it does without,
+by other kernels and so with other bits; its own two ways are what a graph may differ by.
+"""
+
+from __future__ import annotations
+
+import copy
+from queue import SimpleQueue
+
+import pytest
+import torch
+from torch import nn, optim
+
+from tape import counts, reasons
+from torchfast import CUDAGraphOptions, CUDAGraphStep, Plan, PlanError, Trainer
+from torchfast.graphs.secrecy import pretended
+from torchfast.levers import _graph_options
+
+pytestmark = pytest.mark.usefixtures("tape")
+
+STEPS = 12
+# A warm-up, an attempt in secret, and from then on as told.
+FIRST_TOLD = 4
+
+
+class Masks(nn.Module):
+    """Two ways that are close, of which one makes the host wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        if not torch.cuda.is_current_stream_capturing() and bool((x > -100).all()):
+            return self.layer(x)
+        return self.told(x)
+
+    def told(self, x):
+        return self.layer(x) * (1 + 1e-4)
+
+
+class Far(Masks):
+    """Returns something else once it is told."""
+
+    def told(self, x):
+        return self.layer(x) * 1.1
+
+
+class Detached(Masks):
+    """Returns the same once it is told, and trains by another gradient."""
+
+    def told(self, x):
+        y = self.layer(x)
+        return y.detach() + 1e-3 * (y - y.detach())
+
+
+class Counts(Masks):
+    """Depends, once it is told, on a count besides, where nobody looks for one."""
+
+    calls = SimpleQueue()
+
+    def told(self, x):
+        self.calls.put(None)
+        return self.layer(x) * (1 + 1e-4 * (self.calls.qsize() % 3))
+
+
+def train_step(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def pair(net):
+    torch.manual_seed(0)
+    models = [net()]
+    models.append(copy.deepcopy(models[0]))
+    return [(m, optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, fused=True)) for m in models]
+
+
+def captured_and_plain(net, numerics):
+    plain, own = pair(net)
+    return (
+        CUDAGraphStep(train_step(*own), state=list(own), numerics=numerics),
+        train_step(*plain),
+    )
+
+
+def test_close_will_do_and_the_graph_is_the_step_that_is_told():
+    captured, plain = captured_and_plain(Masks, "close")
+    for number, x in enumerate(torch.randn(STEPS, 8, 4)):
+        found = captured(x)
+        if number < FIRST_TOLD:
+            expected = plain(x)
+        else:
+            with pretended():
+                expected = plain(x)
+        assert torch.equal(found, expected), number
+    assert counts(captured) == (1, STEPS - FIRST_TOLD, FIRST_TOLD, 1)
+    assert not reasons(captured)
+    (note,) = [d.detail for d in captured.report().decisions if "replays" in d.detail]
+    assert "told of the capture, it returns what is 2.0e-04 apart" in note
+
+
+def test_exact_takes_no_graph_of_another_step_and_names_the_way():
+    captured, plain = captured_and_plain(Masks, "exact")
+    for x in torch.randn(STEPS, 8, 4):
+        assert torch.equal(captured(x), plain(x))
+    assert counts(captured)[:2] == (0, 0)
+    assert reasons(captured)[0].endswith(
+        "it was told of the capture, and may compute otherwise then; if what it computes then is "
+        "as good, set parity='close', which measures how close it is"
+    )
+
+
+@pytest.mark.parametrize("net", [Far, Detached])
+def test_what_is_not_close_runs_eagerly(net):
+    captured, plain = captured_and_plain(net, "close")
+    for x in torch.randn(STEPS, 8, 4):
+        assert torch.equal(captured(x), plain(x))
+    assert counts(captured)[:2] == (0, 0)
+    assert "told of the capture, the step computes something else" in reasons(captured)[0]
+
+
+def test_what_a_graph_gets_wrong_is_seen_in_a_step_that_is_told():
+    captured, plain = captured_and_plain(Counts, "close")
+    for x in torch.randn(STEPS, 8, 4):
+        assert torch.equal(captured(x), plain(x))
+    assert counts(captured)[:2] == (0, 0)
+    assert "replays" in reasons(captured)[0]
+
+
+# --- what asks for it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "parity"),
+    [
+        (Plan.preset("exact"), "exact"),
+        (Plan.preset("fast"), "close"),
+        (Plan(cuda_graph=True, precision="bf16"), "close"),
+        (Plan(cuda_graph=True, optimizer="fused"), "close"),
+        (Plan(cuda_graph=True, optimizer="fused", nonfinite="skip"), "close"),
+        (Plan(cuda_graph=True, nonfinite="skip", recompute="blocks"), "exact"),
+        (Plan(cuda_graph=CUDAGraphOptions(parity="close")), "close"),
+        (Plan(cuda_graph=CUDAGraphOptions(parity="exact"), precision="bf16"), "exact"),
+    ],
+)
+def test_a_plan_is_as_near_as_its_levers(plan, parity):
+    assert _graph_options(plan).parity == parity
+
+
+def test_another_word_is_refused():
+    with pytest.raises(PlanError, match="parity must be one of"):
+        CUDAGraphOptions(parity="near")
+
+
+@pytest.mark.parametrize(("parity", "num_graphs"), [("auto", 0), ("close", 1)])
+def test_a_trainer_takes_it_as_its_plan_says(parity, num_graphs):
+    torch.manual_seed(0)
+    trainer = Trainer(
+        Masks(),
+        lambda parameters: optim.SGD(parameters, lr=1e-3, fused=True),
+        lambda model, batch: model(batch).square().mean(),
+        Plan(cuda_graph=CUDAGraphOptions(parity=parity)),
+    )
+    for x in torch.randn(STEPS, 8, 4):
+        trainer.step(x)
+    assert trainer.report().counters.get("graphs", 0) == num_graphs
+    trainer.close()
