@@ -109,11 +109,27 @@ def test_noise_that_comes_now_and_then_is_no_error(replays, eager_runs):
     assert judged_runs(replays, eager_runs) is None
 
 
+@pytest.mark.parametrize("size", [5e-8, 1e-4, 1e-2])
+@pytest.mark.parametrize(
+    "replays",
+    [
+        (0, 0, 1),
+        (0, 0, *7 * [0], 3),  # the last one that is asked for
+    ],
+)
+def test_noise_of_any_size_is_no_error_if_replays_have_it_too(size, replays):
+    replays, eager_runs = ([size * n for n in runs] for runs in (replays, (1, 2, 3, 2, 4)))
+    assert judged_runs(replays, eager_runs) is None
+
+
 @pytest.mark.parametrize(
     ("size", "replays", "eager_runs", "detail"),
     [
-        (5e-8, (0, 0), (1, 2, 3, 4, 5), "replays do not differ"),  # as a counter changes a step
-        (1e-4, (0, 0), (1, 0, 0, 0, 0), "replays do not differ"),  # too much for rounding
+        (5e-8, 10 * (0,), (1, 2, 3, 4, 5), "replays do not differ"),  # as a counter changes a step
+        (1e-4, 10 * (0,), (1, 0, 0, 0, 0), "replays do not differ"),  # too much for rounding
+        # A counter beside noise that is far less.
+        (1e-4, (0, 0, *8 * (1e-3,)), (1, 0, 1, 0, 0), "replays do not differ"),
+        (1e-4, (100, 100, 101), (1, 0, 0, 0, 0), "eager steps among themselves"),
         (5e-8, (1, 1), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
         (1e-4, (1, 0), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
         (5e-8, (100, 99), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
