@@ -9,8 +9,9 @@ CUDA graph, batches on the device), ours in bf16, in float8 with measured recipe
 with moments in 8 and 4 bits and in float8. The first of a group stays, and each other one takes
 turns with it, since three such models do not fit; a figure is the median of its turns. "curves":
 each plan trains on its own for --steps on Python's standard library, the same batches in the same
-order, and losses are compared with bf16's; what bf16 does from other weights is the noise. On a CPU
-float8 is emulated, nothing is compiled or captured, and only the numbers mean anything.
+order, and losses are compared with bf16's from the same weights; what bf16 does from other ones is
+the noise. On a CPU float8 is emulated, nothing is compiled or captured, and only the numbers mean
+anything.
 
 Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`), and a
 curve's ten times on its way: one that is cut off is compared as far as it goes. A group, or a curve
@@ -127,8 +128,12 @@ CURVES = {
     "bf16, weights 1": Run("bf16", seed=1),
     "bf16, weights 2": Run("bf16", seed=2),
     "float8": Run("float8"),
+    "float8, weights 1": Run("float8", seed=1),
+    "float8, weights 2": Run("float8", seed=2),
     "float8 tensorwise": Run("float8 tensorwise"),
     "8 bit": Run("8 bit"),
+    "8 bit, weights 1": Run("8 bit", seed=1),
+    "8 bit, weights 2": Run("8 bit", seed=2),
     "4 bit": Run("4 bit"),
     "float8 moments": Run("float8 moments"),
     "float8, 8 bit": Run("float8, 8 bit"),

@@ -34,27 +34,38 @@ def steps(result: dict[str, Any]) -> list[str]:
 
 
 def curves(result: dict[str, Any]) -> list[str]:
-    """Return a line for each plan that trained on real text, beside bf16 as far as both go."""
+    """Return a line for each plan that trained on real text, beside bf16 as far as both go.
+
+    What began with other weights is beside bf16 that began with the same; bf16 itself beside the
+    first one, which is the noise.
+    """
     losses = {row["method"]: row["losses"] for row in result["rows"] if row["group"] == "curves"}
-    # A run may have measured another plan alone.
-    plain = losses.get(_PLAIN, [])
-    drifts = {name: _drifts(own, plain) for name, own in losses.items() if plain}
-    ends = [abs(found[-1]) for name, found in drifts.items() if name.startswith(_OTHER)]
+    drifts: dict[str, list[float]] = {}
+    whole: dict[str, float] = {}
+    for name, own in losses.items():
+        plan, *weights = name.split(_WEIGHTS)
+        plain = losses.get(_PLAIN if plan == _PLAIN else _WEIGHTS.join([_PLAIN, *weights]))
+        if plain:  # a run may have measured another plan alone
+            drifts[name] = _drifts(own, plain)
+            steps = min(len(own), len(plain))
+            whole[name] = statistics.fmean(own[:steps]) / statistics.fmean(plain[:steps]) - 1
+    noise = [abs(found[-1]) for name, found in drifts.items() if name.startswith(_OTHER)]
     lines = [
-        "| plan | steps | loss, mean of the last tenth | from bf16 | furthest tenth "
+        "| plan | steps | loss, mean of the last tenth | from bf16 | furthest tenth | all steps "
         "| within the noise |",
-        "|---|---:|---:|---:|---:|---|",
+        "|---|---:|---:|---:|---:|---:|---|",
     ]
     for name, own in losses.items():
         last = statistics.fmean(own[-max(1, len(own) // _PARTS) :])
-        found = drifts.get(name, [])
-        cells = [f"{part:+.2%}" for part in (found[-1], max(found, key=abs))] if found else ["", ""]
-        is_judged = ends and not name.startswith(_PLAIN)
-        cells.append(_yes(abs(found[-1]) <= max(ends)) if is_judged else "")
+        cells = [""] * 3
+        if found := drifts.get(name):
+            cells = [f"{part:+.2%}" for part in (found[-1], max(found, key=abs), whole[name])]
+        is_judged = found and noise and not name.startswith(_PLAIN)
+        cells.append(_yes(abs(found[-1]) <= max(noise)) if is_judged else "")
         lines.append(f"| {name} | {len(own)} | {last:.4f} | {' | '.join(cells)} |")
-    if ends:
-        noise = f"{max(ends):.2%}, with {len(ends)} of them"
-        lines += ["", f"The noise is how far bf16 ends from itself with other weights: {noise}."]
+    if noise:
+        detail = f"{max(noise):.2%}, with {len(noise)} of them"
+        lines += ["", f"The noise is how far bf16 ends from itself with other weights: {detail}."]
     return lines
 
 
@@ -76,7 +87,8 @@ def choice(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-_PLAIN, _OTHER = "bf16", "bf16, weights"
+_WEIGHTS = ", weights"
+_PLAIN, _OTHER = "bf16", f"bf16{_WEIGHTS}"
 _PARTS = 10
 
 

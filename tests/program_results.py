@@ -83,6 +83,7 @@ def below_bf16():
         "8 bit": [4.0] * 16 + [4.2, 4.2, 2.0, 2.02],
         "4 bit": [4.0] * 18 + [2.0, 2.08],
         "float8": [4.0] * 8 + [4.0, 4.04],  # cut off
+        "float8, weights 1": [4.0] * 18 + [2.0, 2.0],
     }
     rows = [
         {**timed, "method": "by hand, float8"},

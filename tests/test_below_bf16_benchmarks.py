@@ -83,8 +83,7 @@ def test_a_curve_that_is_cut_off_keeps_what_it_has(monkeypatch, tmp_path):
 
 def test_curves_begin_as_their_names_say():
     assert {name for name, run in below_bf16.CURVES.items() if run.seed} == {
-        "bf16, weights 1",
-        "bf16, weights 2",
+        f"{plan}, weights {seed}" for plan in ("bf16", "float8", "8 bit") for seed in (1, 2)
     }
 
 

@@ -101,11 +101,16 @@ def test_a_changed_figure_changes_the_page(made_up):
             "| torchfast float8 | 195 | 84,021 | 0.985 (0.980 to 0.990) | 48.0 | 8.00 |  |",
         ),
         ("below bf16", "| 8 bit | 195 | 84,021 | 0.985 (0.980 to 0.990) | 48.0 | 2.00 | 25.0% |"),
-        ("below bf16 curves", "| bf16 | 20 | 2.0000 | +0.00% | +0.00% |  |"),
-        ("below bf16 curves", "| bf16, weights 2 | 20 | 2.0200 | +1.00% | +1.00% |  |"),
-        ("below bf16 curves", "| 8 bit | 20 | 2.0100 | +0.50% | +5.00% | yes |"),
-        ("below bf16 curves", "| 4 bit | 20 | 2.0400 | +2.00% | +2.00% | **no** |"),
-        ("below bf16 curves", "| float8 | 10 | 4.0400 | +1.00% | +1.00% |"),  # of ten steps each
+        ("below bf16 curves", "| bf16 | 20 | 2.0000 | +0.00% | +0.00% | +0.00% |  |"),
+        ("below bf16 curves", "| bf16, weights 2 | 20 | 2.0200 | +1.00% | +1.00% | +0.05% |  |"),
+        ("below bf16 curves", "| 8 bit | 20 | 2.0100 | +0.50% | +5.00% | +0.55% | yes |"),
+        ("below bf16 curves", "| 4 bit | 20 | 2.0400 | +2.00% | +2.00% | +0.11% | **no** |"),
+        ("below bf16 curves", "| float8 | 10 | 4.0400 | +1.00% | +1.00% | +0.10% |"),
+        # Beside bf16 from the same weights.
+        (
+            "below bf16 curves",
+            "| float8, weights 1 | 20 | 2.0000 | +0.50% | +0.50% | +0.03% | yes |",
+        ),
         ("below bf16 curves", "bf16 ends from itself with other weights: 1.00%, with 2 of them."),
         (
             "float8 choice",
