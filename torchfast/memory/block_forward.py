@@ -18,8 +18,8 @@ called: it runs the block that was copied. So do the replicas of ``nn.DataParall
 
 Under ``torch.compile`` the same object tells the compiler what to recompute, by torch's checkpoint,
 which the compiler understands; what it makes of it writes no buffer twice and draws nothing anew.
-But it reads a buffer as the block has left it: a block that reads its own and then writes to it,
-norms aside, gets another gradient, as under torch's checkpoint alone.
+By itself it would read a buffer as the block has left it (see `traced_writes`). A block that the
+compiler has to leave runs under torch's checkpoint eagerly, on stand-ins for what it writes to.
 """
 
 from __future__ import annotations
@@ -141,11 +141,7 @@ class BlockForward(ForwardStandIn):
             self.kind.has_dropped_cache = True
         if torch.compiler.is_compiling():
             self.kind.is_compiled = True
-            if self.kind.options.selective:
-                return checkpoint(
-                    self._either, *args, use_reentrant=False, context_fn=_keep_expensive, **kwargs
-                )
-            return checkpoint(self._either, *args, use_reentrant=False, **kwargs)
+            return self._compiled(args, kwargs)
         kind = self.kind
         if kind.options.selective and kind.choice is None:
             return kind.measured(module, self._plain, args, kwargs)
@@ -159,13 +155,47 @@ class BlockForward(ForwardStandIn):
             self._parts = _parts_of(module)
         return result
 
-    def _either(self, *args: Any, **kwargs: Any) -> Any:
-        """Run within what is compiled, or, where the compiler has to leave the block, eagerly."""
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+    def _compiled(self, args: Any, kwargs: Any) -> Any:
+        """Run what is compiled, or stand where the compiler has to leave the block."""
+        found: list[Before] = []
+        if self.kind.options.selective:
+            result = checkpoint(
+                self._either,
+                found,
+                *args,
+                use_reentrant=False,
+                context_fn=_keep_expensive,
+                **kwargs,
+            )
+        else:
+            result = checkpoint(self._either, found, *args, use_reentrant=False, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            # It needs torch's compiler, whose import takes seconds.
+            from torchfast.memory.traced_writes import keep_what_is_written
+
+            keep_what_is_written()
+        return result
+
+    def _either(self, found: list[Before], *args: Any, **kwargs: Any) -> Any:
+        """Run within what is compiled, or, where the compiler has to leave the block, eagerly.
+
+        Args:
+            found: Empty in the first run, which leaves there what the second is to begin with.
+            args: Of the call.
+            kwargs: Of the call.
+        """
+        if torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
         module: Any = self._module()
-        with self._buffers.standing_in(self._buffers.before(module)):
-            return self._plain(*args, **kwargs)
+        if found:
+            with self._buffers.standing_in(found[0]):
+                return self._plain(*args, **kwargs)
+        before = self._buffers.before(module)
+        # For a backward within the forward, which comes before it is known what was written to.
+        found.append([kept for kept in before if kept.is_known])
+        result = self._plain(*args, **kwargs)
+        found[0] = self._buffers.written(module, before)
+        return result
 
 
 # A module's children and buffers as they stand there, how many buffers, and which children.
