@@ -198,6 +198,8 @@ def find_mismatch(
         assert found is not None
         return verdict, found
 
+    if told is not None:
+        told.gap = None  # of an earlier capture
     verdict, plain = compare(eager)
     if not any_says(verdict is not None) or not any_says(told is not None):
         return verdict
