@@ -276,8 +276,9 @@ def test_models_of_transformers_change_nothing_themselves(name):
             twins.both(sample)
         twins.step(torch.arange(16).view(2, 8) + number)
         assert not twins.differences(gradients=False)
-    # One step more is eager where a model asks whether it is captured.
-    assert twins.counts in ((1, 13, 3, 1), (1, 12, 4, 1)), reasons(twins.captured)
+    # One or two steps more are eager where a model asks whether it is captured.
+    expected = ((1, 13, 3, 1), (1, 12, 4, 1), (1, 11, 5, 1))
+    assert twins.counts in expected, reasons(twins.captured)
 
 
 def test_many_values_are_put_back_by_one_look_at_where_they_lie(monkeypatch):

@@ -307,7 +307,8 @@ def test_nobody_is_told_of_a_capture():
 
 def test_who_would_make_the_host_wait_is_told_of_the_next():
     captured = side_by_side(AsksLestItWaits, plain_order)
-    assert counts(captured) == (1, 10, 4, 1)
+    # One with shadows on the host comes between, unless another test has compiled something.
+    assert counts(captured) in ((1, 10, 4, 1), (1, 9, 5, 1))
     assert not reasons(captured)
 
 

@@ -128,6 +128,11 @@ class Failure:
         return self.reason.startswith(f"the step draws from {CPU_GENERATOR}, ")
 
     @property
+    def is_wait(self) -> bool:
+        """Whether the host waits, perhaps for what never changes."""
+        return self.reason.startswith("the host waits")
+
+    @property
     def is_copy(self) -> bool:
         """Whether a copy from the host is in the way, which may be that of a constant."""
         return self.reason.startswith("it copies")

@@ -5,7 +5,8 @@ asks whether they are those of one sequence: ``if (torch.diff(positions) == 1).a
 waits for the answer, which no capture allows, and it is always the same: nothing but the length
 goes into it, which is frozen in a graph as all shapes and numbers of Python are.
 
-So a capture keeps a shadow on the host of each such tensor: of what ``torch.arange`` returns, and
+So where a capture has failed for that, and the step would have to be told of the next one, that one
+keeps a shadow on the host of each such tensor: of what ``torch.arange`` returns, and
 of integers and truth values computed from these and from plain numbers alone. Whoever reads such a
 tensor gets what its shadow holds.
 
@@ -124,7 +125,8 @@ class HostShadows(TorchFunctionMode):
             return on_host(func, args, kwargs)
         result = func(*args, **kwargs)
         if func in _COMPUTE and "out" not in kwargs and type(result) is Tensor:
-            with suppress(KeyError):  # of another tensor, within a slice
+            # Of another tensor, within a slice; or what the host refuses, such as a division by 0.
+            with suppress(KeyError, RuntimeError):
                 self._follow(result, func, *self._on_host((args, kwargs)))
         return result
 

@@ -1,8 +1,8 @@
 """In what a kind of call is captured, and in what it is tried again where that has failed.
 
-A capture of the step as it is comes first, of which nobody is told, and in which the host is
-answered what never changes. What is in the way of it tells what may help: constants in place of
-copies from the host, draws on the host that are noted; and, last, whoever asks is told.
+A capture of the step as it is comes first, of which nobody is told. What is in the way of it tells
+what may help: constants in place of copies from the host, draws on the host that are noted, answers
+on the host to what never changes; and, last, whoever asks is told of the capture.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Manner:
         num_not_now: Times that it was to be captured and gradients of before were in the way.
         secret: That it is being captured; None where that is told to whoever asks.
         told: That it was told, and how near it is to a step that was not.
-        shadows: What answered reads on the host in the latest capture, if nobody was told of it.
+        has_shadows: Whether reads on the host are answered where they can be.
+        shadows: What answered them in the latest capture.
         constants: What it copies from the host, once a capture has failed for that.
         draws: What it draws on the host, likewise.
         refusal: That failure.
@@ -51,6 +52,7 @@ class Manner:
     num_not_now: int = 0
     secret: Secret | None = field(default_factory=Secret)
     told: Told | None = None
+    has_shadows: bool = False
     shadows: HostShadows | None = None
     constants: HostConstants | None = None
     draws: HostDraws | None = None
@@ -64,7 +66,7 @@ class Manner:
         with ExitStack() as stack:
             if self.secret is not None:
                 stack.enter_context(self.secret.kept())
-                if not has_compiled_code():
+                if self.has_shadows:
                     self.shadows = stack.enter_context(HostShadows(device))
             if self.constants is not None and self.constants.is_recorded:
                 stack.enter_context(self.constants.standing_in())
@@ -89,6 +91,7 @@ class Manner:
         self.is_one = False
         if one.secret is None:
             self.secret, self.told = None, Told()
+        self.has_shadows = one.has_shadows
         known = one.constants
         self.constants = None if known is None else known.of_steps(num_steps)
 
@@ -107,6 +110,9 @@ class Manner:
         if failure.reason in (NOT_NOW, LETS_GO) and self.is_one:
             self.num_not_now += 1
             return nullcontext() if self.num_not_now < _PATIENCE else None
+        if self._may_be_shadowed(failure):
+            self.has_shadows = True
+            return nullcontext()
         # Before it is told of the capture: whoever is told may compute otherwise.
         is_to_record = self._may_be_constants(failure, options)
         if not is_to_record and not failure.is_passing and self._is_to_be_told(failure):
@@ -123,6 +129,15 @@ class Manner:
             self.constants = HostConstants(device, vouched_for=options.host_constants is True)
             return self.constants.recording(inputs)
         return None
+
+    def _may_be_shadowed(self, failure: Failure) -> bool:
+        """Whether what the host waits for may be known there, so that nobody need be told.
+
+        Not from the first: some of torch's layers compute another way under a mode.
+        """
+        is_kept = self.secret is not None and self.secret.was_kept
+        is_untried = self.is_one and not self.has_shadows
+        return failure.is_wait and is_kept and is_untried and not has_compiled_code()
 
     def _may_be_constants(self, failure: Failure, options: CUDAGraphOptions) -> bool:
         """Whether what is copied from the host may be taken for constants, and was not yet."""
