@@ -140,6 +140,24 @@ def test_what_is_no_noise_is_an_error(size, replays, eager_runs, detail):
     assert detail in judged_runs(replays, eager_runs).detail
 
 
+def test_noise_in_one_tensor_hides_no_counter_in_another():
+    """Which eager steps count in ``first``, while now and then a replay is off in ``second``."""
+    first, second = torch.ones(8).double(), torch.ones(8).double()
+    calls = {"eager": 0, "replay": 0}
+
+    def step(kind):
+        calls[kind] += 1
+        with torch.no_grad():
+            first.add_(1.0 + 1e-2 * (calls[kind] % 7) * (kind == "eager"))
+            second.add_(1.0 + 5e-2 * (kind == "replay" and calls[kind] > 8))
+        return first.sum()
+
+    found = find_mismatch(
+        NamedState([first, second]), CPU, replay=lambda: step("replay"), eager=lambda: step("eager")
+    )
+    assert "replays do not differ" in found.detail
+
+
 def judged_behind(*, first_is_wrong=False, noise=0.0, unnamed=False):
     """Judge a step that returns what it finds and then writes, which its replay does wrong."""
     values = torch.ones(8).double()

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn, optim
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tape
 from tape import counts, reasons
 from torchfast import CUDAGraphStep, Plan, StepBatches, Trainer
 from torchfast._core.compare import differences
-from torchfast.graphs import host_shadows, manner
+from torchfast.graphs import manner
 from torchfast.graphs.host_shadows import HostShadows
 
 STEPS = 10
@@ -22,14 +22,6 @@ STEPS = 10
 
 @pytest.fixture(autouse=True)
 def on_tape(monkeypatch):
-    """Capture on a tape, which does not see what is computed on the host."""
-    on_host = host_shadows.on_host
-
-    def unseen(*call):
-        with _disable_current_modes():
-            return on_host(*call)
-
-    monkeypatch.setattr(host_shadows, "on_host", unseen)
     monkeypatch.setattr(manner, "has_compiled_code", lambda: False)  # by another test
     with tape.taped(monkeypatch):
         yield
@@ -201,6 +193,31 @@ class ThroughData(Reads):
         return is_one_sequence(p)
 
 
+class ThroughChunk(Reads):
+    """By a view that is no shadow's."""
+
+    def read(self, x):
+        p = positions(x)
+        p.chunk(2, dim=1)[0].data.add_((x > 100).sum())
+        return is_one_sequence(p)
+
+
+class Replaced(Reads):
+    def read(self, x):
+        p = torch.arange(1, device=x.device)
+        p.data = (x > 100).sum().view(1)
+        return p.item() == 0
+
+
+class Given(Reads):
+    """To somebody else's kernel, by its address."""
+
+    def read(self, x):
+        p = positions(x)
+        assert p.data_ptr()
+        return is_one_sequence(p)
+
+
 class Drawn(Reads):
     def read(self, x):
         return bool((torch.randint_like(positions(x), 5) < 5).all())
@@ -227,7 +244,20 @@ class InSlice(Reads):
 
 @pytest.mark.parametrize(
     "net",
-    [OfInput, OfWeights, ThroughView, ThroughData, Drawn, Zeros, Floats, InSlice, WritesInPlace],
+    [
+        OfInput,
+        OfWeights,
+        ThroughView,
+        ThroughData,
+        ThroughChunk,
+        Replaced,
+        Given,
+        Drawn,
+        Zeros,
+        Floats,
+        InSlice,
+        WritesInPlace,
+    ],
 )
 def test_what_may_change_is_not_taken_for_known(net):
     captured = side_by_side(net)
@@ -251,6 +281,11 @@ class Teacher(nn.Module):
 
 def test_what_needs_no_shadow_runs_without_a_mode():
     assert counts(side_by_side(Teacher)) == (1, STEPS - 3, 3, 1)
+
+
+def test_where_ranks_may_write_nothing_is_shadowed(monkeypatch):
+    monkeypatch.setattr(manner.dist, "is_initialized", lambda: True)
+    assert counts(side_by_side(Reads))[:2] == (0, 0)
 
 
 def test_beside_compiled_code_nothing_is_shadowed(monkeypatch):
@@ -297,6 +332,49 @@ def test_a_large_mask_has_none():
 def test_others_have_none(make):
     with shadows() as found:
         assert not is_shadowed(make(torch.arange(4)), found)
+
+
+def test_bounds_of_a_slice_are_no_others_shadows():
+    """Those on the host come and go, and an address is used again."""
+    with shadows():
+        p = torch.arange(8)
+        for _ in range(500):
+            part = p[torch.tensor(3) : torch.tensor(5)]
+            assert part.tolist() == [3, 4]
+            first, last = torch.arange(5)[2], torch.arange(8)[4]
+            assert p[first.add_(1) : last.add_(1)].tolist() == [3, 4]
+
+
+def test_shadows_of_what_is_gone_are_gone():
+    with shadows() as found:
+        p = torch.arange(1024)
+        for _ in range(10):
+            _ = p[:, None] - p[None, :]
+        assert len(found._shadows) <= 2
+
+
+def test_a_default_device_is_not_the_shadows():
+    torch.set_default_device("meta")
+    try:
+        with shadows() as found:
+            p = torch.arange(4, device="cpu")
+            assert found._shadows[id(p)].value.device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_what_is_computed_on_the_host_is_no_operation_of_the_step():
+    """Selective checkpointing counts them."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen(), shadows():
+        assert (torch.arange(4) * 2).tolist()[-1] == 6
+    assert len(seen) == 2
 
 
 def test_it_ends_with_the_capture():

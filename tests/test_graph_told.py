@@ -64,6 +64,59 @@ class Detached(Masks):
         return y.detach() + 1e-3 * (y - y.detach())
 
 
+class Reversed(Masks):
+    """Returns the same once it is told, and trains uphill."""
+
+    def told(self, x):
+        y = self.layer(x)
+        return 2 * y.detach() - y
+
+
+class OneLayer(Masks):
+    """Trains one of two layers once it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def told(self, x):
+        return self.layer[1:](self.layer[0](x).detach())
+
+
+class NotFinite(Masks):
+    """Has a loss and no gradient once it is told."""
+
+    def told(self, x):
+        return self.layer(x) + 0 * torch.sqrt((self.layer.weight * 0).sum())
+
+
+class Temperature(Masks):
+    """Does not train one number once it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+    def told(self, x):
+        return self.layer(x) * self.scale.detach() / self.scale
+
+
+class Seen(Masks):
+    """Does not count batches once it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if not torch.cuda.is_current_stream_capturing():
+            self.seen += 1
+        return super().forward(x)
+
+
 class Counts(Masks):
     """Depends, once it is told, on a count besides, where nobody looks for one."""
 
@@ -74,13 +127,13 @@ class Counts(Masks):
         return self.layer(x) * (1 + 1e-4 * (self.calls.qsize() % 3))
 
 
-def train_step(model, optimizer):
+def train_step(model, optimizer, returns=True):
     def step(x):
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        return loss.detach()
+        return loss.detach() if returns else None
 
     return step
 
@@ -92,12 +145,10 @@ def pair(net):
     return [(m, optim.SGD(m.parameters(), lr=1e-3, momentum=0.9, fused=True)) for m in models]
 
 
-def captured_and_plain(net, numerics):
+def captured_and_plain(net, numerics, returns=True):
     plain, own = pair(net)
-    return (
-        CUDAGraphStep(train_step(*own), state=list(own), numerics=numerics),
-        train_step(*plain),
-    )
+    captured = CUDAGraphStep(train_step(*own, returns), state=list(own), numerics=numerics)
+    return captured, train_step(*plain, returns)
 
 
 def test_close_will_do_and_the_graph_is_the_step_that_is_told():
@@ -123,17 +174,51 @@ def test_exact_takes_no_graph_of_another_step_and_names_the_way():
     assert counts(captured)[:2] == (0, 0)
     assert reasons(captured)[0].endswith(
         "it was told of the capture, and may compute otherwise then; if what it computes then is "
-        "as good, set parity='close', which measures how close it is"
+        "as good, set parity='close' (numerics='close' of CUDAGraphStep), which measures how close "
+        "it is"
     )
 
 
-@pytest.mark.parametrize("net", [Far, Detached])
-def test_what_is_not_close_runs_eagerly(net):
-    captured, plain = captured_and_plain(net, "close")
+NOT_CLOSE = [Detached, Reversed, OneLayer, NotFinite, Temperature, Seen]
+
+
+@pytest.mark.parametrize(
+    ("net", "returns"), [(Far, True), *((net, r) for net in NOT_CLOSE for r in (True, False))]
+)
+def test_what_is_not_close_runs_eagerly(net, returns):
+    captured, plain = captured_and_plain(net, "close", returns=returns)
     for x in torch.randn(STEPS, 8, 4):
-        assert torch.equal(captured(x), plain(x))
+        found, expected = captured(x), plain(x)
+        assert not returns or torch.equal(found, expected)
     assert counts(captured)[:2] == (0, 0)
     assert "told of the capture, the step computes something else" in reasons(captured)[0]
+
+
+class ByHand(optim.Optimizer):
+    """Reads on the host, so that it runs behind the graph."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.abs().max().item() >= 0:
+                    parameter.sub_(parameter.grad * group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("net", "num_graphs"), [(Masks, 1), (Detached, 0), (Reversed, 0), (OneLayer, 0)]
+)
+def test_gradients_are_compared_where_the_update_is_behind_the_graph(net, num_graphs):
+    torch.manual_seed(0)
+    plan = Plan(cuda_graph=CUDAGraphOptions(parity="close"))
+    trainer = Trainer(net(), lambda p: ByHand(p), lambda model, x: model(x).square().mean(), plan)
+    for x in torch.randn(STEPS, 8, 4):
+        trainer.step(x)
+    assert trainer.report().counters["graphs"] == num_graphs
+    trainer.close()
 
 
 def test_what_a_graph_gets_wrong_is_seen_in_a_step_that_is_told():

@@ -20,7 +20,8 @@ IF_CONSTANT = "if it is the same each time, set host_constants=True"
 # Of one that differs from the step, where only the same bits will do.
 _TOLD = "it was told of the capture, and may compute otherwise then"
 _IF_CLOSE = (
-    "if what it computes then is as good, set parity='close', which measures how close it is"
+    "if what it computes then is as good, set parity='close' (numerics='close' of CUDAGraphStep), "
+    "which measures how close it is"
 )
 RECOMPILES = "torch.compile would have compiled it again"
 _KEEPS = "zero_grad(set_to_none=False) keeps them where they are"

@@ -12,7 +12,8 @@ tensor gets what its shadow holds.
 
 Only ``torch.arange`` begins a shadow, and only functions that compute the same everywhere go on
 with one: a tensor of zeros may be what a kernel of somebody else's counts in, which no function of
-torch's shows. What is written to by another way has another count of versions, and no shadow then.
+torch's shows. What is written to has another count of versions, and no shadow then; and where
+memory that has a shadow goes to a function that is not known to leave it alone, all shadows go.
 
 Only what passes through torch's Python functions is seen, and compiled code would be compiled again
 under a mode: there nothing is shadowed.
@@ -25,8 +26,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from torchfast._core.batches import tensors
@@ -56,19 +59,33 @@ _READ = frozenset(
     }.items()
     for name in names.split()
 )
-# What gives away memory that can then be written to without being counted.
-_GIVE_AWAY: frozenset[Any] = frozenset(
-    getattr(Tensor, name)
-    for name in [
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-        "numpy",
-        "__array__",
-        "__dlpack__",
-        "set_",
-    ]
-) | {Tensor.data.__get__}  # type: ignore[attr-defined]
+# What neither writes to its arguments nor gives their memory away. Whatever else gets memory that
+# has a shadow may write there without being counted: a view of it, ``.data``, a collective, the
+# address that a kernel of somebody else's is given.
+_HARMLESS: frozenset[Any] = frozenset(
+    (
+        Tensor.to,
+        Tensor.float,
+        Tensor.size,
+        Tensor.dim,
+        Tensor.__len__,
+        torch.where,
+        torch.embedding,
+        F.embedding,
+    )
+) | {
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "is_cuda",
+        "layout",
+        "requires_grad",
+        "_version",
+    )
+}
 _EXACT = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 _RANGE = frozenset(("start", "end", "step"))
 # Elements of a tensor that is worth a shadow: a mask of a thousand tokens by a thousand.
@@ -112,39 +129,55 @@ class HostShadows(TorchFunctionMode):
             result = func(*args, **kwargs)
             sizes = {key: value for key, value in kwargs.items() if key in _RANGE}
             if "out" not in kwargs and all(type(n) is int for n in (*args, *sizes.values())):
-                self._follow(result, func, args, {**sizes, "dtype": result.dtype})
+                self._follow(result, func, args, {**sizes, "dtype": result.dtype, "device": "cpu"})
             return result
         read = [*tensors((args, kwargs))]
-        if not read or not all(map(self._is_known, read)):
-            return func(*args, **kwargs)
-        if func in _GIVE_AWAY:
-            self._shadows = {}
-        elif func in _READ:
+        is_known = bool(read) and "out" not in kwargs and all(map(self._is_known, read))
+        if func in _READ and is_known:
+            answer = on_host(func, *self._on_host((args, kwargs)))
             self.num_reads += 1
-            args, kwargs = self._on_host((args, kwargs))
-            return on_host(func, args, kwargs)
+            return answer
+        if func not in _COMPUTE and func not in _HARMLESS and self._has_memory_of(read):
+            self._shadows = {}
         result = func(*args, **kwargs)
-        if func in _COMPUTE and "out" not in kwargs and type(result) is Tensor:
-            # Of another tensor, within a slice; or what the host refuses, such as a division by 0.
+        if func in _COMPUTE and is_known:
+            # Of another tensor, within a slice; or what the host refuses, as a division by 0.
             with suppress(KeyError, RuntimeError):
                 self._follow(result, func, *self._on_host((args, kwargs)))
         return result
 
-    def _follow(self, result: Tensor, func: Any, args: Any, kwargs: Any) -> None:
-        is_ours = result.device.type == self._device.type and not result.is_inference()
-        if is_ours and result.dtype in _EXACT and result.numel() <= _MOST:
+    def _follow(self, result: Any, func: Any, args: Any, kwargs: Any) -> None:
+        if type(result) is not Tensor or result.device.type != self._device.type:
+            return
+        if result.dtype in _EXACT and result.numel() <= _MOST and not result.is_inference():
             value = on_host(func, args, kwargs)
             if value.dtype == result.dtype and value.shape == result.shape:
-                shadow = _Shadow(weakref.ref(result), result._version, value)
-                self._shadows[id(result)] = shadow
+                key, shadows = id(result), self._shadows
+
+                def forget(gone: weakref.ref[Tensor]) -> None:
+                    if key in shadows and shadows[key].of is gone:
+                        del shadows[key]
+
+                shadow = _Shadow(weakref.ref(result, forget), result._version, value)
+                shadows[key] = shadow
 
     def _is_known(self, tensor: Tensor) -> bool:
         known = self._shadows.get(id(tensor))
         return known is not None and known.of() is tensor and known.version == tensor._version
 
+    def _has_memory_of(self, some: list[Tensor]) -> bool:
+        """Whether any of these may share memory with what has a shadow."""
+        if not self._shadows or not some:
+            return False
+        live = [tensor for s in self._shadows.values() if (tensor := s.of()) is not None]
+        known = {tensor.untyped_storage()._cdata for tensor in live}
+        return any(_storage(tensor) in known for tensor in some)
+
     def _on_host(self, nested: Any) -> Any:
         """Return arguments with shadows in place of tensors."""
         if isinstance(nested, Tensor):
+            if not self._is_known(nested):
+                raise KeyError
             return self._shadows[id(nested)].value
         if type(nested) in (list, tuple):
             return type(nested)(map(self._on_host, nested))
@@ -156,5 +189,14 @@ class HostShadows(TorchFunctionMode):
 
 
 def on_host(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute something of shadows."""
-    return func(*args, **kwargs)
+    """Compute something of shadows, unseen by what watches the operations of the step."""
+    with _disable_current_modes():
+        return func(*args, **kwargs)
+
+
+def _storage(tensor: Tensor) -> int | None:
+    """Return what stands for a tensor's memory; None for one that has none of its own."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    storage: int = tensor.untyped_storage()._cdata
+    return storage

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchfast.graphs.constants import HostConstants, has_compiled_code
@@ -110,7 +111,7 @@ class Manner:
         if failure.reason in (NOT_NOW, LETS_GO) and self.is_one:
             self.num_not_now += 1
             return nullcontext() if self.num_not_now < _PATIENCE else None
-        if self._may_be_shadowed(failure):
+        if is_alone and self._may_be_shadowed(failure):
             self.has_shadows = True
             return nullcontext()
         # Before it is told of the capture: whoever is told may compute otherwise.
@@ -137,7 +138,9 @@ class Manner:
         """
         is_kept = self.secret is not None and self.secret.was_kept
         is_untried = self.is_one and not self.has_shadows
-        return failure.is_wait and is_kept and is_untried and not has_compiled_code()
+        # Collectives write to what they get, and not all of them pass through torch's functions.
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        return failure.is_wait and is_kept and is_untried and is_alone and not has_compiled_code()
 
     def _may_be_constants(self, failure: Failure, options: CUDAGraphOptions) -> bool:
         """Whether what is copied from the host may be taken for constants, and was not yet."""

@@ -43,7 +43,8 @@ class CUDAGraphOptions:
         parity: What will do where a model computes another way because it is told of the capture,
             as models of transformers make another attention mask: ``"exact"`` takes a graph only if
             it is the plain step, to the bit; ``"close"`` also one that is exactly what the step
-            computes when told, if that is close to the plain one (what it returns within 1 %).
+            computes when told, if that is close to the plain one (what it returns within 1 %). With
+            ``check=False`` nothing is compared.
             ``"auto"`` is close where the rest of the plan is, which has another precision,
             compilation or form of the optimizer.
         time_phases: Put events into the graph where its phases begin and end, so that the times of

@@ -66,21 +66,21 @@ class Left:
         least = math.inf if is_exact else torch.finfo(torch.float32).tiny
         return max(distance(self._values, other._values), least)
 
-    def turn(self, other: Left, start: Left) -> float | None:
-        """Return how far another run has gone from here, relative to the way from the start.
+    def is_counted(self) -> bool:
+        """Whether it is exact by nature: integers and truth values."""
+        return not (self._values.is_floating_point() or self._values.is_complex())
 
-        In the Euclidean norm; of a sample, if the tensor is not kept whole. None for what is no
-        floating-point tensor of several elements, or has not moved.
+    def ways(self, other: Left, start: Left | None) -> tuple[float, float, float]:
+        """Return how far another run has gone from here, and both of them from the start.
+
+        In the Euclidean norm; of a sample, if the tensor is not kept whole. Without a start, as of
+        a gradient, from zero.
         """
-        if not self._kind == other._kind == start._kind or self._values.numel() < 2:
-            return None
-        if not self._values.is_floating_point():
-            return None
-        begun, near, far = (
-            kept._values.to(self._values.device).double() for kept in (start, self, other)
-        )
-        way = max(float((near - begun).norm()), float((far - begun).norm()))
-        return float((near - far).norm()) / way if way > 0 else None
+        near, far = (kept._values.to(self._values.device).double() for kept in (self, other))
+        begun = torch.zeros_like(near)
+        if start is not None:
+            begun = start._values.to(self._values.device).double()
+        return tuple(float(x.norm()) for x in (near - far, near - begun, far - begun))  # type: ignore[return-value]
 
 
 def left(some: Sequence[Tensor], *, whole: bool = True) -> list[Left]:
