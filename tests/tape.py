@@ -251,6 +251,19 @@ def written_to(func, args, kwargs):
 # --- a captured step beside the plain loop --------------------------------------------------------
 
 
+def plain_order(model, optimizer, *, returns=True):
+    """Return a step of one's own, which returns its loss or nothing."""
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach() if returns else None
+
+    return step
+
+
 @contextmanager
 def taped(monkeypatch):
     """Let every step of the body be captured on tape; yield the backends, newest last."""

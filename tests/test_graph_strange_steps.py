@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tape import counts, reasons
+from tape import counts, plain_order, reasons
 from torchfast import CaptureError, CUDAGraphStep
 from torchfast._core.compare import differences
 from torchfast._core.reachable import held_by, weak_method
@@ -24,17 +24,6 @@ BY_TORCH = {"__name__": "torch.optim.optimizer"}
 
 def sgd(parameters):
     return optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True)
-
-
-def plain_order(model, optimizer):
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
 
 
 def zero_at_the_end(model, optimizer):

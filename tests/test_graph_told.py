@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tape import counts, reasons
+from tape import counts, plain_order, reasons
 from torchfast import CUDAGraphOptions, CUDAGraphStep, Plan, PlanError, Trainer
 from torchfast.graphs import manner
 from torchfast.graphs.secrecy import pretended
@@ -127,17 +127,6 @@ class Counts(Masks):
         return self.layer(x) * (1 + 1e-4 * (self.calls.qsize() % 3))
 
 
-def train_step(model, optimizer, returns=True):
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach() if returns else None
-
-    return step
-
-
 def pair(net):
     torch.manual_seed(0)
     models = [net()]
@@ -147,8 +136,8 @@ def pair(net):
 
 def captured_and_plain(net, numerics, returns=True):
     plain, own = pair(net)
-    captured = CUDAGraphStep(train_step(*own, returns), state=list(own), numerics=numerics)
-    return captured, train_step(*plain, returns)
+    captured = CUDAGraphStep(plain_order(*own, returns=returns), state=list(own), numerics=numerics)
+    return captured, plain_order(*plain, returns=returns)
 
 
 def test_close_will_do_and_the_graph_is_the_step_that_is_told():

@@ -109,9 +109,10 @@ class Told:
         begun += [None] * (len(plain.tensors) - len(outputs) - len(begun))
         ends = plain.tensors[len(outputs) :], as_told.tensors[len(outputs) :], begun
         for near, far, before in zip(*ends, strict=True):
-            if not near.distance(far):
+            distance = near.distance(far)
+            if not distance:
                 turns.append(0.0)
-            elif near.is_counted() or near.distance(far) == math.inf:
+            elif near.is_counted() or distance == math.inf:
                 turns.append(math.inf)
             else:
                 apart, own, others = near.ways(far, before)

@@ -62,8 +62,7 @@ class Left:
             return distance(self._values, other._values)
         if torch.equal(self._digest, other._digest):
             return 0.0
-        is_exact = not (self._values.is_floating_point() or self._values.is_complex())
-        least = math.inf if is_exact else torch.finfo(torch.float32).tiny
+        least = math.inf if self.is_counted() else torch.finfo(torch.float32).tiny
         return max(distance(self._values, other._values), least)
 
     def is_counted(self) -> bool:
