@@ -240,6 +240,28 @@ def test_a_length_is_marked_in_blocks_of_which_the_first_needs_no_gradient(warni
         assert "dimension 1 of args[0] changed from 16 to 12" in told
 
 
+def test_what_another_model_compiles_is_not_this_ones(warnings_given):
+    """Two that train in one process, by turns: what the second's first steps compile is its own."""
+
+    def stepped(handle, model, *sizes):
+        for size in sizes:
+            model(torch.ones(2, size))
+            handle.after_step()
+
+    options = {"regions": "whole", "backend": "eager", "dynamic": False}
+    first, second = (nn.Sequential(nn.Flatten(), nn.ReLU()) for _ in range(2))
+    with CompiledModule(first, **options) as one:
+        stepped(one, first, *STEADY_AFTER * [8])
+        with CompiledModule(second, **options) as two:
+            stepped(two, second, 7, 6)  # it has the first one's code, which is compiled again
+            stepped(one, first, *9 * [8])
+            assert warnings_given() == []
+            stepped(one, first, 5)
+            assert len(warnings_given()) == 1
+            stepped(two, second, *STEADY_AFTER * [6], 4)
+            assert len(warnings_given()) == 2
+
+
 def test_nothing_is_marked_unasked(record, warnings_given):
     model = compiled(Model())
     model(batch_of(8))

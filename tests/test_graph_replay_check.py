@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -138,6 +138,37 @@ def test_noise_of_any_size_is_no_error_if_replays_have_it_too(size, replays):
 def test_what_is_no_noise_is_an_error(size, replays, eager_runs, detail):
     replays, eager_runs = ([size * n for n in runs] for runs in (replays, eager_runs))
     assert detail in judged_runs(replays, eager_runs).detail
+
+
+def test_more_replays_run_beside_other_work(monkeypatch):
+    """Whose noise may come only so: the others follow each other too closely."""
+    loads, kinds = [], []
+
+    @contextmanager
+    def load(device):
+        loads.append(True)
+        yield
+        loads.pop()
+
+    monkeypatch.setattr(replay_check, "side_load", load)
+    values, draw = torch.ones(8).double(), random.Random(0)
+
+    def step(kind, noise):
+        kinds.append(f"{kind}, loaded" if loads else kind)
+        with torch.no_grad():
+            values.add_(1.0 + noise * draw.uniform(-1, 1))
+        return values.sum()
+
+    found = find_mismatch(
+        NamedState([values]),
+        CPU,
+        replay=lambda: step("replay", 1e-3 * bool(loads)),
+        eager=lambda: step("eager", 1e-3),
+    )
+    assert found is None
+    alone = [kind for kind in kinds if "loaded" not in kind]
+    assert alone == [*2 * ["replay"], *2 * ["eager"], *2 * ["replay"], *8 * ["eager"]]
+    assert set(kinds[len(alone) :]) == {"replay, loaded"}
 
 
 def test_noise_in_one_tensor_hides_no_counter_in_another():

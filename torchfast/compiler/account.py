@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
 # Steps after which nothing should have to be compiled any more: the warm-up of a graph, its capture
 # and check, and some for a second shape.
 STEADY_AFTER = 10
-# Of the steps after that one in so many looks for news.
+# Of the steps after that one in so many looks for news, of an account that is alone.
 LOOK_EVERY = 8
+
+_LIVING: weakref.WeakSet[CompileAccount] = weakref.WeakSet()
+_LOCK = threading.Lock()
 
 
 @final
@@ -49,6 +54,8 @@ class CompileAccount(Closing):
         self._watch = SteadyWatch(self._record)
         self._num_steps = 0
         self._is_closed = False
+        with _LOCK:
+            _LIVING.add(self)
         self._store: CacheStore | None = None
         if options.cache is not None:
             if model is None:
@@ -68,10 +75,18 @@ class CompileAccount(Closing):
     def after_step(self) -> None:
         """Note that a step is done: in the first ones everything should be compiled."""
         self._num_steps += 1
+        is_alone = len(_LIVING) == 1
+        if not is_alone and self._watch.has_news():
+            # A record has what the whole process compiles. What came since any of them stepped is
+            # of this one's step.
+            with _LOCK:
+                others = [account for account in _LIVING if account is not self]
+            for other in others:
+                other._watch.pass_over()
         if self._num_steps == STEADY_AFTER:
             self._watch.begin()
             self.save()
-        elif self._num_steps > STEADY_AFTER and self._num_steps % LOOK_EVERY == 0:
+        elif self._num_steps > STEADY_AFTER and (not is_alone or self._num_steps % LOOK_EVERY == 0):
             self._watch.check()
 
     def save(self) -> None:
@@ -116,5 +131,7 @@ class CompileAccount(Closing):
         """Keep what was compiled, and listen no more."""
         if not self._is_closed:
             self._is_closed = True
+            with _LOCK:
+                _LIVING.discard(self)
             self.save()
             self._record.close()

@@ -86,12 +86,20 @@ class SteadyWatch:
         self._take()
         self._is_steady = True
 
+    def has_news(self) -> bool:
+        """Whether anything was compiled, or refused, since the last look."""
+        return self._record.has_news() or self._record.num_noted != self._num_noted
+
+    def pass_over(self) -> None:
+        """Take what was compiled since the last look as another's, which is not warned of."""
+        self._take()
+
     def check(self) -> tuple[Recompile, ...]:
         """Return what was compiled again since the last call, and warn of the first.
 
         Synchronizes: Never.
         """
-        if not self._record.has_news() and self._record.num_noted == self._num_noted:
+        if not self.has_news():
             return ()
         recompiles, limits = self._take()
         if not self._is_steady:

@@ -11,7 +11,8 @@ are that only now and then: two atomic sums of a hundred meet in another order, 
 So what differs by no more than rounding is taken for that where it was seen to come and to go: an
 eager run ended bit for bit as the replay, or another replay did not. In low precision a second step
 makes more than rounding of it; where eager runs differ by more and two replays do not, more replays
-have to differ as far, as those of a step that counts or draws never do.
+have to differ as far, as those of a step that counts or draws never do. They run beside other work
+(`torchfast.graphs.side_load`), or their atomics may meet in one order each time.
 
 Some models compute another way where they are told of a capture (`torchfast.graphs.secrecy`). Where
 what is close will do, a graph of that may differ from eager steps as their own two ways do. It must
@@ -38,6 +39,7 @@ from torchfast.graphs.reached import Copies
 from torchfast.graphs.run_ends import Left, left
 from torchfast.graphs.saved_named_state import SavedNamedState, bytes_of, have_room
 from torchfast.graphs.secrecy import pretended
+from torchfast.graphs.side_load import side_load
 from torchfast.graphs.signature import describe, without_tensors
 
 # How often eager runs are repeated to learn how far apart they are, and how much farther than
@@ -185,9 +187,10 @@ def find_mismatch(
     # the start too.
     whole = have_room(device, (1 + _EAGER_RUNS + 2 * (told is not None)) * num_bytes)
 
-    def run(step: Callable[[], Any]) -> _Run:
+    def run(step: Callable[[], Any], *, is_loaded: bool) -> _Run:
         try:
-            outputs = [step() for _ in range(_STEPS)]
+            with side_load(device) if is_loaded else nullcontext():
+                outputs = [step() for _ in range(_STEPS)]
             found = left(list(tensors(outputs)))
             others = without_tensors(describe(outputs).key)
             ends = [*state.everything(), *written]
@@ -204,9 +207,10 @@ def find_mismatch(
     def compare(eager: Callable[[], Any]) -> tuple[Mismatch | None, _Run]:
         judging, verdict, is_open, found = _judge(), None, True, None
         next(judging)
-        at_last = (_EAGER_RUNS - 1) * [eager] + _MORE_REPLAYS * [replay]
-        for number, step in enumerate((replay, eager, replay, *at_last)):
-            latest = run(step)
+        order = [replay, eager, replay, *(_EAGER_RUNS - 1) * [eager]]
+        num_alone = len(order)
+        for number, step in enumerate(order + _MORE_REPLAYS * [replay]):
+            latest = run(step, is_loaded=number >= num_alone)
             if step is eager:
                 found = found or latest
             if is_open:
