@@ -33,13 +33,13 @@ def steps(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def curves(result: dict[str, Any]) -> list[str]:
+def curves(result: dict[str, Any], group: str = "curves") -> list[str]:
     """Return a line for each plan that trained on real text, beside bf16 as far as both go.
 
     What began with other weights is beside bf16 that began with the same; bf16 itself beside the
     first one, which is the noise.
     """
-    losses = {row["method"]: row["losses"] for row in result["rows"] if row["group"] == "curves"}
+    losses = {row["method"]: row["losses"] for row in result["rows"] if row["group"] == group}
     drifts: dict[str, list[float]] = {}
     whole: dict[str, float] = {}
     for name, own in losses.items():

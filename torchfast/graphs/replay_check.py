@@ -11,8 +11,9 @@ are that only now and then: two atomic sums of a hundred meet in another order, 
 So what differs by no more than rounding is taken for that where it was seen to come and to go: an
 eager run ended bit for bit as the replay, or another replay did not. In low precision a second step
 makes more than rounding of it; where eager runs differ by more and two replays do not, more replays
-have to differ as far, as those of a step that counts or draws never do. They run beside other work
-(`torchfast.graphs.side_load`), or their atomics may meet in one order each time.
+have to differ as far, as those of a step that counts or draws never do. Runs behind the first two
+are beside other work (`torchfast.graphs.side_load`): alone, atomics may meet in one order in every
+replay and in another one in every eager step.
 
 Some models compute another way where they are told of a capture (`torchfast.graphs.secrecy`). Where
 what is close will do, a graph of that may differ from eager steps as their own two ways do. It must
@@ -207,10 +208,9 @@ def find_mismatch(
     def compare(eager: Callable[[], Any]) -> tuple[Mismatch | None, _Run]:
         judging, verdict, is_open, found = _judge(), None, True, None
         next(judging)
-        order = [replay, eager, replay, *(_EAGER_RUNS - 1) * [eager]]
-        num_alone = len(order)
-        for number, step in enumerate(order + _MORE_REPLAYS * [replay]):
-            latest = run(step, is_loaded=number >= num_alone)
+        at_last = (_EAGER_RUNS - 1) * [eager] + _MORE_REPLAYS * [replay]
+        for number, step in enumerate((replay, eager, replay, *at_last)):
+            latest = run(step, is_loaded=number > 1)
             if step is eager:
                 found = found or latest
             if is_open:
