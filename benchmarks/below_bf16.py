@@ -187,7 +187,7 @@ def main() -> None:
     args = parser.parse_args()
     work = llama.workload("llama", "smoke" if args.smoke else "full")
     known = {name: list(every) for name, every in groups(args, work).items()}
-    known |= dict.fromkeys(CURVE_GROUPS, list(CURVES))
+    known |= {group: list(CURVES) for group in CURVE_GROUPS}
     there = {name for group in args.groups for name in known[group]}
     if unknown := [name for name in args.methods or () if name not in there]:
         parser.error(f"no method {unknown[0]!r} in these groups; there are {sorted(there)}")

@@ -17,7 +17,7 @@ def steps(result: dict[str, Any]) -> list[str]:
     ]
     rows = {(row["group"], row["method"]): row for row in result["rows"]}
     for (group, method), row in rows.items():
-        if group == "curves":
+        if "losses" in row:
             continue
         low, high = row["ratio_quartiles"]
         # What is by hand does not say.
@@ -38,6 +38,10 @@ def curves(result: dict[str, Any], group: str = "curves") -> list[str]:
 
     What began with other weights is beside bf16 that began with the same; bf16 itself beside the
     first one, which is the noise.
+
+    Args:
+        result: What stands in the file.
+        group: Of which rows: ``"curves"`` or ``"warm-up"``.
     """
     losses = {row["method"]: row["losses"] for row in result["rows"] if row["group"] == group}
     drifts: dict[str, list[float]] = {}

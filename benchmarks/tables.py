@@ -174,6 +174,7 @@ PARTS = {
     "loader timeline": ("timeline",),
     "below bf16": ("float8", "vocabulary", "state"),
     "below bf16 curves": ("curves",),
+    "below bf16 warm-up": ("warm-up",),
 }
 
 # Beside these, "baseline NAME" is the table of the workload NAME.
@@ -197,6 +198,10 @@ TABLES: dict[str, tuple[str, Table]] = {
     "losses": ("losses_CARD.json", compile_tables.losses),
     "below bf16": ("below_bf16_CARD.json", below_bf16_tables.steps),
     "below bf16 curves": ("below_bf16_CARD.json", below_bf16_tables.curves),
+    "below bf16 warm-up": (
+        "below_bf16_CARD.json",
+        partial(below_bf16_tables.curves, group="warm-up"),
+    ),
     "float8 choice": ("float8_choice_CARD.json", below_bf16_tables.choice),
     "recompute": ("recompute_CARD.json", memory_tables.recompute),
     "offload": ("offload_CARD.json", memory_tables.offload),

@@ -10,7 +10,6 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,142 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from recomputed import GPTBlock, ResNet, RotaryBlock, image_loss, images, train
 from torchfast import Plan, Recompute, Trainer
+from torchfast._core import traced_uses
 from torchfast.compiler import CompiledModule, CompileOptions
 from torchfast.memory import traced_writes
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.full((8,), 0.3))
-
-    def forward(self, x):
-        y = self.line(torch.tanh(x - self.mean) * x)
-        self.write(y.detach().mean(0))
-        return torch.relu(y) + x
-
-    def write(self, mean):
-        with torch.no_grad():
-            self.mean.add_(mean)
-
-
-class Hidden(Block):
-    """A write that torch's count of writes does not see."""
-
-    def write(self, mean):
-        self.mean.data.mul_(0.7).add_(mean)
-
-
-class Rows(Block):
-    """Writes to a part of it."""
-
-    def write(self, mean):
-        self.mean[2:5] = mean[2:5]
-
-
-class Behind(Block):
-    """Reads it behind the write."""
-
-    def forward(self, x):
-        y = self.line(x)
-        self.write(y.detach().mean(0))
-        return torch.tanh(y * self.mean) * y
-
-
-class Unnamed(Block):
-    """A tensor that is no buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = torch.ones(8, dtype=torch.float64)
-
-    def forward(self, x):
-        y = super().forward(torch.sin(x + self.count) * x)
-        self.count.mul_(1.2)
-        return y
-
-
-class View(Block):
-    """Reads it by another name."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("both", torch.ones(2, 8, dtype=torch.float64))
-        self.first = self.both[0]
-
-    def forward(self, x):
-        self.both.add_(0.2)
-        return super().forward(torch.sin(x + self.first) * x)
-
-    def __deepcopy__(self, memo):
-        block = type(self)()
-        block.load_state_dict(self.state_dict())
-        return block.double()
-
-
-class Frozen(Block):
-    """Averages its weights in a parameter that no optimizer has."""
-
-    def __init__(self):
-        super().__init__()
-        self.target = nn.Parameter(torch.eye(8), requires_grad=False)
-
-    def forward(self, x):
-        y = super().forward(torch.tanh(F.linear(x, self.target.clone())) * x)
-        with torch.no_grad():
-            self.target.lerp_(self.line.weight, 0.3)
-        return y
-
-
-class Shrunk(Block):
-    """Writes to a weight that trains, as forced weight normalization does."""
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.line.weight.mul_(0.9)
-        return super().forward(x)
-
-
-class ReadsNorm(nn.Module):
-    """Computes with the statistics that its norm is about to write."""
-
-    def __init__(self):
-        super().__init__()
-        self.line, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        y = self.line(x) * torch.rsqrt(self.norm.running_var + 0.1)
-        return self.norm(y).relu() + x
-
-
-class Within(nn.Module):
-    """Calls one block twice, another between."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = Block(), Hidden()
-
-    def forward(self, x):
-        return self.one(self.other(self.one(x)))
-
-
-class Left(Block):
-    """The compiler has to leave it."""
-
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        return super().forward(x)
-
-
-class Replaced(Block):
-    """Puts another tensor there, which torch's compiler leaves alone in a checkpoint."""
-
-    def write(self, mean):
-        self.mean = self.mean + mean
-
-
-EACH = [Block, Hidden, Rows, Behind, Unnamed, View, Frozen, Shrunk, ReadsNorm, Left, Replaced]
+from writing_blocks import (
+    EACH,
+    Block,
+    Hidden,
+    Left,
+    Within,
+)
 
 
 def three(make):
@@ -318,8 +191,9 @@ def test_of_a_kernel_that_counts_which_it_writes(monkeypatch):
                 kwargs={"out": out, "read": read},
             )
 
-        found = traced_writes._written_and_read(body, [out, read], mode)
-        assert found == traced_writes._memory_of(out)
+        with traced_uses.without_data(mode) as uses:
+            body(out, read)
+        assert uses.written & uses.read == traced_uses.memory_of(out)
 
 
 # --- another torch -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 
 from torchfast._core.stream_context import on_stream
 
-# Read and written by each kernel: for some microseconds every multiprocessor has some of its blocks.
+# What each kernel reads and writes: for some microseconds all multiprocessors have its blocks.
 _NUM_BYTES = 2**25
 _AT_A_TIME = 32
 

@@ -24,31 +24,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any, final
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchfast._core.traced_uses import (
+    aliases_of,
+    give_own_value,
+    memory_of,
+    storage_of,
+    without_data,
+)
 
 _logger = logging.getLogger(__name__)
-
-# As torch's operators call what a norm keeps of its batches; some do not say that they write it.
-_STATISTICS = ("running_mean", "running_var")
-_TRAINS = ("training", "train", "use_input_stats")
-
-
-@torch.library.custom_op("torchfast::value_of", mutates_args=(), schema="(Tensor x) -> Tensor")
-def _value_of(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-@_value_of.register_fake
-def _without_data(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -83,7 +71,7 @@ def _keep_what_is_written() -> None:
     if call is None:
         return  # the compiler had to leave the block
     body = output.nn_modules[call.args[0].target]
-    roots = _memory_of(
+    roots = memory_of(
         [
             node.meta.get("example_value")
             for node in output.root_tracer.graph.nodes
@@ -96,118 +84,19 @@ def _keep_what_is_written() -> None:
     found = [
         arg
         for arg, value in zip(call.args[1:], values, strict=True)
-        if _storage_of(value) in roots and (value.is_leaf or not value.requires_grad)
+        if storage_of(value) in roots and (value.is_leaf or not value.requires_grad)
     ]
     if not found:
         return
-    written = _written_and_read(body, values, output.tracing_context.fake_mode)
-    with graph.inserting_before(call), output.tracing_context.fake_mode, torch.no_grad():
+    fake_mode = output.tracing_context.fake_mode
+    with without_data(fake_mode) as uses:
+        body(*aliases_of(values))
+    written = uses.read_and_written()
+    with graph.inserting_before(call), fake_mode, torch.no_grad():
         for arg in found:
-            value = _value_in(arg)
-            if _storage_of(value) not in written:
-                continue
-            plain = graph.call_method("detach", (arg,))
-            plain.meta["example_value"] = value.detach()
-            kept = graph.call_function(torch.ops.torchfast.value_of.default, (plain,))
-            kept.meta["example_value"] = torch.empty_like(value)
-            put = graph.call_method("copy_", (plain, kept))
-            put.meta["example_value"] = plain.meta["example_value"]
+            if storage_of(_value_in(arg)) in written:
+                give_own_value(graph, arg)
 
 
 def _value_in(arg: Any) -> Any:
     return arg.meta.get("example_value") if isinstance(arg, torch.fx.Node) else arg
-
-
-def _storage_of(value: Any) -> int | None:
-    """Return what stands for a tensor's memory; None of what has none of its own."""
-    # A tensor that holds others, such as a DTensor, is left as it is: few buffers are.
-    if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
-        return None
-    storage: int = value.untyped_storage()._cdata
-    return storage
-
-
-def _written_and_read(body: Any, values: list[Any], fake_mode: Any) -> set[int]:
-    """Return the memory that operations write to and that others of them read."""
-    with ExitStack() as stack:
-        if fake_mode.shape_env is not None:
-            # Sizes that depend on data are other ones in this run, and nobody asks for them.
-            stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
-        stack.enter_context(fake_mode)
-        stack.enter_context(torch.no_grad())
-        # The same memory, but what is written has its own count, and its own shape.
-        aliases = tree_map_only(FakeTensor, lambda tensor: tensor.data, values)
-        uses: _Uses = stack.enter_context(_Uses())
-        body(*aliases)
-        return uses.written & uses.read
-
-
-@final
-class _Uses(TorchDispatchMode):
-    """Notes which memory operations write to, and which they read, on the way to what is made."""
-
-    # A class attribute of torch's: without, it would refuse operators that hold functions.
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.written: set[int] = set()
-        self.read: set[int] = set()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
-            return self._called(func, args, kwargs)
-        given = dict(_by_name(func, args, kwargs))
-        trains = all(given.get(name, True) for name in _TRAINS)
-        for argument in func._schema.arguments:
-            memory = _memory_of(given.get(argument.name))
-            alias = argument.alias_info
-            if (alias is not None and alias.is_write) or (argument.name in _STATISTICS and trains):
-                self.written |= memory
-            elif alias is None:  # and no view, which reads nothing
-                self.read |= memory
-        return func(*args, **kwargs)
-
-    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator that holds functions; torch lets few of them write to what they get."""
-        name = func.name()
-        if name == "invoke_subgraph":
-            with self:
-                return args[0](*args[2:])
-        self.read |= _memory_of((args, kwargs))
-        if name == "triton_kernel_wrapper_mutation":
-            self.written |= _memory_of(_written_by_kernel(**kwargs))
-        return func(*args, **kwargs)
-
-
-def _written_by_kernel(
-    kernel_idx: int,
-    constant_args_idx: int,
-    tma_descriptor_metadata: Any,
-    kwargs: dict[str, Any],
-    **_others: Any,
-) -> list[Any]:
-    # Where there are such kernels, it is loaded. Of a kernel that it cannot read it names all.
-    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
-
-    names = get_mutated_tensors(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata)
-    return [kwargs.get(name) for name in names]
-
-
-def _by_name(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        yield argument.name, value
-    yield from kwargs.items()
-
-
-def _memory_of(values: Any) -> set[int]:
-    """Return what stands for the memory of each tensor in a structure."""
-    found = map(_storage_of, tree_leaves(values))
-    return {storage for storage in found if storage is not None}

@@ -1,0 +1,181 @@
+"""What the operations of a traced graph read and write, and a tensor's own value within one.
+
+What stands in a graph that is being compiled is run once more here, on tensors without data, and
+each operation says by its schema which tensors it writes to. Reads and writes are told by the
+memory, so that views count as what they are of.
+
+This module is to be imported where something is traced: it registers an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# As torch's operators call what a norm keeps of its batches; some do not say that they write it.
+_STATISTICS = ("running_mean", "running_var")
+_TRAINS = ("training", "train", "use_input_stats")
+# What writes without looking at what was there.
+_PUTS = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+)
+
+
+@torch.library.custom_op("torchfast::value_of", mutates_args=(), schema="(Tensor x) -> Tensor")
+def _value_of(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_value_of.register_fake
+def _without_data(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def give_own_value(graph: torch.fx.Graph, arg: torch.fx.Node) -> None:
+    """Let what follows in a graph read a tensor from a copy that nobody writes to.
+
+    It is ``arg.copy_(copy)``, which changes nothing, but what is behind it depends on the copy. The
+    copy is made by an operator of its own, since a compiler would compute a ``clone`` again in the
+    backward, from what was written meanwhile.
+
+    Args:
+        graph: Of Dynamo, with the place set at which nodes are inserted, within its fake mode.
+        arg: The tensor.
+    """
+    value = arg.meta["example_value"]
+    plain = graph.call_method("detach", (arg,))
+    plain.meta["example_value"] = value.detach()
+    kept = graph.call_function(torch.ops.torchfast.value_of.default, (plain,))
+    kept.meta["example_value"] = torch.empty_like(value)
+    put = graph.call_method("copy_", (plain, kept))
+    put.meta["example_value"] = plain.meta["example_value"]
+
+
+@contextmanager
+def without_data(fake_mode: Any) -> Iterator[TracedUses]:
+    """Run operations on tensors without data, and note what they use."""
+    shapes = fake_mode.shape_env
+    # Sizes that depend on data are other ones in this run, and nobody asks for them.
+    fresh = nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
+    with fresh, fake_mode, torch.no_grad(), TracedUses() as uses:
+        yield uses
+
+
+def aliases_of(values: Any) -> Any:
+    """Return tensors of the same memory whose writes have a count, and a shape, of their own."""
+    return tree_map_only(FakeTensor, lambda tensor: tensor.data, values)
+
+
+def storage_of(value: Any) -> int | None:
+    """Return what stands for a tensor's memory; None of what has none of its own."""
+    # A tensor that holds others, such as a DTensor, is left as it is: few buffers are.
+    if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
+        return None
+    storage: int = value.untyped_storage()._cdata
+    return storage
+
+
+def memory_of(values: Any) -> set[int]:
+    """Return what stands for the memory of each tensor in a structure."""
+    found = map(storage_of, tree_leaves(values))
+    return {storage for storage in found if storage is not None}
+
+
+def _is_whole(tensor: Any) -> bool:
+    """Whether a tensor is all of its memory, each element once."""
+    dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return dense and bool(tensor.nbytes == tensor.untyped_storage().nbytes())
+
+
+@final
+class TracedUses(TorchDispatchMode):
+    """Notes which memory operations write to, and which they read, on the way to what is made.
+
+    Attributes:
+        written: What was written to.
+        read: What was read.
+        replaced: What was put in place of all that there was, before anything was read.
+    """
+
+    # A class attribute of torch's: without, it would refuse operators that hold functions.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[int] = set()
+        self.read: set[int] = set()
+        self.replaced: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return self._called(func, args, kwargs)
+        # The one reads for nobody but the write behind it, others make nothing: a device, a size.
+        schema = func._schema
+        makes = schema.is_mutable or any("Tensor" in str(made.type) for made in schema.returns)
+        reads = makes and func is not torch.ops.torchfast.value_of.default
+        given = dict(_by_name(func, args, kwargs))
+        trains = all(given.get(name, True) for name in _TRAINS)
+        writes: set[int] = set()
+        for argument in schema.arguments:
+            memory = memory_of(given.get(argument.name))
+            alias = argument.alias_info
+            if (alias is not None and alias.is_write) or (argument.name in _STATISTICS and trains):
+                writes |= memory
+            elif alias is None and reads:  # and no view, which reads nothing
+                self.read |= memory
+        if func in _PUTS and _is_whole(args[0]):
+            self.replaced |= writes - self.read - self.written
+        self.written |= writes
+        return func(*args, **kwargs)
+
+    def read_and_written(self) -> set[int]:
+        """Return what depends on the value that was there at first, and was written to."""
+        return self.written & self.read - self.replaced
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator that holds functions; torch lets few of them write to what they get."""
+        name = func.name()
+        if name == "invoke_subgraph":
+            with self:
+                return args[0](*args[2:])
+        self.read |= memory_of((args, kwargs))
+        if name == "triton_kernel_wrapper_mutation":
+            self.written |= memory_of(_written_by_kernel(**kwargs))
+        return func(*args, **kwargs)
+
+
+def _written_by_kernel(
+    kernel_idx: int,
+    constant_args_idx: int,
+    tma_descriptor_metadata: Any,
+    kwargs: dict[str, Any],
+    **_others: Any,
+) -> list[Any]:
+    # Where there are such kernels, it is loaded. Of a kernel that it cannot read it names all.
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
+
+    names = get_mutated_tensors(kernel_idx, constant_args_idx, kwargs, tma_descriptor_metadata)
+    return [kwargs.get(name) for name in names]
+
+
+def _by_name(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        yield argument.name, value
+    yield from kwargs.items()
