@@ -85,12 +85,14 @@ def below_bf16():
         "float8": [4.0] * 8 + [4.0, 4.04],  # cut off
         "float8, weights 1": [4.0] * 18 + [2.0, 2.0],
     }
+    warm = {"bf16, weights 1": [4.0] * 20, "float8, weights 1": [4.0] * 18 + [4.0, 4.16]}
     rows = [
         {**timed, "method": "by hand, float8"},
         {**timed, **ours, "method": "torchfast float8"},
         {**state, "method": "fused AdamW", "state_bytes": 8 << 30},
         {**state, **ours, "method": "8 bit", "state_bytes": 2 << 30},
         *({"group": "curves", "method": name, "losses": own} for name, own in curves.items()),
+        *({"group": "warm-up", "method": name, "losses": own} for name, own in warm.items()),
     ]
     return {
         "date": "2026-11-21",
