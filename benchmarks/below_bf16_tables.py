@@ -17,7 +17,7 @@ def steps(result: dict[str, Any]) -> list[str]:
     ]
     rows = {(row["group"], row["method"]): row for row in result["rows"]}
     for (group, method), row in rows.items():
-        if "losses" in row:
+        if group in _CURVES:
             continue
         low, high = row["ratio_quartiles"]
         # What is by hand does not say.
@@ -91,6 +91,7 @@ def choice(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+_CURVES = ("curves", "warm-up")
 _WEIGHTS = ", weights"
 _PLAIN, _OTHER = "bf16", f"bf16{_WEIGHTS}"
 _PARTS = 10

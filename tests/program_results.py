@@ -74,6 +74,7 @@ def below_bf16():
     """Return what float8 and low-bit state give."""
     timed = {"group": "float8", "ms": 195.0, "items_per_s": 84021.0, "held_bytes": 48 << 30}
     timed |= {"reference": "by hand, float8", "ratio": 1.0, "ratio_quartiles": [1.0, 1.0]}
+    timed |= {"losses": [4.0, 3.9]}
     ours = {"ratio": 0.985, "ratio_quartiles": [0.98, 0.99], "state_bytes": 8 << 30}
     state = {**timed, "group": "state", "reference": "fused AdamW"}
     curves = {

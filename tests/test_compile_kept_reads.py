@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchfast import Plan, Recompute, Trainer
+from torchfast._core import traced_uses
 from torchfast.compiler import CompiledModule, CompileOptions, kept_reads
 from torchfast.compiler.kept_reads import KeptReads, keep_reads
 from writing_blocks import EACH, Block, Codebook, Halved
@@ -64,6 +65,88 @@ def test_of_sizes_that_vary():
     torch.testing.assert_close(found, trained(plain, (4, 6, 3)), rtol=1e-9, atol=1e-12)
 
 
+class Masked(Block):
+    """Fills a mask that it has made, which has nothing to do with it."""
+
+    def forward(self, x):
+        mask = torch.ones_like(x)
+        mask[:, :] = 0.5
+        mask[1:].fill_(0.25)
+        return super().forward(x) * mask
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_of_sizes_that_are_symbols_where_something_is_filled(dynamic, caplog):
+    plain = two(Masked)
+    own = copy.deepcopy(plain)
+    with CompiledModule(own, regions="whole", dynamic=dynamic):
+        found = trained(own, (4, 6, 3))
+    torch.testing.assert_close(found, trained(plain, (4, 6, 3)), rtol=1e-9, atol=1e-12)
+    assert "could not look into" not in caplog.text
+
+
+class Queued(Block):
+    """Fills as much of a buffer as it needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(16, 8))
+
+    def forward(self, x):
+        self.queue[: len(x)].copy_(x.detach())
+        return super().forward(x) + self.queue[: len(x)]
+
+
+def test_no_size_is_fixed_by_the_look():
+    plain = two(Queued)
+    own = copy.deepcopy(plain)
+    with CompiledModule(own, regions="whole", dynamic=True) as compiled:
+        found = trained(own, (4, 16))
+        assert compiled.report().counters["graphs"] == 1
+    torch.testing.assert_close(found, trained(plain, (4, 16)), rtol=1e-9, atol=1e-12)
+
+
+class ReadsInstanceNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(8, track_running_stats=True)
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.line(torch.tanh(x * torch.rsqrt(self.norm.running_var + 0.1)) * x)
+        return self.norm(y.T[None])[0].T + x
+
+
+class IntoAnArgument(Block):
+    """Has no result but what it writes to an argument."""
+
+    def forward(self, x, out):
+        out.add_(super().forward(x))
+
+
+class Calls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = IntoAnArgument(), IntoAnArgument()
+
+    def forward(self, x):
+        y, z = torch.zeros_like(x), torch.zeros_like(x)
+        self.one(x, y)
+        self.two(y, z)
+        return z
+
+
+@pytest.mark.parametrize(
+    ("make", "regions"), [(ReadsInstanceNorm, "whole"), (Calls, (IntoAnArgument,))]
+)
+def test_what_no_name_and_no_result_shows(make, regions):
+    plain = two(make)
+    own = copy.deepcopy(plain)
+    with CompiledModule(own, regions=regions, on_failure="raise"):
+        found = trained(own)
+    torch.testing.assert_close(found, trained(plain), rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("compile", [True, "auto"])
 def test_in_a_trainer(compile):
     results = []
@@ -73,7 +156,8 @@ def test_in_a_trainer(compile):
         with Trainer(two(Codebook), sgd, square, plan) as own:
             losses = [own.step(rows(seed=seed)) for seed in range(4)]
             results.append([*losses, *own.state_dict()["model"].values()])
-            assert "gradients are off" not in str(own.report())
+            if compile == "auto":
+                assert "gradients are off" not in str(own.report())
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
 
 
@@ -121,6 +205,10 @@ def put_in_a_slice(held, mean):
     held[:4] = mean[:4]
 
 
+def put_in_statistics(held, mean):
+    F.batch_norm(torch.stack([mean, -mean]), held, torch.ones_like(mean), training=True)
+
+
 WRITES = {
     "a method": lambda held, mean: held.copy_(mean),
     "a function": lambda held, mean: torch.neg_(held),
@@ -131,6 +219,8 @@ WRITES = {
     "inplace": lambda held, mean: F.relu(held, inplace=True),
     "ATen": lambda held, mean: torch.ops.aten.mul_(held, 2.0),
     "an overload": lambda held, mean: torch.ops.aten.mul_.Scalar(held, 2.0),
+    "inplace, by place": lambda held, mean: F.leaky_relu(held, 0.1, True),
+    "statistics": put_in_statistics,
     "many": lambda held, mean: torch._foreach_mul_([held], 2.0),
     "many, from others": lambda held, mean: torch._foreach_copy_([held], [mean]),
 }
@@ -214,20 +304,85 @@ def test_backends_are_equal_where_they_compile_alike():
     assert KeptReads("default", None) != KeptReads("default", False)
 
 
-def test_a_graph_that_cannot_be_looked_into_is_compiled_and_told_once(monkeypatch, caplog):
-    def broken(graph):
-        raise AttributeError("no nodes")
+def fail_at(monkeypatch, operation):
+    """Let the look into a graph fail at an operation; return what was told."""
+    dispatch = traced_uses.TracedUses.__torch_dispatch__
 
-    kept_reads._warn_once.cache_clear()
-    monkeypatch.setattr(kept_reads, "keep_reads", broken)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+    def failing(self, func, types, args=(), kwargs=None):
+        if func is operation:
+            raise AttributeError("no such\nthing")
+        return dispatch(self, func, types, args, kwargs)
+
+    kept_reads._TOLD.clear()
+    monkeypatch.setattr(traced_uses.TracedUses, "__torch_dispatch__", failing)
+
+
+def test_a_graph_that_cannot_be_looked_into_is_compiled_and_told_once(monkeypatch, caplog):
+    fail_at(monkeypatch, torch.ops.aten.tanh.default)
+    model = nn.ModuleList([Block().double(), Codebook().double(), Block().double()])
     with CompiledModule(model, regions=("*",)) as compiled:
-        square(model, rows()).backward()
+        for block in model:
+            square(block, rows()).backward()
         assert compiled.is_compiled
-    kept_reads._warn_once.cache_clear()
+    kept_reads._TOLD.clear()
     told = [r.getMessage() for r in caplog.records if "could not look into" in r.getMessage()]
     assert len(told) == 1
-    assert "AttributeError: no nodes" in told[0]
+    assert "(AttributeError: no such)" in told[0]
+
+
+class InAutocast(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return y + torch.sinh(self.line(x))
+
+
+class InVmap(Block):
+    def forward(self, x):
+        return super().forward(x) + torch.vmap(torch.sinh)(x)
+
+
+@pytest.mark.parametrize("make", [InAutocast, InVmap])
+def test_a_look_that_fails_leaves_what_it_has_entered(monkeypatch, make):
+    fail_at(monkeypatch, torch.ops.aten.sinh.default)
+    seen = []
+
+    def state():
+        depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+        nesting = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        enabled = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+        return depth, nesting, enabled, torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()
+
+    def backend(graph, inputs):
+        before = state()
+        with pytest.raises(AttributeError):
+            keep_reads(graph)
+        seen.append((before, state()))
+        return graph.forward
+
+    torch.compile(make().float(), backend=backend)(rows().float())
+    kept_reads._TOLD.clear()
+    assert seen
+    assert all(before == after for before, after in seen)
+
+
+class Expanded(Block):
+    def __init__(self):
+        super().__init__()
+        self.many = self.mean.expand(32, 8)
+
+    def forward(self, x):
+        return super().forward(x) + self.many
+
+
+def test_an_expanded_view_is_compiled_and_told(caplog):
+    kept_reads._TOLD.clear()
+    model = Expanded()
+    with CompiledModule(model, regions="whole", on_failure="raise"):
+        model(rows().float()).sum().backward()
+    kept_reads._TOLD.clear()
+    assert "is an expanded view of what is written to" in caplog.text
 
 
 # --- the negative control ------------------------------------------------------------------------

@@ -240,19 +240,27 @@ def test_a_length_is_marked_in_blocks_of_which_the_first_needs_no_gradient(warni
         assert "dimension 1 of args[0] changed from 16 to 12" in told
 
 
+RESHAPED = {"regions": "whole", "backend": "eager", "dynamic": False}
+
+
+def reshaping():
+    """A model that shares its code with any other one, and is compiled for each size."""
+    return nn.Sequential(nn.Flatten(), nn.ReLU())
+
+
+def stepped(handle, model, *sizes):
+    for size in sizes:
+        handle.before_step()
+        model(torch.ones(2, size))
+        handle.after_step()
+
+
 def test_what_another_model_compiles_is_not_this_ones(warnings_given):
     """Two that train in one process, by turns: what the second's first steps compile is its own."""
-
-    def stepped(handle, model, *sizes):
-        for size in sizes:
-            model(torch.ones(2, size))
-            handle.after_step()
-
-    options = {"regions": "whole", "backend": "eager", "dynamic": False}
-    first, second = (nn.Sequential(nn.Flatten(), nn.ReLU()) for _ in range(2))
-    with CompiledModule(first, **options) as one:
+    first, second = reshaping(), reshaping()
+    with CompiledModule(first, **RESHAPED) as one:
         stepped(one, first, *STEADY_AFTER * [8])
-        with CompiledModule(second, **options) as two:
+        with CompiledModule(second, **RESHAPED) as two:
             stepped(two, second, 7, 6)  # it has the first one's code, which is compiled again
             stepped(one, first, *9 * [8])
             assert warnings_given() == []
@@ -260,6 +268,41 @@ def test_what_another_model_compiles_is_not_this_ones(warnings_given):
             assert len(warnings_given()) == 1
             stepped(two, second, *STEADY_AFTER * [6], 4)
             assert len(warnings_given()) == 2
+
+
+def test_what_was_compiled_before_another_came_is_told(warnings_given):
+    first, second = reshaping(), nn.Sequential(nn.Linear(8, 8))
+    with CompiledModule(first, **RESHAPED) as one:
+        stepped(one, first, *STEADY_AFTER * [8], 8, 5)  # and nobody has looked
+        assert warnings_given() == []
+        with CompiledModule(second, **RESHAPED) as two:
+            stepped(two, second, 8, 8)
+            assert len(warnings_given()) == 1
+
+
+def test_what_is_compiled_between_steps_is_told(warnings_given):
+    """As by an evaluation, whose model nobody knows, with another one in its first steps."""
+    first, second = reshaping(), nn.Sequential(nn.Linear(8, 8))
+    with CompiledModule(first, **RESHAPED) as one, CompiledModule(second, **RESHAPED) as two:
+        stepped(two, second, 8)
+        stepped(one, first, *(STEADY_AFTER + 1) * [8])
+        first(torch.ones(2, 5))
+        stepped(two, second, 8)
+        assert len(warnings_given()) == 1
+
+
+def test_a_look_in_the_first_steps_is_enough(monkeypatch):
+    looks = []
+    take = SteadyWatch._take
+    monkeypatch.setattr(SteadyWatch, "_take", lambda watch: looks.append(watch) or take(watch))
+    first, second = reshaping(), nn.Sequential(nn.Linear(8, 8))
+    with CompiledModule(first, **RESHAPED) as one, CompiledModule(second, **RESHAPED) as two:
+        stepped(one, first, 8)
+        stepped(two, second, 8)
+        looks.clear()
+        stepped(one, first, *5 * [8])
+        stepped(two, second, *5 * [8])
+    assert looks == []
 
 
 def test_nothing_is_marked_unasked(record, warnings_given):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ def test_noise_of_any_size_is_no_error_if_replays_have_it_too(size, replays):
         (5e-8, 10 * (0,), (1, 2, 3, 4, 5), "replays do not differ"),  # as a counter changes a step
         (1e-4, 10 * (0,), (1, 0, 0, 0, 0), "replays do not differ"),  # too much for rounding
         # A counter beside noise that is far less.
-        (1e-4, (0, 0, *8 * (1e-3,)), (1, 0, 1, 0, 0), "replays do not differ"),
+        (1e-4, (0, 0, *8 * (1e-3,)), (1, 0, 1, 0, 0), "and replays differ by 6.7e-08 there"),
         (1e-4, (100, 100, 101), (1, 0, 0, 0, 0), "eager steps among themselves"),
         (5e-8, (1, 1), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
         (1e-4, (1, 0), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
@@ -146,13 +146,17 @@ def test_runs_behind_the_first_two_are_beside_other_work(monkeypatch, alone, err
     """Noise may come only so: kernels that follow each other closely meet in one order."""
     loads, kinds = [], []
 
-    @contextmanager
-    def load(device):
-        loads.append(True)
-        yield
-        loads.pop()
+    class Load:
+        def __init__(self, device):
+            assert device is CPU
 
-    monkeypatch.setattr(replay_check, "side_load", load)
+        def __enter__(self):
+            loads.append(True)
+
+        def __exit__(self, *_):
+            loads.pop()
+
+    monkeypatch.setattr(replay_check, "SideLoad", Load)
     values, draw = torch.ones(8).double(), random.Random(0)
 
     def step(kind, constant):
@@ -172,6 +176,26 @@ def test_runs_behind_the_first_two_are_beside_other_work(monkeypatch, alone, err
     assert kinds[:4] == ["replay", "replay", "eager", "eager"]
     assert all("loaded" in kind for kind in kinds[4:])
     assert len(kinds) > 4 or alone[0] + error == alone[1]
+
+
+@pytest.mark.parametrize("amount", [1e-3, 1e-2, 1e-1])
+@pytest.mark.parametrize("alone", [True, False])
+def test_noise_hides_no_counter_that_is_far_more(monkeypatch, amount, alone):
+    """Which eager steps add to the state, while all runs differ by rounding."""
+    values, draw, calls = torch.ones(8).double(), random.Random(0), []
+
+    def step(count):
+        noise = 1e-9 * draw.uniform(-1, 1) if not alone or len(calls) > 2 else 0.0
+        with torch.no_grad():
+            values.add_(1.0 + amount * count + noise)
+        return values.sum()
+
+    def eager():
+        calls.append(1)
+        return step(len(calls))
+
+    found = find_mismatch(NamedState([values]), CPU, replay=lambda: step(0), eager=eager)
+    assert "depends on something that is not named" in found.detail
 
 
 def test_noise_in_one_tensor_hides_no_counter_in_another():

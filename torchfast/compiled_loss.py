@@ -168,6 +168,8 @@ class CompiledLoss(Closing):
         """
         if self._has_own_graphs and (is_step or not self._is_in_step):
             torch.compiler.cudagraph_mark_step_begin()
+        if is_step and not self._is_in_step and self._compiled is not None:
+            self._compiled.before_step()
         self._is_in_step |= is_step
 
     @property

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpu.requirements import requires
-from torchfast.graphs import side_load as module
-from torchfast.graphs.side_load import side_load
+from torchfast.graphs import side_load
+from torchfast.graphs.side_load import SideLoad
 
 pytestmark = requires(gpus=1)
 DEVICE = torch.device("cuda")
@@ -26,9 +26,9 @@ def captured(function):
 def results(function, count):
     """Return what replays beside other work end in."""
     graph, out = captured(function)
-    found = []
+    found, load = [], SideLoad(DEVICE)
     for _ in range(count):
-        with side_load(DEVICE):
+        with load:
             graph.replay()
             graph.replay()
         assert torch.cuda.current_stream().query()  # all is done
@@ -54,11 +54,33 @@ def test_work_is_launched_until_the_body_is_done(monkeypatch):
     launched = []
     plain = torch.Tensor.bitwise_not_
     monkeypatch.setattr(torch.Tensor, "bitwise_not_", lambda x: launched.append(1) or plain(x))
-    with side_load(DEVICE):
+    with SideLoad(DEVICE):
         torch.cuda._sleep(200_000_000)  # a tenth of a second
-    assert len(launched) > 10 * module._AT_A_TIME
+    assert len(launched) > 10 * side_load._AT_A_TIME
+
+
+def test_a_body_that_keeps_the_host_busy_has_company(monkeypatch):
+    launched, x = [], torch.ones(8, device=DEVICE)
+    plain = torch.Tensor.bitwise_not_
+    monkeypatch.setattr(torch.Tensor, "bitwise_not_", lambda x: launched.append(1) or plain(x))
+    with SideLoad(DEVICE):
+        for _ in range(20000):
+            x.add_(1.0)
+        within = len(launched)
+    assert within > 10 * side_load._AT_A_TIME
+
+
+def test_its_memory_is_one_piece_however_often_it_is_entered():
+    load = SideLoad(DEVICE)
+    with load:
+        pass
+    before = torch.cuda.memory_reserved()
+    for _ in range(40):
+        with load:
+            pass
+    assert torch.cuda.memory_reserved() == before
 
 
 def test_what_fails_within_is_raised_as_it_is():
-    with pytest.raises(KeyError, match="mine"), side_load(DEVICE):
+    with pytest.raises(KeyError, match="mine"), SideLoad(DEVICE):
         raise KeyError("mine")

@@ -31,14 +31,13 @@ _PUTS = (
 )
 
 
-@torch.library.custom_op("torchfast::value_of", mutates_args=(), schema="(Tensor x) -> Tensor")
-def _value_of(x: Tensor) -> Tensor:
-    return x.clone()
+# Cheaper by the call than a `torch.library.custom_op`, which has layers that are not needed here.
+_LIBRARY = torch.library.Library("torchfast", "FRAGMENT")
+_LIBRARY.define("value_of(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("value_of", torch.clone, "CompositeExplicitAutograd")
 
 
-@_value_of.register_fake
-def _without_data(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+torch.library.register_fake("torchfast::value_of", torch.empty_like, lib=_LIBRARY)
 
 
 def give_own_value(graph: torch.fx.Graph, arg: torch.fx.Node) -> None:
@@ -54,11 +53,11 @@ def give_own_value(graph: torch.fx.Graph, arg: torch.fx.Node) -> None:
     """
     value = arg.meta["example_value"]
     plain = graph.call_method("detach", (arg,))
-    plain.meta["example_value"] = value.detach()
+    plain.meta["example_value"] = value = value.detach()
     kept = graph.call_function(torch.ops.torchfast.value_of.default, (plain,))
     kept.meta["example_value"] = torch.empty_like(value)
     put = graph.call_method("copy_", (plain, kept))
-    put.meta["example_value"] = plain.meta["example_value"]
+    put.meta["example_value"] = value
 
 
 @contextmanager
@@ -67,8 +66,37 @@ def without_data(fake_mode: Any) -> Iterator[TracedUses]:
     shapes = fake_mode.shape_env
     # Sizes that depend on data are other ones in this run, and nobody asks for them.
     fresh = nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
-    with fresh, fake_mode, torch.no_grad(), TracedUses() as uses:
+    with _left_as_it_was(), fresh, fake_mode, torch.no_grad(), TracedUses() as uses:
         yield uses
+
+
+@contextmanager
+def _left_as_it_was() -> Iterator[None]:
+    """Leave what a run has entered and not left, as one that fails in the middle of it.
+
+    Traced operations enter autocast and the levels of ``torch.func`` for this thread.
+    """
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    accelerator = torch.accelerator.current_accelerator()
+    places = {"cpu", "cpu" if accelerator is None else accelerator.type}
+    autocast = [(p, torch.is_autocast_enabled(p), torch.get_autocast_dtype(p)) for p in places]
+    is_cached, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
+    try:
+        yield
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        for place, is_enabled, dtype in autocast:
+            torch.set_autocast_enabled(place, is_enabled)
+            torch.set_autocast_dtype(place, dtype)
+        torch.set_autocast_cache_enabled(is_cached)
+        for _ in range(_autocast_nesting() - nesting):
+            torch.autocast_decrement_nesting()
+
+
+def _autocast_nesting() -> int:
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 def aliases_of(values: Any) -> Any:
@@ -91,10 +119,14 @@ def memory_of(values: Any) -> set[int]:
     return {storage for storage in found if storage is not None}
 
 
-def _is_whole(tensor: Any) -> bool:
-    """Whether a tensor is all of its memory, each element once."""
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is surely all of its memory, each element once."""
+    num_bytes = tensor.untyped_storage().nbytes()
+    # Of sizes that are symbols to ask would be to fix them.
+    if not all(isinstance(n, int) for n in (*tensor.shape, *tensor.stride(), num_bytes)):
+        return False
     dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    return dense and bool(tensor.nbytes == tensor.untyped_storage().nbytes())
+    return dense and tensor.numel() * tensor.element_size() == num_bytes
 
 
 @final
@@ -150,7 +182,10 @@ class TracedUses(TorchDispatchMode):
         return self.written & self.read - self.replaced
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator that holds functions; torch lets few of them write to what they get."""
+        """Call an operator that holds functions.
+
+        Torch lets two of them write to what they get; it refuses the others where they would.
+        """
         name = func.name()
         if name == "invoke_subgraph":
             with self:

@@ -34,8 +34,18 @@ STEADY_AFTER = 10
 # Of the steps after that one in so many looks for news, of an account that is alone.
 LOOK_EVERY = 8
 
+# A record has what the whole process compiles. Where there are several accounts, what comes between
+# the begin and the end of one's step is its own, and the others pass over it. The lock is for steps
+# in several threads.
 _LIVING: weakref.WeakSet[CompileAccount] = weakref.WeakSet()
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
+
+
+def _look_all() -> None:
+    """Let each account see what was compiled outside of steps."""
+    with _LOCK:
+        for account in _LIVING:
+            account._watch.check()
 
 
 @final
@@ -55,6 +65,7 @@ class CompileAccount(Closing):
         self._num_steps = 0
         self._is_closed = False
         with _LOCK:
+            _look_all()  # they looked now and then, and from here on tell whose news it is
             _LIVING.add(self)
         self._store: CacheStore | None = None
         if options.cache is not None:
@@ -72,21 +83,25 @@ class CompileAccount(Closing):
             self._key = store_key(model, options=told, plan=context)
             self._store.load(self._key)
 
+    def before_step(self) -> None:
+        """Note that a step begins: what is compiled from now on is its own."""
+        if len(_LIVING) > 1 and self._watch.has_news():
+            _look_all()
+
     def after_step(self) -> None:
         """Note that a step is done: in the first ones everything should be compiled."""
         self._num_steps += 1
         is_alone = len(_LIVING) == 1
         if not is_alone and self._watch.has_news():
-            # A record has what the whole process compiles. What came since any of them stepped is
-            # of this one's step.
             with _LOCK:
-                others = [account for account in _LIVING if account is not self]
-            for other in others:
-                other._watch.pass_over()
+                for account in _LIVING:
+                    if account is not self:
+                        account._watch.pass_over()
+                self._watch.check()
         if self._num_steps == STEADY_AFTER:
             self._watch.begin()
             self.save()
-        elif self._num_steps > STEADY_AFTER and (not is_alone or self._num_steps % LOOK_EVERY == 0):
+        elif is_alone and self._num_steps > STEADY_AFTER and self._num_steps % LOOK_EVERY == 0:
             self._watch.check()
 
     def save(self) -> None:

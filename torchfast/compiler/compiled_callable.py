@@ -82,6 +82,10 @@ class CompiledCallable(Closing):
             *self._account.decisions([self._kind.code_name]),
         ]
 
+    def before_step(self) -> None:
+        """Say that a step of the training begins, so that what it compiles is told from others'."""
+        self._account.before_step()
+
     def after_step(self) -> None:
         """Say that a step of the training is done: see `CompiledModule.after_step`."""
         self._account.after_step()

@@ -287,6 +287,13 @@ class CompiledModule(Closing):
             *self._account.decisions(self._code_names),
         ]
 
+    def before_step(self) -> None:
+        """Say that a step of the training begins, in a loop of your own that has several models.
+
+        What is compiled within a step is warned of by its model alone.
+        """
+        self._account.before_step()
+
     def after_step(self) -> None:
         """Say that a step of the training is done, in a loop of your own.
 

@@ -14,16 +14,23 @@ buffer that is filled anew as a whole and then read needs none.
 
 from __future__ import annotations
 
-import functools
+import inspect
 import logging
-import operator
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch._subclasses import FakeTensor
 from typing_extensions import override
 
 _logger = logging.getLogger(__name__)
+
+# As the module `operator` calls them.
+_IN_PLACE = (
+    *("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor", "ilshift", "irshift", "iconcat"),
+)
+# What writes to an argument though its name does not end so: statistics, ranges of observers.
+_UNSAID = ("batch_norm", "instance_norm", "moving_avg", "rrelu")
 
 
 @final
@@ -36,6 +43,9 @@ class KeptReads:
     """
 
     def __init__(self, mode: str, dynamic: bool | None) -> None:
+        # As for "inductor" itself: loaded by torch._dynamo.reset(), it would end that in an error.
+        import torch._inductor.compile_fx
+
         self.__name__ = "inductor"  # torch's name of what it calls
         self._compiler: Any = torch._TorchCompileInductorWrapper(mode, None, dynamic)
 
@@ -49,8 +59,8 @@ class KeptReads:
         """Compile a graph."""
         try:
             keep_reads(graph)
-        except Exception as error:  # another torch may trace in another way
-            _warn_once(f"{type(error).__name__}: {error}")
+        except Exception as error:  # what runs with data may fail without, or another torch differ
+            _warn_once(error)
         return self._compiler(graph, inputs)
 
     def reset(self) -> None:
@@ -58,13 +68,19 @@ class KeptReads:
         self._compiler.reset()
 
 
-@functools.cache
-def _warn_once(why: str) -> None:
+_TOLD: set[type[Exception]] = set()
+
+
+def _warn_once(error: Exception) -> None:
+    if type(error) in _TOLD:
+        return
+    _TOLD.add(type(error))
     _logger.warning(
-        "could not look into what is compiled (%s): a forward that reads a buffer of its own and "
-        "writes to it afterwards may get another gradient; prove it with "
-        "torchfast.testing.assert_parity, or leave its block out of regions",
-        why,
+        "could not look into what is compiled (%s: %s): a forward that reads a buffer of its own "
+        "and writes to it may get another gradient; prove it with torchfast.testing.assert_parity, "
+        "or leave its block out of regions",
+        type(error).__name__,
+        (str(error).splitlines() or [""])[0][:200],
     )
 
 
@@ -74,8 +90,8 @@ def keep_reads(graph: torch.fx.GraphModule) -> None:
     if not any(map(_may_write, nodes)):
         return
     roots = [n for n in nodes if n.op in ("placeholder", "get_attr") and _may_be_kept(_value(n))]
-    output = next(n for n in nodes if n.op == "output")
-    if not roots or not any(_needs_gradient(_value(n)) for n in output.all_input_nodes):
+    # As torch asks before it makes a backward.
+    if not roots or not torch.is_grad_enabled() or not any(map(_needs_gradient, nodes)):
         return
     # Here, since it registers an operator.
     from torchfast._core.traced_uses import aliases_of, give_own_value, storage_of, without_data
@@ -83,10 +99,13 @@ def keep_reads(graph: torch.fx.GraphModule) -> None:
     fake_mode = _value(roots[0]).fake_mode
     given = [aliases_of(_value(n)) for n in nodes if n.op == "placeholder"]
     with without_data(fake_mode) as uses:
-        _WithoutData(graph, fake_mode).run(*given)
+        _WithoutData(graph).run(*given)
     written = uses.read_and_written()
     first = next(n for n in nodes if n.op not in ("placeholder", "get_attr"))
     found = [n for n in roots if storage_of(_value(n)) in written]
+    if expanded := [n for n in found if _is_expanded(_value(n))]:
+        found = [n for n in found if n not in expanded]
+        _warn_once(ValueError(f"{expanded[0].target} is an expanded view of what is written to"))
     with graph.graph.inserting_before(first), fake_mode, torch.no_grad():
         for node in found:
             give_own_value(graph.graph, node)
@@ -102,18 +121,31 @@ def _may_write(node: torch.fx.Node) -> bool:
     if node.op != "call_function":
         return node.op == "call_module"
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
+        some = [getattr(target, name) for name in target.overloads()]
+    else:
+        some = [target] if isinstance(target, torch._ops.OpOverload) else []
+    if some:
+        is_unsaid = any(part in str(target) for part in _UNSAID)
+        return is_unsaid or any(operation._schema.is_mutable for operation in some)
     name, home = getattr(target, "__name__", ""), getattr(target, "__module__", None) or ""
     if home == "_operator":
-        return name == "setitem" or (hasattr(operator, f"__{name}__") and name.startswith("i"))
-    writes = name.endswith("_") or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+        return name in _IN_PLACE
     # Of functions that hold others, and those that are not torch's, nobody knows.
     is_known = home.startswith(("torch", "builtins")) and not isinstance(
         target, torch._ops.HigherOrderOperator
     )
-    return writes or not is_known
+    writes = name.endswith("_") or "out" in node.kwargs or any(part in name for part in _UNSAID)
+    return writes or not is_known or any(_asked_for(node, name) for name in ("inplace", "max_norm"))
+
+
+def _asked_for(node: torch.fx.Node, name: str) -> bool:
+    """Whether a function is called with an argument that makes it write, by name or by place."""
+    try:
+        names = list(inspect.signature(cast("Any", node.target)).parameters)
+    except (TypeError, ValueError):  # of a function in C, which takes none of these
+        names = []
+    place = names.index(name) if name in names else len(node.args)
+    return bool(node.kwargs.get(name) or (place < len(node.args) and node.args[place]))
 
 
 def _value(node: torch.fx.Node) -> Any:
@@ -125,21 +157,23 @@ def _may_be_kept(value: Any) -> bool:
     return isinstance(value, FakeTensor) and (value.is_leaf or not value.requires_grad)
 
 
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _is_expanded(value: torch.Tensor) -> bool:
+    """Whether elements share their memory, so that nothing can be put there."""
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return any(isinstance(stride, int) and stride == 0 and size != 1 for size, stride in pairs)
+
+
+def _needs_gradient(node: torch.fx.Node) -> bool:
+    value = _value(node)
+    is_input = node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor)
+    return is_input and bool(value.requires_grad)
 
 
 @final
 class _WithoutData(torch.fx.Interpreter):
     """Runs a graph on tensors without data, and has none of its own."""
 
-    def __init__(self, graph: torch.fx.GraphModule, fake_mode: Any) -> None:
-        super().__init__(graph)
-        self._fake_mode = fake_mode
-
     @override
     def run_node(self, n: torch.fx.Node) -> Any:
         value = _value(n) if n.op == "get_attr" else None
-        if isinstance(value, FakeTensor):
-            return value.data
-        return super().run_node(n)
+        return value.data if isinstance(value, FakeTensor) else super().run_node(n)

@@ -40,7 +40,7 @@ from torchfast.graphs.reached import Copies
 from torchfast.graphs.run_ends import Left, left
 from torchfast.graphs.saved_named_state import SavedNamedState, bytes_of, have_room
 from torchfast.graphs.secrecy import pretended
-from torchfast.graphs.side_load import side_load
+from torchfast.graphs.side_load import SideLoad
 from torchfast.graphs.signature import describe, without_tensors
 
 # How often eager runs are repeated to learn how far apart they are, and how much farther than
@@ -188,9 +188,11 @@ def find_mismatch(
     # the start too.
     whole = have_room(device, (1 + _EAGER_RUNS + 2 * (told is not None)) * num_bytes)
 
+    load = SideLoad(device)
+
     def run(step: Callable[[], Any], *, is_loaded: bool) -> _Run:
         try:
-            with side_load(device) if is_loaded else nullcontext():
+            with load if is_loaded else nullcontext():
                 outputs = [step() for _ in range(_STEPS)]
             found = left(list(tensors(outputs)))
             others = without_tensors(describe(outputs).key)
@@ -254,10 +256,10 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
     if not any(gaps):
         return None
     spreads = [0.0] * len(gaps)
-    between_replays = _distances(replayed, (yield))
-    replays_differ, met = any(between_replays), False
-    if max(between_replays) > _ROUNDING:
-        between_replays = [0.0] * len(gaps)  # more than noise, which is no measure of any
+    moved, met = _distances(replayed, (yield)), False
+    # More than noise is no measure of any.
+    between_replays = moved if max(moved) <= _ROUNDING else [0.0] * len(gaps)
+    is_near = [False] * len(gaps)
     while len(runs) < _EAGER_RUNS:
         runs.append((yield))
         if len(runs[-1].tensors) != len(gaps):
@@ -267,25 +269,25 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
             spreads = [*map(max, spreads, _distances(other, runs[-1]))]
         latest = _distances(replayed, runs[-1])
         gaps, met = [*map(min, gaps, latest)], met or not any(latest)
-        if not replays_differ and any(spreads):
+        if not _move_as_far(moved, spreads):
             if max(spreads) <= _ROUNDING and met:
                 return None
             continue
         is_near = _are_near(gaps, spreads, between_replays)
         if all(is_near):
             return None
-    if not replays_differ and any(spreads):
-        # In those tensors that eager steps leave farthest apart.
-        moved, least = [0.0] * len(gaps), max(spreads) / _MARGIN
+    if not _move_as_far(moved, spreads):
         for _ in range(_MORE_REPLAYS):
             moved = [*map(max, moved, _distances(replayed, (yield)))]
-            if all(_MARGIN * m >= s for m, s in zip(moved, spreads, strict=True) if s >= least):
+            if _move_as_far(moved, spreads):
                 break
         else:
+            there = moved[spreads.index(max(spreads))]
+            how = f"differ by {there:.1e} there" if there else "do not differ"
             detail = (
                 f"eager steps from the same state end {max(spreads):.1e} apart (relative to the "
-                "largest value) and replays do not differ: the step depends on something that is "
-                "not named, such as a counter or a generator"
+                f"largest value) and replays {how}: the step depends on something that is not "
+                "named, such as a counter or a generator"
             )
             return Mismatch(detail, is_later=not any(gaps[i] or spreads[i] for i in first))
         is_near = _are_near(gaps, spreads, between_replays)
@@ -297,6 +299,12 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
         f"apart (relative to the largest value), eager steps among themselves {spreads[worst]:.1e}"
     )
     return Mismatch(detail, is_later=all(is_near[i] for i in first))
+
+
+def _move_as_far(moved: Sequence[float], spreads: Sequence[float]) -> bool:
+    """Return whether replays differ as far as eager runs, where these are farthest apart."""
+    least = max(spreads) / _MARGIN
+    return all(_MARGIN * m >= s for m, s in zip(moved, spreads, strict=True) if s >= least)
 
 
 def _are_near(
