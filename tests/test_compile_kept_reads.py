@@ -342,7 +342,12 @@ class InVmap(Block):
         return super().forward(x) + torch.vmap(torch.sinh)(x)
 
 
-@pytest.mark.parametrize("make", [InAutocast, InVmap])
+class InGrad(Block):
+    def forward(self, x):
+        return super().forward(x) + torch.func.grad(lambda x: torch.sinh(x).sum())(x)
+
+
+@pytest.mark.parametrize("make", [InAutocast, InVmap, InGrad])
 def test_a_look_that_fails_leaves_what_it_has_entered(monkeypatch, make):
     fail_at(monkeypatch, torch.ops.aten.sinh.default)
     seen = []

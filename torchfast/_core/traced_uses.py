@@ -76,7 +76,14 @@ def _left_as_it_was() -> Iterator[None]:
 
     Traced operations enter autocast and the levels of ``torch.func`` for this thread.
     """
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    functorch: Any = torch._C._functorch
+    leave = {
+        functorch.TransformType.Vmap: functorch._vmap_decrement_nesting,
+        functorch.TransformType.Grad: functorch._grad_decrement_nesting,
+        functorch.TransformType.Jvp: functorch._jvp_decrement_nesting,
+        functorch.TransformType.Functionalize: functorch._func_decrement_nesting,
+    }
+    depth = functorch.get_dynamic_layer_stack_depth()
     accelerator = torch.accelerator.current_accelerator()
     places = {"cpu", "cpu" if accelerator is None else accelerator.type}
     autocast = [(p, torch.is_autocast_enabled(p), torch.get_autocast_dtype(p)) for p in places]
@@ -84,7 +91,8 @@ def _left_as_it_was() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while functorch.get_dynamic_layer_stack_depth() > depth:
+            leave[functorch.peek_interpreter_stack().key()]()
         for place, is_enabled, dtype in autocast:
             torch.set_autocast_enabled(place, is_enabled)
             torch.set_autocast_dtype(place, dtype)
