@@ -5,14 +5,16 @@
 
 "float8": the step by hand (torchao's layers in the blocks, tensorwise, blocks compiled, all in one
 CUDA graph, batches on the device), ours in bf16, in float8 with measured recipes, and as by hand;
-"vocabulary": by hand again, and ours with the loss in chunks. "state": fused AdamW beside AdamW
-with moments in 8 and 4 bits and in float8. The first of a group stays, and each other one takes
-turns with it, since three such models do not fit; a figure is the median of its turns. "curves":
-each plan trains on its own for --steps on Python's standard library, the same batches in the same
-order, and losses are compared with bf16's from the same weights; what bf16 does from other ones is
-the noise. "warm-up": the same, with a learning rate that grows over the first fifth of the steps:
-without that the first updates throw the loss up and down, and what rounding differs by, grows. On a
-CPU float8 is emulated, nothing is compiled or captured, and only the numbers mean anything.
+"vocabulary": by hand again, and ours with the loss in chunks. "kernels": ours in float8 by hand's
+recipe, and with inductor's searches for kernels other than products. "state": fused AdamW beside
+AdamW with moments in 8 and 4 bits and in float8. The first of a group stays, and each other one
+takes turns with it, since three such models do not fit; a figure is the median of its turns.
+"curves": each plan trains on its own for --steps on Python's standard library, the same batches in
+the same order, and losses are compared with bf16's from the same weights; what bf16 does from other
+ones is the noise. "warm-up": the same, with a learning rate that grows over the first fifth of the
+steps: without that the first updates throw the loss up and down, and what rounding differs by,
+grows. On a CPU float8 is emulated, nothing is compiled or captured, and only the numbers mean
+anything.
 
 Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`), and a
 curve's ten times on its way: one that is cut off is compared as far as it goes. A group, or a curve
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
@@ -50,6 +53,19 @@ def chunked_loss(model: nn.Module, batch: Batch) -> Tensor:
     tokens, targets = batch
     net: Any = model
     return linear_cross_entropy(net.hidden(tokens), net.output_weight, targets)
+
+
+class Searched(Ours):
+    """A trainer whose code is compiled under options of inductor's."""
+
+    def __init__(self, *args: Any, **options: bool) -> None:
+        super().__init__(*args)
+        self._options = options
+
+    def step(self, batch: Batch) -> Tensor:
+        """Train on a batch."""
+        with inductor_config.patch(self._options):
+            return super().step(batch)
 
 
 def plans(args: argparse.Namespace) -> dict[str, Plan]:
@@ -84,6 +100,9 @@ def groups(args: argparse.Namespace, work: Workload) -> dict[str, dict[str, Any]
     def ours(plan: str, loss_fn: Any = work.loss_fn) -> Ours:
         return Ours(work, args, known[plan], loss_fn)
 
+    def searched(**options: bool) -> Searched:
+        return Searched(work, args, known["float8 tensorwise"], work.loss_fn, **options)
+
     return {
         "float8": {
             "by hand, float8": ByHand(work, args),
@@ -94,6 +113,11 @@ def groups(args: argparse.Namespace, work: Workload) -> dict[str, dict[str, Any]
         "vocabulary": {
             "by hand, float8": ByHand(work, args),
             "torchfast float8, loss in chunks": ours("float8", chunked_loss),
+        },
+        "kernels": {
+            "torchfast float8, all layers": ours("float8 tensorwise"),
+            "pointwise kernels searched": searched(max_autotune_pointwise=True),
+            "kernels by coordinate descent": searched(coordinate_descent_tuning=True),
         },
         "state": {
             "fused AdamW": ours("bf16"),
@@ -175,7 +199,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    names = ["float8", "vocabulary", "state", *CURVE_GROUPS]
+    names = ["float8", "vocabulary", "kernels", "state", *CURVE_GROUPS]
     parser.add_argument("--device", default=default, choices=["cuda", "cpu"])
     parser.add_argument("--smoke", action="store_true", help="the tiny model")
     parser.add_argument("--groups", nargs="*", default=names, choices=names)

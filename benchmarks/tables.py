@@ -172,7 +172,7 @@ PARTS = {
     "loader memory": ("memory",),
     "loader peers": ("peers",),
     "loader timeline": ("timeline",),
-    "below bf16": ("float8", "vocabulary", "state"),
+    "below bf16": ("float8", "vocabulary", "kernels", "state"),
     "below bf16 curves": ("curves",),
     "below bf16 warm-up": ("warm-up",),
 }

@@ -87,6 +87,33 @@ def test_curves_begin_as_their_names_say():
         assert run == (plan, int(seed or 0))
 
 
+def test_searches_for_kernels_take_turns_with_none(monkeypatch, tmp_path):
+    out = tmp_path / "figures.json"
+    options = ["--device", "cpu", "--smoke", "--rounds", "1", "--turn-steps", "1"]
+    arguments = ["benchmark.py", *options, "--out", str(out), "--groups", "kernels"]
+    monkeypatch.setattr("sys.argv", arguments)
+    below_bf16.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in rows] == [
+        "torchfast float8, all layers",
+        "pointwise kernels searched",
+        "kernels by coordinate descent",
+    ]
+
+
+def test_the_options_hold_in_its_steps_alone(monkeypatch):
+    seen = []
+    options = ("max_autotune_pointwise", "coordinate_descent_tuning")
+
+    def noting(self, batch):
+        seen.append([getattr(below_bf16.inductor_config, name) for name in options])
+
+    monkeypatch.setattr(taking_turns.Ours, "step", noting)
+    below_bf16.Searched(None, None, None, None, max_autotune_pointwise=True).step(None)
+    taking_turns.Ours(None, None, None, None).step(None)
+    assert seen == [[True, False], [False, False]]
+
+
 def test_the_learning_rate_grows_first_where_a_curve_says_so(monkeypatch, tmp_path):
     options = ["--device", "cpu", "--smoke", "--steps", "20", "--methods", "bf16"]
     rates = []
