@@ -37,6 +37,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
+from benchmarks.below_bf16_tables import CURVE_GROUPS
 from benchmarks.result_rows import ResultRows
 from benchmarks.taking_turns import ByHand, Ours, free, is_wanted, measured
 from benchmarks.workloads import llama
@@ -44,7 +45,6 @@ from benchmarks.workloads.definition import Batch, Workload
 from torchfast import CompileOptions, Float8Options, Plan
 from torchfast.losses import linear_cross_entropy
 
-CURVE_GROUPS = ("curves", "warm-up")
 BLOCKS = CompileOptions(regions="blocks", dynamic=False)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from benchmarks import baseline_tables
 
+CURVE_GROUPS = ("curves", "warm-up")  # whose rows are curves, not times
+
 
 def steps(result: dict[str, Any]) -> list[str]:
     """Return a line for each method of each group that takes turns."""
@@ -17,7 +19,7 @@ def steps(result: dict[str, Any]) -> list[str]:
     ]
     rows = {(row["group"], row["method"]): row for row in result["rows"]}
     for (group, method), row in rows.items():
-        if group in _CURVES:
+        if group in CURVE_GROUPS:
             continue
         low, high = row["ratio_quartiles"]
         # What is by hand does not say.
@@ -91,7 +93,6 @@ def choice(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-_CURVES = ("curves", "warm-up")
 _WEIGHTS = ", weights"
 _PLAIN, _OTHER = "bf16", f"bf16{_WEIGHTS}"
 _PARTS = 10

@@ -313,7 +313,7 @@ def fail_at(monkeypatch, operation):
             raise AttributeError("no such\nthing")
         return dispatch(self, func, types, args, kwargs)
 
-    kept_reads._TOLD.clear()
+    traced_uses._TOLD.clear()
     monkeypatch.setattr(traced_uses.TracedUses, "__torch_dispatch__", failing)
 
 
@@ -324,7 +324,7 @@ def test_a_graph_that_cannot_be_looked_into_is_compiled_and_told_once(monkeypatc
         for block in model:
             square(block, rows()).backward()
         assert compiled.is_compiled
-    kept_reads._TOLD.clear()
+    traced_uses._TOLD.clear()
     told = [r.getMessage() for r in caplog.records if "could not look into" in r.getMessage()]
     assert len(told) == 1
     assert "(AttributeError: no such)" in told[0]
@@ -367,7 +367,7 @@ def test_a_look_that_fails_leaves_what_it_has_entered(monkeypatch, make):
         return graph.forward
 
     torch.compile(make().float(), backend=backend)(rows().float())
-    kept_reads._TOLD.clear()
+    traced_uses._TOLD.clear()
     assert seen
     assert all(before == after for before, after in seen)
 
@@ -382,11 +382,11 @@ class Expanded(Block):
 
 
 def test_an_expanded_view_is_compiled_and_told(caplog):
-    kept_reads._TOLD.clear()
+    traced_uses._TOLD.clear()
     model = Expanded()
     with CompiledModule(model, regions="whole", on_failure="raise"):
         model(rows().float()).sum().backward()
-    kept_reads._TOLD.clear()
+    traced_uses._TOLD.clear()
     assert "is an expanded view of what is written to" in caplog.text
 
 

@@ -203,10 +203,10 @@ def test_a_torch_that_traces_in_another_way_is_told_once(monkeypatch, caplog):
     def broken():
         raise AttributeError("no graph")
 
-    traced_writes._warn_once.cache_clear()
+    traced_uses._TOLD.clear()
     monkeypatch.setattr(traced_writes, "_keep_what_is_written", broken)
     copies_in(three(Block), square, rows())
-    traced_writes._warn_once.cache_clear()
+    traced_uses._TOLD.clear()
     (record,) = [r for r in caplog.records if r.name == traced_writes.__name__]
     assert "(AttributeError: no graph): if it reads a buffer of its own" in record.message
 

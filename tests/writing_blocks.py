@@ -189,13 +189,8 @@ class Shortened(nn.Module):
         return y
 
 
-class Halved(nn.Module):
+class Halved(Block):
     """Reads what it has just written, which is made again from what was there before."""
-
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(8, 8)
-        self.register_buffer("mean", torch.full((8,), 0.3))
 
     def forward(self, x):
         with torch.no_grad():
@@ -208,8 +203,7 @@ class Between(Halved):
 
     def forward(self, x):
         y = super().forward(x)
-        with torch.no_grad():
-            self.mean.add_(y.mean(0))
+        self.write(y.detach().mean(0))
         return y
 
 

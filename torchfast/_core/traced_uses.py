@@ -9,6 +9,7 @@ This module is to be imported where something is traced: it registers an operato
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
@@ -18,6 +19,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchfast._core.autocast import autocast_state, set_autocast
+from torchfast._core.measure import first_line
 
 # As torch's operators call what a norm keeps of its batches; some do not say that they write it.
 _STATISTICS = ("running_mean", "running_var")
@@ -30,13 +34,10 @@ _PUTS = (
     torch.ops.aten.fill_.Tensor,
 )
 
-
 # Cheaper by the call than a `torch.library.custom_op`, which has layers that are not needed here.
 _LIBRARY = torch.library.Library("torchfast", "FRAGMENT")
 _LIBRARY.define("value_of(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("value_of", torch.clone, "CompositeExplicitAutograd")
-
-
 torch.library.register_fake("torchfast::value_of", torch.empty_like, lib=_LIBRARY)
 
 
@@ -85,18 +86,14 @@ def _left_as_it_was() -> Iterator[None]:
     }
     depth = functorch.get_dynamic_layer_stack_depth()
     accelerator = torch.accelerator.current_accelerator()
-    places = {"cpu", "cpu" if accelerator is None else accelerator.type}
-    autocast = [(p, torch.is_autocast_enabled(p), torch.get_autocast_dtype(p)) for p in places]
-    is_cached, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
+    autocast = autocast_state("cpu" if accelerator is None else accelerator.type)
+    nesting = _autocast_nesting()
     try:
         yield
     finally:
         while functorch.get_dynamic_layer_stack_depth() > depth:
             leave[functorch.peek_interpreter_stack().key()]()
-        for place, is_enabled, dtype in autocast:
-            torch.set_autocast_enabled(place, is_enabled)
-            torch.set_autocast_dtype(place, dtype)
-        torch.set_autocast_cache_enabled(is_cached)
+        set_autocast(*autocast)
         for _ in range(_autocast_nesting() - nesting):
             torch.autocast_decrement_nesting()
 
@@ -110,6 +107,31 @@ def _autocast_nesting() -> int:
 def aliases_of(values: Any) -> Any:
     """Return tensors of the same memory whose writes have a count, and a shape, of their own."""
     return tree_map_only(FakeTensor, lambda tensor: tensor.data, values)
+
+
+def value_in(arg: Any) -> Any:
+    """Return what stands for an argument without data, if it is a node of a graph of Dynamo."""
+    return arg.meta.get("example_value") if isinstance(arg, torch.fx.Node) else arg
+
+
+def may_be_kept(value: Any) -> bool:
+    """Whether it is a tensor that can get its own value, and may need one."""
+    # Of a tensor that comes with a gradient torch keeps the value, or raises an error.
+    return isinstance(value, FakeTensor) and (value.is_leaf or not value.requires_grad)
+
+
+_TOLD: set[tuple[str, type[Exception]]] = set()
+
+
+def tell_once(logger: logging.Logger, message: str, error: Exception) -> None:
+    """Warn of what could not be looked into, once for each kind of error.
+
+    What errors say here may be long, and has places and names that differ each time.
+    """
+    key = message, type(error)
+    if key not in _TOLD:
+        _TOLD.add(key)
+        logger.warning(message, first_line(error))
 
 
 def storage_of(value: Any) -> int | None:

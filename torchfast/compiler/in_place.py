@@ -41,7 +41,6 @@ from torchfast._core.untouched import EAGER_LOOK
 from torchfast.compiler.causes import explained
 from torchfast.compiler.conversion import FrameConversion, GaveUpError, is_graph_break
 from torchfast.compiler.copied import called_in, leave_copies_alone
-from torchfast.compiler.kept_reads import KeptReads
 from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.refusal import run_refusing, stance_forbids
@@ -429,6 +428,9 @@ def has_global_hooks() -> bool:
 def _compiled(function: Callable[..., Any], options: CompileOptions) -> Callable[..., Any]:
     backend = options.backend
     if backend == "inductor":
+        # Here, since it registers an operator.
+        from torchfast.compiler.kept_reads import KeptReads
+
         backend = KeptReads(options.mode, options.dynamic)
     compiled: Callable[..., Any] = torch.compile(
         function, backend=backend, fullgraph=options.fullgraph, dynamic=options.dynamic

@@ -22,7 +22,23 @@ import torch
 from torch._subclasses import FakeTensor
 from typing_extensions import override
 
+from torchfast._core.traced_uses import (
+    aliases_of,
+    give_own_value,
+    may_be_kept,
+    storage_of,
+    tell_once,
+    value_in,
+    without_data,
+)
+
 _logger = logging.getLogger(__name__)
+
+_NOT_SEEN = (
+    "could not look into what is compiled (%s): a forward that reads a buffer of its own and "
+    "writes to it may get another gradient; prove it with torchfast.testing.assert_parity, or "
+    "leave its block out of regions"
+)
 
 # As the module `operator` calls them.
 _IN_PLACE = (
@@ -60,7 +76,7 @@ class KeptReads:
         try:
             keep_reads(graph)
         except Exception as error:  # what runs with data may fail without, or another torch differ
-            _warn_once(error)
+            tell_once(_logger, _NOT_SEEN, error)
         return self._compiler(graph, inputs)
 
     def reset(self) -> None:
@@ -68,44 +84,26 @@ class KeptReads:
         self._compiler.reset()
 
 
-_TOLD: set[type[Exception]] = set()
-
-
-def _warn_once(error: Exception) -> None:
-    if type(error) in _TOLD:
-        return
-    _TOLD.add(type(error))
-    _logger.warning(
-        "could not look into what is compiled (%s: %s): a forward that reads a buffer of its own "
-        "and writes to it may get another gradient; prove it with torchfast.testing.assert_parity, "
-        "or leave its block out of regions",
-        type(error).__name__,
-        (str(error).splitlines() or [""])[0][:200],
-    )
-
-
 def keep_reads(graph: torch.fx.GraphModule) -> None:
     """Change a graph of Dynamo in place, so that its backward reads what its forward has read."""
     nodes = list(graph.graph.nodes)
     if not any(map(_may_write, nodes)):
         return
-    roots = [n for n in nodes if n.op in ("placeholder", "get_attr") and _may_be_kept(_value(n))]
+    roots = [n for n in nodes if n.op in ("placeholder", "get_attr") and may_be_kept(value_in(n))]
     # As torch asks before it makes a backward.
     if not roots or not torch.is_grad_enabled() or not any(map(_needs_gradient, nodes)):
         return
-    # Here, since it registers an operator.
-    from torchfast._core.traced_uses import aliases_of, give_own_value, storage_of, without_data
-
-    fake_mode = _value(roots[0]).fake_mode
-    given = [aliases_of(_value(n)) for n in nodes if n.op == "placeholder"]
+    fake_mode = value_in(roots[0]).fake_mode
+    given = [aliases_of(value_in(n)) for n in nodes if n.op == "placeholder"]
     with without_data(fake_mode) as uses:
         _WithoutData(graph).run(*given)
     written = uses.read_and_written()
     first = next(n for n in nodes if n.op not in ("placeholder", "get_attr"))
-    found = [n for n in roots if storage_of(_value(n)) in written]
-    if expanded := [n for n in found if _is_expanded(_value(n))]:
+    found = [n for n in roots if storage_of(value_in(n)) in written]
+    if expanded := [n for n in found if _is_expanded(value_in(n))]:
         found = [n for n in found if n not in expanded]
-        _warn_once(ValueError(f"{expanded[0].target} is an expanded view of what is written to"))
+        why = f"{expanded[0].target} is an expanded view of what is written to"
+        tell_once(_logger, _NOT_SEEN, ValueError(why))
     with graph.graph.inserting_before(first), fake_mode, torch.no_grad():
         for node in found:
             give_own_value(graph.graph, node)
@@ -148,15 +146,6 @@ def _asked_for(node: torch.fx.Node, name: str) -> bool:
     return bool(node.kwargs.get(name) or (place < len(node.args) and node.args[place]))
 
 
-def _value(node: torch.fx.Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _may_be_kept(value: Any) -> bool:
-    # Of a tensor that comes with a gradient torch keeps the value, or raises an error.
-    return isinstance(value, FakeTensor) and (value.is_leaf or not value.requires_grad)
-
-
 def _is_expanded(value: torch.Tensor) -> bool:
     """Whether elements share their memory, so that nothing can be put there."""
     pairs = zip(value.shape, value.stride(), strict=True)
@@ -164,7 +153,7 @@ def _is_expanded(value: torch.Tensor) -> bool:
 
 
 def _needs_gradient(node: torch.fx.Node) -> bool:
-    value = _value(node)
+    value = value_in(node)
     is_input = node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor)
     return is_input and bool(value.requires_grad)
 
@@ -175,5 +164,5 @@ class _WithoutData(torch.fx.Interpreter):
 
     @override
     def run_node(self, n: torch.fx.Node) -> Any:
-        value = _value(n) if n.op == "get_attr" else None
+        value = value_in(n) if n.op == "get_attr" else None
         return value.data if isinstance(value, FakeTensor) else super().run_node(n)

@@ -259,7 +259,6 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
     moved, met = _distances(replayed, (yield)), False
     # More than noise is no measure of any.
     between_replays = moved if max(moved) <= _ROUNDING else [0.0] * len(gaps)
-    is_near = [False] * len(gaps)
     while len(runs) < _EAGER_RUNS:
         runs.append((yield))
         if len(runs[-1].tensors) != len(gaps):

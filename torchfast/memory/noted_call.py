@@ -14,13 +14,14 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from torchfast._core.autocast import autocast_as, autocast_state
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.caller_mode import is_transformed
 from torchfast.memory.deferred import Deferred, Like, Waiting, in_graph
 from torchfast.memory.kept_norms import BATCH_NORMS, NORMS
 from torchfast.memory.left_out_statistics import LeftOutStatistics
 from torchfast.memory.saved_tensor import Saved
-from torchfast.memory.second_run import TwiceRun, autocast_as, autocast_state
+from torchfast.memory.second_run import TwiceRun
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *NORMS, *BATCH_NORMS)
 _NAMES = {"weight", "bias"}

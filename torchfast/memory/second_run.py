@@ -24,14 +24,15 @@ may take are as they were.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from torchfast._core.autocast import autocast_as, autocast_state
 from torchfast._core.generators import has_state
 from torchfast._core.rng import DrawnFrom
 from torchfast.memory.attention import attention_as, attention_state
@@ -367,42 +368,3 @@ def _device_context() -> AbstractContextManager[Any]:
             if isinstance(mode, DeviceContext):
                 return mode  # type: ignore[no-any-return, unused-ignore]
     return nullcontext()
-
-
-Autocast = tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]
-
-
-def autocast_state(kind: str) -> Autocast:
-    """Return how autocast is set for the host and for a kind of device."""
-    kinds = (
-        ("cpu",) if kind == "cpu" or not torch.amp.is_autocast_available(kind) else (kind, "cpu")
-    )
-    states = tuple(
-        (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in kinds
-    )
-    return states, torch.is_autocast_cache_enabled()
-
-
-@contextmanager
-def autocast_as(state: Autocast) -> Iterator[None]:
-    """Let autocast be as it was; what it casts in the body is not cached beyond."""
-    states, caches = state
-    now = autocast_state(states[0][0])
-    if now == state:
-        yield
-        return
-    _set_autocast(states, caches)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        _set_autocast(*now)
-
-
-def _set_autocast(states: tuple[tuple[str, bool, torch.dtype], ...], caches: bool) -> None:
-    for kind, is_enabled, dtype in states:
-        torch.set_autocast_enabled(kind, is_enabled)
-        torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(caches)

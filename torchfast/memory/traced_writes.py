@@ -22,7 +22,6 @@ imported where something is traced: it imports torch's compiler.
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -31,12 +30,20 @@ import torch
 from torchfast._core.traced_uses import (
     aliases_of,
     give_own_value,
+    may_be_kept,
     memory_of,
     storage_of,
+    tell_once,
+    value_in,
     without_data,
 )
 
 _logger = logging.getLogger(__name__)
+
+_NOT_SEEN = (
+    "could not look into a compiled block that is recomputed (%s): if it reads a buffer of its "
+    "own and writes to it as well, its gradient is wrong; leave such blocks out of recompute"
+)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -48,16 +55,7 @@ def keep_what_is_written() -> None:
     try:
         _keep_what_is_written()
     except Exception as error:  # another torch may do it in another way
-        _warn_once(f"{type(error).__name__}: {error}")
-
-
-@functools.cache
-def _warn_once(why: str) -> None:
-    _logger.warning(
-        "could not look into a compiled block that is recomputed (%s): if it reads a buffer of its "
-        "own and writes to it as well, its gradient is wrong; leave such blocks out of recompute",
-        why,
-    )
+        tell_once(_logger, _NOT_SEEN, error)
 
 
 def _keep_what_is_written() -> None:
@@ -73,18 +71,17 @@ def _keep_what_is_written() -> None:
     body = output.nn_modules[call.args[0].target]
     roots = memory_of(
         [
-            node.meta.get("example_value")
+            value_in(node)
             for node in output.root_tracer.graph.nodes
             if node.op in ("placeholder", "get_attr")
         ]
     )
-    values = [_value_in(arg) for arg in call.args[1:]]
-    # A tensor that the graph computes itself is not written to in place. Of one that comes with a
-    # gradient torch keeps the value, or raises an error.
+    values = [value_in(arg) for arg in call.args[1:]]
+    # A tensor that the graph computes itself is not written to in place.
     found = [
         arg
         for arg, value in zip(call.args[1:], values, strict=True)
-        if storage_of(value) in roots and (value.is_leaf or not value.requires_grad)
+        if storage_of(value) in roots and may_be_kept(value)
     ]
     if not found:
         return
@@ -94,9 +91,5 @@ def _keep_what_is_written() -> None:
     written = uses.read_and_written()
     with graph.inserting_before(call), fake_mode, torch.no_grad():
         for arg in found:
-            if storage_of(_value_in(arg)) in written:
+            if storage_of(value_in(arg)) in written:
                 give_own_value(graph, arg)
-
-
-def _value_in(arg: Any) -> Any:
-    return arg.meta.get("example_value") if isinstance(arg, torch.fx.Node) else arg
