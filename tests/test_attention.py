@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
 from torchfast.memory import attention, attention_backends, attention_report
@@ -107,3 +108,38 @@ def test_arguments():
         pass
     with pytest.raises(ValueError, match="give at least one of"), attention_backends():
         pass
+
+
+@pytest.fixture
+def first_choice(monkeypatch):
+    """Let torch put cuDNN first at the first choice of the process, as it does on some devices."""
+    before = torch._C._get_sdp_priority_order()
+    cudnn_first = [int(SDPBackend.CUDNN_ATTENTION)]
+    cudnn_first += [number for number in before if number not in cudnn_first]
+
+    def chosen(*args):
+        torch._C._set_sdp_priority_order(cudnn_first)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", chosen)
+    attention._choose_once.cache_clear()
+    yield tuple(cudnn_first)
+    attention._choose_once.cache_clear()
+    torch._C._set_sdp_priority_order(before)
+
+
+def test_an_order_is_noted_once_torch_has_made_it(first_choice):
+    noted = attention.attention_state()
+    assert noted[1] == first_choice
+    torch._C._set_sdp_priority_order(first_choice[::-1])
+    assert attention.attention_state()[1] == first_choice[::-1]  # which is not made again
+
+
+def test_a_given_order_is_not_undone_by_the_first_choice(first_choice):
+    with attention_backends("math", "flash"):
+        order = torch._C._get_sdp_priority_order()
+        assert order[:2] == [int(SDPBackend.MATH), int(SDPBackend.FLASH_ATTENTION)]
+        attention.attention_state()  # what a block notes
+        assert torch._C._get_sdp_priority_order() == order
+    assert tuple(torch._C._get_sdp_priority_order()) == first_choice

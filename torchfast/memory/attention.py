@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.backends import cuda as cuda_backends
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchfast._core.arguments import check_choice
 
@@ -174,6 +175,7 @@ def attention_backends(*names: str) -> Iterator[None]:
 
     for name in names:
         check_choice("names", name, _NAMES)
+    _settle_order()
     with sdpa_kernel([getattr(SDPBackend, _NAMES[n]) for n in names], set_priority=len(names) > 1):
         yield
 
@@ -183,6 +185,7 @@ AttentionState = tuple[tuple[bool, ...], tuple[int, ...]]
 
 def attention_state() -> AttentionState:
     """Return which back-ends attention may take, and in which order it tries them."""
+    _settle_order()
     flags = tuple(is_on() for is_on, _ in _SWITCHES)
     return flags, tuple(torch._C._get_sdp_priority_order())
 
@@ -199,6 +202,23 @@ def attention_as(state: AttentionState) -> Iterator[None]:
         yield
     finally:
         _set_attention(now)
+
+
+def _settle_order() -> None:
+    """Let torch order its back-ends now, if it has not yet.
+
+    At the first choice of a process torch puts cuDNN first on some devices, over the order there
+    is. Who noted that one before, and sets it again after it, has another kernel from then on.
+    """
+    if torch.cuda.is_initialized():
+        _choose_once()
+
+
+@cache
+def _choose_once() -> None:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        some = torch.empty(1, 1, 8, 64, dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(some, some, some)
 
 
 def _set_attention(state: AttentionState) -> None:
