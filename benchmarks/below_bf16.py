@@ -13,8 +13,8 @@ takes turns with it, since three such models do not fit; a figure is the median 
 the same order, and losses are compared with bf16's from the same weights; what bf16 does from other
 ones is the noise. "warm-up": the same, with a learning rate that grows over the first fifth of the
 steps: without that the first updates throw the loss up and down, and what rounding differs by,
-grows. On a CPU float8 is emulated, nothing is compiled or captured, and only the numbers mean
-anything.
+grows. "decay": it also falls, over the other steps to a tenth. On a CPU float8 is emulated, nothing
+is compiled or captured, and only the numbers mean anything.
 
 Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`), and a
 curve's ten times on its way: one that is cut off is compared as far as it goes. A group, or a curve
@@ -28,14 +28,14 @@ import dataclasses
 import itertools
 import statistics
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.below_bf16_tables import CURVE_GROUPS
 from benchmarks.result_rows import ResultRows
@@ -169,6 +169,21 @@ CURVES = {
 }
 
 
+def rate_of(group: str, steps: int) -> Callable[[int], float]:
+    """Return what the learning rate is multiplied by, by the number of the step from 0 on."""
+    growing = max(1, steps // 5)
+
+    def factor(step: int) -> float:
+        if group == "curves":
+            return 1.0
+        if step < growing:
+            return 1 / growing + (1 - 1 / growing) * step / growing
+        fallen = (step - growing) / (steps - growing) if group == "decay" else 0.0
+        return 1 - 0.9 * fallen
+
+    return factor
+
+
 def curve(
     group: str, name: str, work: Workload, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
@@ -177,8 +192,7 @@ def curve(
     torch.manual_seed(run.seed)
     ours = Ours(work, args, plans(args)[run.plan], work.loss_fn)(work.build())
     assert ours.trainer is not None
-    growing = max(1, args.steps // 5) if group == "warm-up" else 0
-    rate = LinearLR(ours.trainer.optimizer, 1 / max(1, growing), total_iters=growing)
+    rate = LambdaLR(ours.trainer.optimizer, rate_of(group, args.steps))
     losses: list[Tensor] = []
     tenth = max(1, args.steps // 10)
     try:

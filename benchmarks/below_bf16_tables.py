@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import baseline_tables
 
-CURVE_GROUPS = ("curves", "warm-up")  # whose rows are curves, not times
+CURVE_GROUPS = ("curves", "warm-up", "decay")  # whose rows are curves, not times
 
 
 def steps(result: dict[str, Any]) -> list[str]:
@@ -43,7 +43,7 @@ def curves(result: dict[str, Any], group: str = "curves") -> list[str]:
 
     Args:
         result: What stands in the file.
-        group: Of which rows: ``"curves"`` or ``"warm-up"``.
+        group: Of which rows: one of `CURVE_GROUPS`.
     """
     losses = {row["method"]: row["losses"] for row in result["rows"] if row["group"] == group}
     drifts: dict[str, list[float]] = {}

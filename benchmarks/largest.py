@@ -6,7 +6,8 @@
 "batch" trains a Llama of 1.1 billion parameters on as many sequences at once as fit; "model" trains
 a wider Llama of as many layers as fit, on one sequence. Both have their head, their loss and AdamW
 with float32 parameters under bf16, but where the levers say that weights are bf16 themselves. A
-size fits if two whole steps of it do: the second one has the optimizer's state from the beginning.
+size fits if a whole step of it does, which has the optimizer's state from the beginning: a step on
+one sequence has made it. Short steps are done again, and the last one is timed.
 Sizes double until it can be guessed by their peaks which one takes all memory; sizes around that
 one are tried, and where the guesses are wrong, they are halved in between. Each set of levers has a
 process of its own. One that dies, or is not done in time, counts as a size that does not fit, and
@@ -75,20 +76,22 @@ def sizes_to_try(
         most: The largest one.
         resolution: How near the answer has to be, as a part of it, and no nearer than one.
         guess: Returns what the largest one seems to be by now. Where it is right, one size above it
-            is enough; it is asked so many times only, since it may be wrong each time.
+            is enough; it is asked so many times only, since it may be wrong each time. Each one in
+            turn that does not fit takes the next one twice as far below it.
     """
-    low, high, number, guesses = 0, most + 1, min(first, most), GUESSES
-    while high - low > (near := max(1, int(low * resolution))):
+    low, high, number, guesses, back = 0, most + 1, min(first, most), GUESSES, 1
+    while high - low > max(1, int(low * resolution)):
         yield number
         if fits(number):
-            low = number
+            low, back = number, 1
         else:
-            high = number
+            high, back = number, 2 * back
         number = (low + high) // 2 if high <= most else min(2 * low, most)
         if guesses and (guessed := guess()) is not None and low < most:
             guesses -= 1
             above = low + max(1, int(low * resolution))
-            number = max(min(guessed, high - near), above)
+            below = high - max(1, int(high * resolution) * back // 2)
+            number = max(min(guessed, below), above)
             if not low < number < high:
                 number = (low + high) // 2
 

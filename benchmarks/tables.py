@@ -175,6 +175,7 @@ PARTS = {
     "below bf16": ("float8", "vocabulary", "kernels", "state"),
     "below bf16 curves": ("curves",),
     "below bf16 warm-up": ("warm-up",),
+    "below bf16 decay": ("decay",),
 }
 
 # Beside these, "baseline NAME" is the table of the workload NAME.
@@ -202,6 +203,7 @@ TABLES: dict[str, tuple[str, Table]] = {
         "below_bf16_CARD.json",
         partial(below_bf16_tables.curves, group="warm-up"),
     ),
+    "below bf16 decay": ("below_bf16_CARD.json", partial(below_bf16_tables.curves, group="decay")),
     "float8 choice": ("float8_choice_CARD.json", below_bf16_tables.choice),
     "recompute": ("recompute_CARD.json", memory_tables.recompute),
     "offload": ("offload_CARD.json", memory_tables.offload),

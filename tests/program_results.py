@@ -93,7 +93,11 @@ def below_bf16():
         {**state, "method": "fused AdamW", "state_bytes": 8 << 30},
         {**state, **ours, "method": "8 bit", "state_bytes": 2 << 30},
         *({"group": "curves", "method": name, "losses": own} for name, own in curves.items()),
-        *({"group": "warm-up", "method": name, "losses": own} for name, own in warm.items()),
+        *(
+            {"group": group, "method": name, "losses": own}
+            for group in ("warm-up", "decay")
+            for name, own in warm.items()
+        ),
     ]
     return {
         "date": "2026-11-21",

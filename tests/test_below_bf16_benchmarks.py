@@ -114,7 +114,7 @@ def test_the_options_hold_in_its_steps_alone(monkeypatch):
     assert seen == [[True, False], [False, False]]
 
 
-def test_the_learning_rate_grows_first_where_a_curve_says_so(monkeypatch, tmp_path):
+def test_the_learning_rate_grows_first_and_falls_where_a_curve_says_so(monkeypatch, tmp_path):
     options = ["--device", "cpu", "--smoke", "--steps", "20", "--methods", "bf16"]
     rates = []
     step = taking_turns.Ours.step
@@ -126,15 +126,20 @@ def test_the_learning_rate_grows_first_where_a_curve_says_so(monkeypatch, tmp_pa
     monkeypatch.setattr(taking_turns.Ours, "step", noting)
     out = tmp_path / "figures.json"
     monkeypatch.setattr(
-        "sys.argv", ["benchmark.py", *options, "--out", str(out), "--groups", "curves", "warm-up"]
+        "sys.argv",
+        ["benchmark.py", *options, "--out", str(out), "--groups", "curves", "warm-up", "decay"],
     )
     below_bf16.main()
-    constant, growing = (torch.tensor(rates).reshape(2, 20) / rates[0]).unbind()
+    constant, growing, falling = (torch.tensor(rates).reshape(3, 20) / rates[0]).unbind()
     assert set(constant.tolist()) == {1.0}
     torch.testing.assert_close(growing[:5], torch.tensor([0.25, 0.4375, 0.625, 0.8125, 1.0]))
     assert set(growing[4:].tolist()) == {1.0}
     rows = {row["group"]: row["losses"] for row in json.loads(out.read_text())["rows"]}
+    assert torch.equal(falling[:5], growing[:5])
+    torch.testing.assert_close(falling[4:], 1 - 0.9 * torch.arange(16) / 16)
     assert rows["curves"] != rows["warm-up"]
+    assert rows["decay"][:5] == rows["warm-up"][:5]
+    assert rows["decay"] != rows["warm-up"]
 
 
 @pytest.fixture

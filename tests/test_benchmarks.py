@@ -113,6 +113,7 @@ def test_a_changed_figure_changes_the_page(made_up):
         ),
         ("below bf16 curves", "bf16 ends from itself with other weights: 1.00%, with 2 of them."),
         ("below bf16 warm-up", "| float8, weights 1 | 20 | 4.0800 | +2.00% | +2.00% | +0.20% |  |"),
+        ("below bf16 decay", "| float8, weights 1 | 20 | 4.0800 | +2.00% | +2.00% | +0.20% |  |"),
         (
             "float8 choice",
             "| one | 8,192 tokens | captured | 8 of 29 linear layers (8 tensorwise) | 25.0 "
