@@ -74,15 +74,16 @@ def offload_update(result: dict[str, Any]) -> list[str]:
         f'{result["title"]}; AdamW. "Update" is clipping and update by themselves, once the '
         "backward is over.",
         "",
-        "| micro-batches | update on | ms a step | times the device (quartiles) | update, ms "
-        "| peak, GB | same bits as the first of its kind |",
-        "|---:|---|---:|---:|---:|---:|---|",
+        "| micro-batches | update on | threads | ms a step | times the device (quartiles) "
+        "| update, ms | peak, GB | same bits as the first of its kind |",
+        "|---:|---|---:|---:|---:|---:|---:|---|",
     ]
     for row in result["rows"]:
         low, high = row["time_ratio_quartiles"]
         same = "" if row["same_bits"] is None else _yes(row["same_bits"])
         lines.append(
-            f"| {row['accumulate']} | {row['arm']} | {baseline_tables.figure(row['ms'])} "
+            f"| {row['accumulate']} | {row['arm']} | {row['threads'] or ''} "
+            f"| {baseline_tables.figure(row['ms'])} "
             f"| {row['time_ratio']:.3f} ({low:.3f} to {high:.3f}) "
             f"| {baseline_tables.figure(row['update_ms'])} | {row['peak_bytes'] / 1e9:.2f} "
             f"| {same} |"

@@ -182,6 +182,7 @@ def measured_arm(
     return {
         "arm": arm.name,
         "accumulate": arm.accumulate,
+        "threads": torch.get_num_threads() if arm.how.on_host else None,
         "ms": statistics.median(arm.times_ms),
         "time_ratio": ratio,
         "time_ratio_quartiles": quartiles,

@@ -159,7 +159,7 @@ def offload_training():
 def offload_update():
     """Return what an update on the host costs."""
     row = {"accumulate": 8, "ms": 2500.0, "time_ratio": 1.25, "time_ratio_quartiles": [1.2, 1.3]}
-    row |= {"update_ms": 450.0, "peak_bytes": 41_250_000_000}
+    row |= {"update_ms": 450.0, "peak_bytes": 41_250_000_000, "threads": 16}
     return {
         "date": "2026-11-21",
         "command": "PYTHONPATH=. python benchmarks/offload_update.py",

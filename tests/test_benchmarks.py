@@ -151,10 +151,10 @@ def test_a_changed_figure_changes_the_page(made_up):
             "offload training",
             "| offload optimizer | 310 | 1.070 (1.060 to 1.080) | 41.25 | 55% | 12.34 |  | 0.12% |",
         ),
-        ("offload update", "| 8 | host | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 |  |"),
+        ("offload update", "| 8 | host | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 |  |"),
         (
             "offload update",
-            "| 8 | host, early | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 | yes |",
+            "| 8 | host, early | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 | yes |",
         ),
         ("offload update", "| 450 | 41.25 | **no** |"),
         ("largest", "On one device. Batch: sequences of 4,096 tokens, 16 layers of width 2,048."),
