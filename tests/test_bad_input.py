@@ -6,6 +6,8 @@ One table; the numbers are those of the list of bad inputs that the library was 
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from functools import partial
 from typing import NamedTuple
 
@@ -14,10 +16,12 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import TensorDataset
 
 from bad_input import BATCHES, SGD, build, fit, frozen, load, on_meta, step, twice
 from models import DropoutNet, mean_loss
 from torchfast import (
+    CUDAGraphStep,
     EmptyEpochError,
     LossError,
     MicroBatches,
@@ -32,6 +36,8 @@ from torchfast import (
 )
 from torchfast._core.device import resolve_device
 from torchfast.testing import assert_parity
+
+SAMPLES = TensorDataset(torch.ones(4, 8), torch.ones(4))
 
 
 class Row(NamedTuple):
@@ -48,6 +54,21 @@ ROWS = [
     Row("1", lambda: fit(3), TypeError, r"loader must be an iterable of batches, got 3 \(int\)"),
     Row("1", lambda: build().prefetch(None), TypeError, r"got None \(NoneType\)"),
     Row("1 evaluate", lambda: fit(evaluate=3), TypeError, r"iterable.*got 3 \(int\)"),
+    *(
+        Row("1 data set", call, TypeError, rf"{name} must .* a TensorDataset is a data set of samp")
+        for name, call in (
+            ("loader", lambda: fit(SAMPLES, epochs=1)),
+            ("loader", lambda: build().evaluate(SAMPLES)),
+            ("evaluate", lambda: fit(evaluate=SAMPLES)),
+        )
+    ),
+    *(
+        Row("1 evaluate", call, TypeError, r"evaluate \(generator\) is an iterator, which serves")
+        for call in (
+            lambda: fit(evaluate=(b for b in BATCHES), evaluate_every=1),
+            lambda: fit(evaluate=(b for b in BATCHES), epochs=2),
+        )
+    ),
     Row("4", lambda: build("net"), TypeError, r"model must be a torch.nn.Module, got str"),
     Row("4 class", lambda: build(DropoutNet), TypeError, r"model must be .* got type"),
     Row("5", lambda: build(loss_fn=None), TypeError, r"loss_fn must be callable as .* got None"),
@@ -377,6 +398,19 @@ def test_bad_input_is_refused_with_name_value_and_remedy(row):
 def test_cuda_where_there_is_none(device):
     with pytest.raises(UnsupportedDeviceError, match=rf"device='{device}' .* has no cuda; use"):
         build(device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_graph_where_there_is_no_cuda_names_no_device_that_has_none_either():
+    with pytest.raises(UnsupportedDeviceError, match=r"has no CUDA; call the step itself, or use"):
+        CUDAGraphStep(lambda: None)
+
+
+def test_modules_of_the_package_are_reached_by_their_names():
+    statement = (
+        "import torchfast; torchfast.losses.linear_cross_entropy; torchfast.testing.Tolerance"
+    )
+    subprocess.run([sys.executable, "-c", statement], check=True)
 
 
 def test_a_device_index_that_does_not_exist_lists_those_that_do(monkeypatch):

@@ -327,3 +327,67 @@ def test_a_scheduler_of_another_kind_changes_nothing():
         with pytest.raises(StateMismatchError, match="another kind of scheduler"):
             loader.load_state_dict(saver.state_dict())
         assert not differences(before, loader.state_dict())
+
+
+# --- what only the optimizer holds ---------------------------------------------------------------
+
+
+class Scaled:
+    """A loss with a parameter of its own, which is not the model's."""
+
+    def __init__(self):
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def __call__(self, model, batch):
+        return mean_loss(model, batch) * self.scale.exp() - self.scale
+
+    def trainer(self):
+        torch.manual_seed(0)
+        model = DropoutNet()
+        return Trainer(model, optim.Adam([*model.parameters(), self.scale], 0.05), self)
+
+
+def test_a_parameter_of_the_loss_is_resumed_and_reported():
+    batches = make_batches(6)
+    whole, before, after = Scaled(), Scaled(), Scaled()
+    with whole.trainer() as trainer:
+        for batch in batches:
+            trainer.step(batch)
+        number = len([*trainer.model.parameters()])
+        assert "holds 1 parameters that are not the model's (of shape ())" in str(trainer.report())
+    with before.trainer() as trainer:
+        for batch in batches[:3]:
+            trainer.step(batch)
+        saved = roundtrip(trainer.state_dict())
+    assert saved["parameters_of_others"] == {str(number): before.scale.detach()}
+    with after.trainer() as trainer:
+        trainer.load_state_dict(saved)
+        for batch in batches[3:]:
+            trainer.step(batch)
+        assert "parameters_of_others" not in make_trainer().state_dict()
+    assert before.scale != whole.scale != 1.0
+    assert torch.equal(after.scale, whole.scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("parameters_of_others"), "missing '4'"),
+        (
+            lambda state: state["parameters_of_others"].update({"4": torch.ones(2)}),
+            r"'4' has shape \(2,\), expected \(\)",
+        ),
+        (lambda state: state["parameters_of_others"].update({"9": torch.ones(())}), "unexpected"),
+    ],
+)
+def test_other_parameters_of_the_loss_are_refused(change, message):
+    loss = Scaled()
+    with loss.trainer() as trainer:
+        trainer.step(make_batches(1)[0])
+        state = roundtrip(trainer.state_dict())
+        trainer.step(make_batches(1)[0])
+        held = copy.deepcopy(trainer.model.state_dict())
+        change(state)
+        with pytest.raises(StateMismatchError, match=message):
+            trainer.load_state_dict(state)
+        assert differences(held, trainer.model.state_dict()) == []

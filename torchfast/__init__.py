@@ -260,7 +260,7 @@ _HOMES = {
     ),
     "torchfast.recompute_planning": ("plan_recompute",),
 }
-__getattr__ = later(globals(), _HOMES)
+__getattr__ = later(globals(), _HOMES, modules=("losses", "testing"))
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from torchfast._core.arguments import check_flag, check_iterable
+from torchfast._core.arguments import check_batches, check_flag
 from torchfast._core.errors import EmptyEpochError
 from torchfast._core.loss import LossParts, Number
 from torchfast._core.modes import preserved_modes
@@ -74,7 +74,7 @@ def deal_out(step: TrainStep, batches: Iterable[Any]) -> Iterable[Any] | DealtBa
     ranks = step.ranks
     if not ranks.are_many or isinstance(batches, PrefetchingLoader):
         return batches
-    check_iterable("loader", batches, "batches")
+    check_batches("loader", batches)
     return DealtBatches(batches, ranks.rank, ranks.world_size)
 
 

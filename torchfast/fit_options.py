@@ -11,16 +11,17 @@ from typing import Any, Literal, final, get_args
 from torch import Tensor
 
 from torchfast._core.arguments import (
+    check_batches,
     check_callable,
     check_choice,
     check_flag,
     check_int,
-    check_iterable,
     check_positive,
 )
 from torchfast._core.loss import Number
 from torchfast._core.step_times import StepTimes
 from torchfast.data import PrefetchingLoader
+from torchfast.data.one_shot import is_iterator
 from torchfast.fit_checkpoints import CheckpointOptions
 from torchfast.records import Record
 
@@ -138,7 +139,13 @@ class FitOptions:
         if check_flag("evaluate_ema", self.evaluate_ema) and self.evaluate is None:
             raise ValueError("evaluate_ema=True needs evaluate=, got None")
         if not (self.evaluate is None or callable(self.evaluate)):
-            check_iterable("evaluate", self.evaluate, "batches, or a callable model -> mapping")
+            check_batches("evaluate", self.evaluate, "batches, or a callable model -> mapping")
+            is_repeated = self.evaluate_every is not None or (self.epochs or 0) > 1
+            if is_repeated and is_iterator(self.evaluate):
+                raise TypeError(
+                    f"evaluate ({type(self.evaluate).__name__}) is an iterator, which serves one "
+                    "evaluation, and there may be more; give a list or a DataLoader"
+                )
         if not isinstance(self.progress, bool):
             check_choice("progress", self.progress, get_args(ProgressMode))
         if not isinstance(self.log_path, str | PathLike | None):

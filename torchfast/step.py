@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from torchfast._core.arguments import check_int, check_positive, explain_keywords
 from torchfast._core.batches import StepBatches
-from torchfast._core.building import claim, device_decision, scheduler_decision, untrained_decisions
+from torchfast._core.building import claim, device_decision, parameter_decisions, scheduler_decision
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ClosedError
@@ -230,9 +230,9 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer, scheduler, loss scale, average, step count and generators.
 
-        Optimizer state is in the form as given, so its part loads into a plain loop. Tensors
-        are the live ones, as in torch: save at once, or deepcopy. A file of it loads with
-        ``torch.load(..., weights_only=True)``.
+        Parameters that only the optimizer holds are in it by their places there. Optimizer state is
+        in the form as given, so its part loads into a plain loop. Tensors are the live ones, as in
+        torch: save at once, or deepcopy. ``torch.load(..., weights_only=True)`` loads a file of it.
 
         Synchronizes: Yes.
         """
@@ -441,7 +441,7 @@ class TrainStep:
             *([] if self._graph is None else self._graph.decisions()),
             *self.unrolled.decisions(),
             scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),
-            *untrained_decisions(self.model, self.optimizer),
+            *parameter_decisions(self.model, self.optimizer),
         ]
 
     def _after_load(self, optimizer: Optimizer) -> None:

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfast._core.building import parameters_of_others
 from torchfast._core.rng import get_rng_state, set_rng_state
-from torchfast._core.state import FORMAT, check_training_state
+from torchfast._core.state import FORMAT, check_tensors, check_training_state
 from torchfast.checkpoint.sharded import is_sharded, part_of
 from torchfast.ema import WeightAverage
 from torchfast.precision import UpdateGuard
 from torchfast.transforms import ModelTransforms
+
+_OTHERS = "parameters_of_others"
 
 
 @final
@@ -55,6 +58,7 @@ class TrainingState:
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "lr_scheduler": None if self._scheduler is None else scheduler_state(),
+            **({_OTHERS: others} if (others := self._others()) else {}),
             **self._guard.state_dict(),
             **self._average.state_dict(),
             **self._transforms.state_dict(),
@@ -69,9 +73,13 @@ class TrainingState:
             StateMismatchError: A newer format, or keys, shapes or parts that do not fit.
         """
         check_training_state(state, self._model, self._optimizer, self._scheduler)
+        others = self._others()
+        check_tensors(state.get(_OTHERS, {}), others, _OTHERS)
         self._average.check_state_dict(state)
         state = self._parted(state)
         self._model.load_state_dict(state["model"])
+        for place, value in others.items():
+            value.copy_(state[_OTHERS][place])
         # A copy: torch keeps tensors that need no conversion, so two trainers that load one
         # state would share their moments.
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -81,6 +89,11 @@ class TrainingState:
         self._average.load_state_dict(state)
         self._transforms.load_state_dict(state)
         set_rng_state(state["rng"], self._device)
+
+    def _others(self) -> dict[str, Tensor]:
+        """Return the values of parameters that only the optimizer holds, by their places."""
+        others = parameters_of_others(self._model, self._optimizer)
+        return {str(place): parameter.detach() for place, parameter in others.items()}
 
     def _parted(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the state with what is whole in it sharded as what it is put into.

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
+from torch.utils.data import Dataset
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -127,6 +128,21 @@ def check_iterable(name: str, value: object, of: str) -> None:
         raise TypeError(
             f"{name} must be an iterable of {of}, and what iter() gives of a "
             f"{type(value).__name__} is none; put a single one in a list"
+        )
+
+
+def check_batches(name: str, value: object, of: str = "batches") -> None:
+    """Raise unless ``value`` can be iterated, and a data set that yields single samples is none.
+
+    Python iterates what has ``__getitem__`` until that raises IndexError, which a data set that
+    wraps around or makes its samples never does.
+    """
+    check_iterable(name, value, of)
+    if isinstance(value, Dataset) and not hasattr(type(value), "__iter__"):
+        raise TypeError(
+            f"{name} must be an iterable of {of}, and a {type(value).__name__} is a data set of "
+            "samples; give DataLoader(dataset, batch_size=...), with batch_size=None where each "
+            "of its items is a batch"
         )
 
 

@@ -206,6 +206,12 @@ def check_no_strays(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
+def parameters_of_others(model: nn.Module, optimizer: Optimizer) -> dict[int, Tensor]:
+    """Return the parameters that the optimizer holds and the model does not, by their places."""
+    own = {id(p) for p in model.parameters()}
+    return {place: p for place, p in enumerate(optimized(optimizer)) if id(p) not in own}
+
+
 def check_no_others(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise if the optimizer holds trainable parameters that the model does not.
 
@@ -214,29 +220,38 @@ def check_no_others(model: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         PlanError: It does.
     """
-    own = {id(p) for p in model.parameters()}
-    others = [p for p in optimized(optimizer) if p.requires_grad and id(p) not in own]
+    others = [p for p in parameters_of_others(model, optimizer).values() if p.requires_grad]
     if others:
-        shapes = ", ".join(str(tuple(p.shape)) for p in others[:3])
         raise PlanError(
             f"the optimizer holds {len(others)} parameters that are not the model's (of shape "
-            f"{shapes}), whose gradients shard=... would leave different on each rank; make them "
-            "part of the model, such as nn.ModuleDict({'model': model, 'loss': criterion})"
+            f"{_shapes(others)}), whose gradients shard=... would leave different on each rank; "
+            "make them part of the model, such as "
+            "nn.ModuleDict({'model': model, 'loss': criterion})"
         )
 
 
-def untrained_decisions(model: nn.Module, optimizer: Optimizer) -> list[Decision]:
-    """Name the trainable parameters that the optimizer does not hold, if there are any."""
-    names = _strays(model, optimizer)
-    if not names:
-        return []
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    detail = (
-        f"{len(names)} trainable parameters are not in the optimizer ({shown}): they stay as they "
-        "are, and their gradients are never zeroed but count in the clipped norm; "
-        "requires_grad_(False) frees both"
-    )
-    return [Decision(lever="parameters", outcome="left alone", detail=detail)]
+def parameter_decisions(model: nn.Module, optimizer: Optimizer) -> list[Decision]:
+    """Name the parameters that are the model's or the optimizer's alone, if there are any."""
+    details = []
+    if names := _strays(model, optimizer):
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        details.append(
+            f"{len(names)} trainable parameters are not in the optimizer ({shown}): they stay as "
+            "they are, and their gradients are never zeroed but count in the clipped norm; "
+            "requires_grad_(False) frees both"
+        )
+    if others := [*parameters_of_others(model, optimizer).values()]:
+        details.append(
+            f"the optimizer holds {len(others)} parameters that are not the model's (of shape "
+            f"{_shapes(others)}): they are trained and saved, but not clipped, averaged or moved "
+            "to the device; make them part of the model, such as "
+            "nn.ModuleDict({'model': model, 'loss': criterion})"
+        )
+    return [Decision(lever="parameters", outcome="left alone", detail=text) for text in details]
+
+
+def _shapes(some: list[Tensor]) -> str:
+    return ", ".join(str(tuple(p.shape)) for p in some[:3]) + (", ..." if len(some) > 3 else "")
 
 
 def _strays(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -85,9 +85,23 @@ def check_module_state(saved: object, model: nn.Module, name: str = "model") -> 
     Raises:
         StateMismatchError: It is no mapping, or keys or shapes differ; ``name`` says of what.
     """
+    check_tensors(saved, model.state_dict(), name, f" {type(model).__name__}")
+
+
+def check_tensors(saved: object, own: Mapping[str, Any], name: str, of: str = "") -> None:
+    """Raise unless ``saved`` has the keys and the shapes of what it is to be put into.
+
+    Args:
+        saved: What was saved.
+        own: What is there.
+        name: Of what, for the message.
+        of: Whose, likewise.
+
+    Raises:
+        StateMismatchError: It is no mapping, or keys or shapes differ.
+    """
     if not isinstance(saved, Mapping):
         raise StateMismatchError(f"{name} state must be a mapping, got {type(saved).__name__}")
-    own = model.state_dict()
     problems = [f"missing {key!r}" for key in own if key not in saved]
     problems += [f"unexpected {key!r}" for key in saved if key not in own]
     problems += [
@@ -100,7 +114,7 @@ def check_module_state(saved: object, model: nn.Module, name: str = "model") -> 
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise StateMismatchError(
-            f"{name} state does not fit {type(model).__name__} ({len(problems)} keys): "
+            f"{name} state does not fit{of} ({len(problems)} keys): "
             f"{'; '.join(problems[:_SHOWN])}{more}"
         )
 

@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from torchfast._core.arguments import (
+    check_batches,
     check_flag,
     check_flag_or_auto,
     check_int,
-    check_iterable,
     explain_keywords,
 )
 from torchfast._core.closing import Closing
@@ -120,7 +120,7 @@ class PrefetchingLoader(Closing):
         strict: bool = False,
         ranks: RankGroup | None = None,
     ) -> None:
-        check_iterable("loader", loader, "batches")
+        check_batches("loader", loader)
         # Wrapped twice, it would group groups. The position is one for all that wrap a loader.
         self._upstream: PositionedLoader = (
             loader._upstream if isinstance(loader, PrefetchingLoader) else PositionedLoader(loader)

@@ -38,7 +38,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from torchfast._core.arguments import check_int, check_iterable, explain_keywords
+from torchfast._core.arguments import check_batches, check_int, explain_keywords
 from torchfast._core.rng import preserved_rng, seed_host
 from torchfast.data.digest import digest, digest_of_samples
 from torchfast.data.one_shot import is_iterator
@@ -97,7 +97,7 @@ def shard_loader(
         >>> [batch.tolist() for batch in shard_loader(loader, rank=1, world_size=2)]
         [[1, 3], [5, 7]]
     """
-    check_iterable("loader", loader, "batches")
+    check_batches("loader", loader)
     world_size = check_int("world_size", world_size, minimum=1)
     rank = check_int("rank", rank, minimum=0)
     check_int("seed", seed, minimum=0)

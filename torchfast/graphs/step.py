@@ -39,6 +39,7 @@ from torchfast._core.building import claim, release
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import check_device
+from torchfast._core.errors import UnsupportedDeviceError
 from torchfast._core.reachable import held_by
 from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.graph_form import Numerics, graph_form
@@ -205,4 +206,10 @@ def _device_of(state: NamedState, device: object) -> torch.device:
             return tensor.device
     if state.tensors and not any(tensor.is_pinned() for tensor in state.tensors):
         return state.tensors[0].device
+    if not torch.cuda.is_available():
+        raise UnsupportedDeviceError(
+            f"there are no graphs here, since this machine or torch build ({torch.__version__}) "
+            "has no CUDA; call the step itself, or use Trainer, which steps aside where there are "
+            "none"
+        )
     return check_device("cuda", data=False)

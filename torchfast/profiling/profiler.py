@@ -29,7 +29,7 @@ from typing import Final, Self, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from torchfast._core.arguments import check_flag, check_int, check_iterable, explain_keywords
+from torchfast._core.arguments import check_batches, check_flag, check_int, explain_keywords
 from torchfast._core.errors import TraceError
 from torchfast._core.rank_group import is_distributed
 from torchfast.profiling.ceilings import Ceilings, measure_ceilings
@@ -218,7 +218,7 @@ class Profile:
 
         The time in which the next batch is fetched is marked as ``torchfast.data_wait``.
         """
-        check_iterable("batches", batches, "batches")
+        check_batches("batches", batches)
         iterator = iter(batches)
         while not self.is_done:
             # Free where no profiler runs, which is in most steps of the warm-up.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from torchfast._core.arguments import check_callable, check_int, check_iterable, explain_keywords
+from torchfast._core.arguments import check_batches, check_callable, check_int, explain_keywords
 from torchfast._core.batches import MicroBatches, map_batch, to_device
 from torchfast._core.building import build_scheduler
 from torchfast._core.compare import differences
@@ -137,7 +137,7 @@ def assert_parity(
             f"{type(optimizer).__name__}"
         )
     check_callable("optimizer", optimizer, "optimizer(parameters)")
-    check_iterable("batches", batches, "batches")
+    check_batches("batches", batches)
     with preserved_rng(torch.device("cpu")):  # a loader draws its order
         taken = list(batches)
     if not taken:
