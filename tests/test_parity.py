@@ -343,5 +343,23 @@ def test_a_broken_step_is_not_close(monkeypatch, mutate):
 
     check()
     mutate(monkeypatch)
-    with pytest.raises(ParityError, match="is not close to the plain loop"):
+    with pytest.raises(ParityError, match="is not close to the plain loop") as caught:
         check()
+    assert "compiled code" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.0])
+def test_dropout_in_compiled_code_is_named(rate):
+    def build():
+        return nn.Sequential(nn.Linear(8, 32), nn.Dropout(rate), nn.Dropout(rate), nn.Linear(32, 4))
+
+    def compare():
+        return assert_parity(
+            build, OPTIMIZERS["SGD momentum"], mean_loss, make_batches(2), Plan(compile=True)
+        )
+
+    if not rate:
+        assert not compare().exact
+        return
+    with pytest.raises(ParityError, match=r"drops other units .* \(p=0\.5 in 2 modules\): comp"):
+        compare()

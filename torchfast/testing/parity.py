@@ -20,6 +20,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -313,7 +314,7 @@ def _check_close(result: ParityResult, tolerance: Tolerance, plan: object, pair:
         raise ParityError(
             f"plan {plan!r} is not close to the plain loop: losses differ by up to "
             f"{result.loss_error:.3g} of their value (tolerance {tolerance.loss}), first "
-            f"{pair.first_far_loss(tolerance.loss)}"
+            f"{pair.first_far_loss(tolerance.loss)}{_draws_otherwise(result.report, pair.plain)}"
         )
     if not result.update_error <= tolerance.update:
         raise ParityError(
@@ -321,6 +322,19 @@ def _check_close(result: ParityResult, tolerance: Tolerance, plan: object, pair:
             f"parameters' change differs by {result.update_error:.3g} of its norm "
             f"(tolerance {tolerance.update}), though losses agree within {result.loss_error:.3g}"
         )
+
+
+def _draws_otherwise(report: Report, model: nn.Module) -> str:
+    """Return the remedy where losses differ since compiled code draws other dropout masks."""
+    if not any(d.lever == "compile" and d.outcome == "applied" for d in report.decisions):
+        return ""
+    rates = [module.p for module in model.modules() if isinstance(module, _DropoutNd)]
+    if not any(rates):
+        return ""
+    return (
+        f"; the plan compiles, and compiled code drops other units after the same seed (p="
+        f"{max(rates):g} in {len(rates)} modules): compare with every p at 0"
+    )
 
 
 def _relative(expected: float, actual: float) -> float:
