@@ -55,6 +55,14 @@ ROWS = [
     Row("1", lambda: build().prefetch(None), TypeError, r"got None \(NoneType\)"),
     Row("1 evaluate", lambda: fit(evaluate=3), TypeError, r"iterable.*got 3 \(int\)"),
     *(
+        Row("7", partial(build, loss_fn=loss_fn), TypeError, rf"and {name} cannot be \({why}")
+        for loss_fn, name, why in (
+            (lambda m, x, y: 0, r"<lambda>\(m, x, y\)", "missing a required argument: 'y'"),
+            (lambda batch: 0, r"<lambda>\(batch\)", "too many positional arguments"),
+            (partial(lambda m, b, c: 0, c=1, b=2), r"partial\(m, \*, b=2, c=1\)", "too many"),
+        )
+    ),
+    *(
         Row("1 data set", call, TypeError, rf"{name} must .* a TensorDataset is a data set of samp")
         for name, call in (
             ("loader", lambda: fit(SAMPLES, epochs=1)),

@@ -248,7 +248,7 @@ def scheduler_not_stepped(monkeypatch):
 
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        self._steps_scheduler = False
+        self._schedule = None
 
     monkeypatch.setattr(TrainStep, "__init__", init)
 

@@ -31,6 +31,7 @@ from torchfast.ema import EMAOptions, WeightAverage, copied
 from torchfast.memory import StepOffload
 from torchfast.plan import Plan
 from torchfast.precision import check_replicas
+from torchfast.schedule import Schedule
 from torchfast.transforms import ModelTransforms
 
 OptimizerSource = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -43,13 +44,13 @@ class Prepared(NamedTuple):
     Attributes:
         optimizer: Of its parameters.
         scheduler: Of its learning rate, or None.
-        steps_scheduler: Whether it is stepped after each update.
+        schedule: What steps it after each update; None where that does not.
         average: Of its weights.
     """
 
     optimizer: Optimizer
     scheduler: Any
-    steps_scheduler: bool
+    schedule: Schedule | None
     average: WeightAverage
 
 
@@ -130,8 +131,8 @@ def prepare(
     if not is_new:
         transforms.apply()
     transforms.check_optimizer(optimizer)
-    steps_scheduler = scheduler is not None and not isinstance(built, ReduceLROnPlateau)
-    return Prepared(optimizer, built, steps_scheduler, average)
+    is_stepped = scheduler is not None and not isinstance(built, ReduceLROnPlateau)
+    return Prepared(optimizer, built, Schedule(built) if is_stepped else None, average)
 
 
 def _moves(

@@ -310,7 +310,7 @@ class TrainStep:
         given = {"accumulate": self.accumulate, "max_grad_norm": self.max_grad_norm}
         self.sharding.check_alike(self.plan.shared | given | {"ema": self._ema})
         self.memory.check_ranks(model, self.sharding)
-        self.optimizer, self.lr_scheduler, self._steps_scheduler, self._average = prepare(
+        self.optimizer, self.lr_scheduler, self._schedule, self._average = prepare(
             model,
             source,
             scheduler,
@@ -394,7 +394,7 @@ class TrainStep:
         self.unrolled = UnrolledSteps(  # what runs several steps in one replay
             self.plan,
             self.optimizer,
-            self.lr_scheduler if self._steps_scheduler else None,
+            self.lr_scheduler if self._schedule else None,
             average=self._average,
             compiled=self._compiled,
             memory=self.memory,
@@ -414,8 +414,8 @@ class TrainStep:
     def _after_update(self, skipped: Tensor | None) -> None:
         """Do what the host does after an update."""
         self._count_update(skipped)
-        if self._steps_scheduler:
-            self.lr_scheduler.step()
+        if self._schedule is not None:
+            self._schedule.step()
 
     def _count_update(self, skipped: Tensor | None) -> None:
         self.num_steps += 1
@@ -440,7 +440,7 @@ class TrainStep:
             *self._graph_decisions,
             *([] if self._graph is None else self._graph.decisions()),
             *self.unrolled.decisions(),
-            scheduler_decision(self.lr_scheduler, is_stepped=self._steps_scheduler),
+            scheduler_decision(self.lr_scheduler, is_stepped=self._schedule is not None),
             *parameter_decisions(self.model, self.optimizer),
         ]
 

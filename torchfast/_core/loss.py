@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,18 @@ def check_loss_fn(loss_fn: object) -> None:
             "targets; write a function that calls the model too, such as "
             "lambda model, batch: criterion(model(batch[0]), batch[1])"
         )
+    try:
+        signature = inspect.signature(cast(Callable[..., Any], loss_fn))
+    except (TypeError, ValueError):  # it has none, as some that are not written in Python
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise TypeError(
+            f"loss_fn is called as loss_fn(model, batch), and {name}{signature} cannot be "
+            f"({error}); take the model and the whole batch, and unpack it inside"
+        ) from None
 
 
 class LossParts(NamedTuple):
