@@ -133,6 +133,20 @@ def test_a_group_added_later_is_trained():
     trainer.close()
 
 
+def test_a_callable_may_go_through_the_parameters_more_than_once():
+    def make(parameters):
+        return optim.SGD(
+            [
+                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+                {"params": [p for p in parameters if p.dim() <= 1]},
+            ],
+            lr=0.1,
+        )
+
+    trainer = Trainer(nn.Linear(8, 4), make, mean_loss)
+    assert [len(group["params"]) for group in trainer.optimizer.param_groups] == [1, 1]
+
+
 def test_a_parameter_outside_the_optimizer_is_reported():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     trainer = Trainer(model, SGD(model[0].parameters()), mean_loss)

@@ -40,7 +40,8 @@ def build_optimizer(source: object, model: nn.Module) -> Optimizer:
                 "optimizer must be a torch.optim.Optimizer or a callable parameters -> Optimizer, "
                 f"got {describe(optimizer)}{several}"
             )
-        optimizer = optimizer(model.parameters())
+        # A list, which may be gone through more than once: for groups with and without decay.
+        optimizer = optimizer([*model.parameters()])
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 "the optimizer callable must return a torch.optim.Optimizer, got "

@@ -204,7 +204,7 @@ class _Pair:
         accumulate: int,
     ) -> None:
         start = get_rng_state(self.device)
-        self._optimizer = optimizer(self.plain.parameters())
+        self._optimizer = optimizer([*self.plain.parameters()])
         self._scheduler = build_scheduler(lr_scheduler, self._optimizer)
         if isinstance(self._scheduler, ReduceLROnPlateau):
             raise ValueError(
