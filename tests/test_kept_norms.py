@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 
 import pytest
@@ -289,6 +290,9 @@ def test_what_reads_the_memory_of_a_deferred_tensor_finds_it():
     assert deferred().tolist() == expected.tolist()
     assert (deferred().numpy() == expected.numpy()).all()
     assert torch.equal(torch.from_dlpack(deferred()), expected)
+    copied = copy.deepcopy(deferred())
+    assert type(copied) is torch.Tensor
+    assert torch.equal(copied, expected)
 
 
 class LookedAt(nn.Module):

@@ -319,6 +319,74 @@ def test_numbers_of_python_and_numpy_are_drawn_again(kind, what):
     assert differences(*found) == []
 
 
+def coin(p):
+    return random.random() < p
+
+
+class Skips(nn.Module):
+    """Leaves its branch out by a rate that is zero at first, when it draws nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.p = nn.Linear(8, 8), 0.0
+
+    def forward(self, x):
+        return x if self.p > 0 and self.is_left_out() else x + torch.tanh(self.line(x))
+
+    def is_left_out(self):
+        return random.random() < self.p
+
+
+class SkipsByNumPy(Skips):
+    def is_left_out(self):
+        return bool(np.random.rand() < self.p)
+
+
+class SkipsByFunction(Skips):
+    def is_left_out(self):
+        return any(coin(self.p) for _ in range(1))
+
+
+class SkipsByAttribute(Skips):
+    def __init__(self):
+        super().__init__()
+        self.flip = lambda: coin(self.p)
+
+    def is_left_out(self):
+        return self.flip()
+
+
+class SkipsByImport(Skips):
+    def is_left_out(self):
+        import random as others
+
+        return others.random() < self.p
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+@pytest.mark.parametrize(
+    "make", [Skips, SkipsByNumPy, SkipsByFunction, SkipsByAttribute, SkipsByImport]
+)
+def test_numbers_that_are_first_drawn_in_a_later_call_are_drawn_again(make, what):
+    batch = torch.randn(4, 8, requires_grad=True)
+    found = []
+    for is_plain in (True, False):
+        rng.seed_everything(2)
+        model = OfBlocks(make, lambda block, x: block(x))
+        seen = []
+
+        def loss_fn(model, batch, seen=seen):
+            for block in model.blocks:
+                block.p = 0.5 if seen else 0.0
+            seen.append(None)
+            return square(model, batch)
+
+        with nullcontext() if is_plain else Recompute(model, what):
+            found.append(train(model, loss_fn, batch, steps=6))
+        found[-1]["next"] = random.random(), np.random.rand()
+    assert differences(*found) == []
+
+
 def test_only_blocks_with_a_generator_of_their_own_note_it(monkeypatch):
     noted = []
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from torchfast._core.reading import Mark, Marks
 from torchfast.memory.kept_norms import Norm
-from torchfast.memory.kept_results import OpClass, Result, flops_of, op_class
+from torchfast.memory.kept_results import OpClass, Result, counted_alias, flops_of, op_class
 from torchfast.memory.saved_tensor import Packed, free_at_end
 from torchfast.memory.stretches import Stretch, Stretches
 
@@ -182,10 +182,26 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+    given |= kwargs
+    return [
+        tensor
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tensors_in(given.get(argument.name))
+    ]
+
+
 @final
 class _Noted:
     __slots__ = (
-        "_alive", "flops", "kind", "marks", "moved_bytes", "num_saved", "size_bytes", "storages",
+        "_alive", "_num_counted", "flops", "kind", "marks", "moved_bytes", "num_saved",
+        "num_writes", "size_bytes", "storages",
     )  # fmt: skip
 
     def __init__(
@@ -193,17 +209,26 @@ class _Noted:
     ) -> None:
         self.kind: OpClass = kind
         self.flops = flops_of(kind, args, out)
-        self._alive = [tensor.detach() for tensor in tensors_in(out)]
+        self._alive = [counted_alias(tensor) for tensor in tensors_in(out)]
         self.storages = storages(self._alive)
         self.size_bytes = sum(self.storages.values())
         self.moved_bytes = sum(tensor.nbytes for tensor in (*tensors_in(args), *self._alive))
         self.num_saved, self.marks = num_saved, marks
+        self.num_writes = 0  # to its memory, since
+        self._num_counted = self._count()
 
     def result(self, num_waited: int, marks: Marks | None) -> Result:
         # What is computed when everything is saved is not waited for: the second run ends there.
-        is_needed = self.num_saved < num_waited
+        # Nor could a second run be given what was written to behind autograd's back, through
+        # ``.data`` or a view of ``unsafe_chunk``: by the count nobody has.
+        is_intact = self.num_writes <= self._count() - self._num_counted
+        is_needed = self.num_saved < num_waited and is_intact
         ms = 0.0 if marks is None or self.marks is None else marks.between_ms(*self.marks)
         return Result(self.kind, self.size_bytes, self.flops, is_needed, ms, self.moved_bytes)
+
+    def _count(self) -> int:
+        """Return how often autograd knows it to have been written to."""
+        return sum(tensor._version for tensor in self._alive if not tensor.is_inference())
 
 
 @final
@@ -231,6 +256,9 @@ class _Noting(TorchDispatchMode):
         self._stretches.runs(read)
         if kind is None:
             out = func(*args, **(kwargs or {}))
+            for key in storages(_written(func, args, kwargs or {})):
+                for one in self.noted:
+                    one.num_writes += key in one.storages
             self._stretches.ran(func, read, tensors_in(out))
             return out
         before = None if self._marks is None else self._marks.now()

@@ -12,6 +12,7 @@ nothing but compute: autograd sees each, and no kernel runs. What writes compute
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -125,6 +126,10 @@ class Deferred(Tensor):
     @override
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.computed().numpy(*args, **kwargs)
+
+    @override
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.computed(), memo)
 
     @override
     def tolist(self) -> Any:

@@ -60,6 +60,17 @@ _ATTENTION = frozenset(
 )
 _ATTENTION_PREFIXES = ("aten::_scaled_dot_product_", "flash_attn::", "flash_attn_3::")
 
+# Views whose writes are counted for themselves, and not for what they are of: what ``matmul``
+# returns, and the gates of torch's recurrent layers, which are written to.
+_COUNT_APART = frozenset(
+    (
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+        torch.ops.aten.unsafe_chunk.default,
+    )
+)
+
 
 def op_class(func: Any) -> OpClass | None:
     """Return which kind of expensive operation it is; None for the rest."""
@@ -233,7 +244,7 @@ class _Entry:
         self, func: Any, value: Any, generator: tuple[torch.device, Tensor] | None
     ) -> None:
         self.func = func
-        self.value = tree_map_only(Tensor, _alias, value)
+        self.value = tree_map_only(Tensor, counted_alias, value)
         self._seen = [self.value]
         self._versions = _versions(self._seen)
         self._generator = generator
@@ -246,7 +257,7 @@ class _Entry:
 
     def also_watch(self, tensor: Tensor) -> None:
         """Count the writes to another view of it, which counts for itself."""
-        self._seen.append(_alias(tensor))
+        self._seen.append(counted_alias(tensor))
         self._versions = _versions(self._seen)
 
     def given(self) -> Any:
@@ -296,10 +307,11 @@ class _Keeping(TorchDispatchMode):
         kwargs = kwargs or {}
         if op_class(func) is None:
             out = func(*args, **kwargs)
-            if func is torch.ops.aten._unsafe_view.default:  # as ``matmul`` returns what it made
+            if func in _COUNT_APART:
                 for entry in self._entries:
                     if entry is not None and entry.holds(args[0]):
-                        entry.also_watch(out)
+                        for part in [out] if isinstance(out, Tensor) else out:
+                            entry.also_watch(part)
             return out
         number = len(self._entries)
         is_kept = number < len(self._choice) and self._choice[number]
@@ -340,7 +352,7 @@ class _Giving(TorchDispatchMode):
         return func(*args, **kwargs) if given is None else given
 
 
-def _alias(tensor: Tensor) -> Tensor:
+def counted_alias(tensor: Tensor) -> Tensor:
     """Return a tensor without a place in a graph, which would hold what is to be freed.
 
     Below autograd an alias counts its own writes unless torch is told to share the count.
