@@ -105,13 +105,23 @@ def test_a_signal_in_the_last_evaluation_is_told_of():
     assert fit(steps=1, evaluate=evaluate).stopped_by == "SIGTERM"
 
 
+class Batches:
+    """A loader that does what a generator function does."""
+
+    def __init__(self, load):
+        self.load = load
+
+    def __iter__(self):
+        return self.load()
+
+
 def test_an_evaluation_cut_short_by_a_signal_is_not_recorded():
     def load():
         yield BATCHES[0]
         os.kill(os.getpid(), signal.SIGTERM)
         yield from BATCHES
 
-    result = fit(steps=4, evaluate=load(), evaluate_every=2)
+    result = fit(steps=4, evaluate=Batches(load), evaluate_every=2)
     assert result.stopped_by == "SIGTERM"
     assert evaluations(result) == []
 
@@ -122,7 +132,7 @@ def test_a_loader_of_evaluation_that_dies_of_the_signal_is_no_error():
         os.kill(os.getpid(), signal.SIGINT)
         raise RuntimeError("DataLoader worker (pid 1) exited unexpectedly")
 
-    assert fit(steps=4, evaluate=load(), evaluate_every=2).stopped_by == "SIGINT"
+    assert fit(steps=4, evaluate=Batches(load), evaluate_every=2).stopped_by == "SIGINT"
 
 
 def test_a_training_loader_that_dies_of_the_signal_is_no_error(caplog):

@@ -17,6 +17,7 @@ from benchmarks import (
     first_replay,
     graph_events,
     largest,
+    largest_tries,
     offload,
     offload_training,
     offload_update,
@@ -271,12 +272,12 @@ def test_a_guess_of_the_largest_size_saves_tries_and_may_be_wrong(true, off):
 
 def test_the_largest_size_is_guessed_by_what_two_sizes_take():
     def fitting(number):
-        return largest.Try(number, fits=True, peak_bytes=100 + 10 * number)
+        return largest_tries.Try(number, fits=True, peak_bytes=100 + 10 * number)
 
     assert largest.guessed([fitting(4)], 1000) is None
     assert largest.guessed([fitting(4), fitting(8)], 1000) == 90
     assert largest.guessed([fitting(8), fitting(4), fitting(80)], 995) == 89
-    flat = [largest.Try(n, fits=True, peak_bytes=100) for n in (4, 8)]
+    flat = [largest_tries.Try(n, fits=True, peak_bytes=100) for n in (4, 8)]
     assert largest.guessed(flat, 1000) is None
 
 
@@ -304,22 +305,22 @@ def test_the_largest_model_of_a_small_memory(run):
     assert all(row["host_bytes"] > 1e9 for row in rows)
 
 
-@pytest.mark.parametrize("name", largest.LEVERS)
+@pytest.mark.parametrize("name", largest_tries.LEVERS)
 def test_every_set_of_levers_trains(name):
     search = largest.SEARCHES["smoke"]["model"]
-    found = largest.tried(2, search, largest.LEVERS[name], "cpu", None)
+    found = largest_tries.tried(2, search, largest_tries.LEVERS[name], "cpu", None)
     assert found.fits
     assert found.num_parameters > 10_000
 
 
 def test_a_model_is_built_where_and_in_what_its_levers_want_it():
     size = largest.SEARCHES["smoke"]["model"].size
-    for name, levers in largest.LEVERS.items():
-        model = largest.built(size, levers, "cpu")
+    for name, levers in largest_tries.LEVERS.items():
+        model = largest_tries.built(size, levers, "cpu")
         dtypes = {parameter.dtype for parameter in model.parameters()}
         assert dtypes == {torch.bfloat16 if "bf16 weights" in name else torch.float32}
         assert levers.home == ("cpu" if "parameters" in name else None)
-    plain = largest.Llama(size)
+    plain = largest_tries.Llama(size)
     assert torch.equal(model.cos, plain.cos)
     assert torch.equal(model.norm.weight, plain.norm.weight)
     weight = model.blocks[0].up.weight
@@ -328,7 +329,7 @@ def test_a_model_is_built_where_and_in_what_its_levers_want_it():
 
 def test_a_size_whose_process_dies_or_hangs_does_not_fit():
     search = largest.SEARCHES["smoke"]["batch"]
-    dying = largest.Trier(search, "no such levers", "cpu", None)
+    dying = largest_tries.Trier(search, "no such levers", "cpu", None)
     try:
         assert not dying(2, 60.0).fits
         assert dying(2, 60.0).why == "its process ended with 1"  # by a second process

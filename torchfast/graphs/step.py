@@ -206,10 +206,11 @@ def _device_of(state: NamedState, device: object) -> torch.device:
             return tensor.device
     if state.tensors and not any(tensor.is_pinned() for tensor in state.tensors):
         return state.tensors[0].device
-    if not torch.cuda.is_available():
+    try:
+        return check_device("cuda", data=False)
+    except UnsupportedDeviceError:  # whose remedy is another device, which has no graphs either
         raise UnsupportedDeviceError(
             f"there are no graphs here, since this machine or torch build ({torch.__version__}) "
             "has no CUDA; call the step itself, or use Trainer, which steps aside where there are "
             "none"
-        )
-    return check_device("cuda", data=False)
+        ) from None
