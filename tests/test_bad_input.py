@@ -6,6 +6,7 @@ One table; the numbers are those of the list of bad inputs that the library was 
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
 from functools import partial
@@ -73,7 +74,7 @@ ROWS = [
     *(
         Row("1 evaluate", call, TypeError, r"evaluate \(generator\) is an iterator, which serves")
         for call in (
-            lambda: fit(evaluate=(b for b in BATCHES), evaluate_every=1),
+            lambda: fit(evaluate=(b for b in BATCHES), steps=4, evaluate_every=2),
             lambda: fit(evaluate=(b for b in BATCHES), epochs=2),
         )
     ),
@@ -466,3 +467,35 @@ def test_numbers_of_numpy_are_numbers(number):
 def test_what_only_looks_like_a_number_is_refused(value):
     with pytest.raises(TypeError, match="max_grad_norm must be a number > 0"):
         build(max_grad_norm=value)
+
+
+def unpacked(function):
+    @functools.wraps(function)
+    def call(model, batch):
+        return function(model, *batch)
+
+    return call
+
+
+class Anything:
+    def __getattr__(self, name):
+        return getattr(lambda model, x, y: None, name)
+
+    def __call__(self, model, batch):
+        return mean_loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [unpacked(lambda model, *parts: mean_loss(model, parts)), Anything()]
+)
+def test_what_can_be_called_with_a_model_and_a_batch_is_taken(loss_fn):
+    build(loss_fn=loss_fn).step(BATCHES[0])
+
+
+def test_a_decorator_may_unpack_the_batch():
+    build(loss_fn=unpacked(lambda model, x, y: mean_loss(model, (x, y)))).step(BATCHES[0])
+
+
+@pytest.mark.parametrize("options", [{"steps": 4, "evaluate_every": 4}, {"epochs": 1}])
+def test_a_generator_serves_one_evaluation(options):
+    assert fit(evaluate=(b for b in BATCHES), **options).evaluation

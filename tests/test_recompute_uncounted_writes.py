@@ -84,6 +84,48 @@ def test_what_was_written_to_is_computed_again(name, share):
         assert differences(expected, train(model, square, batch)) == []
 
 
+class Between(nn.Module):
+    """Its first product is no layer's, so a dispatch mode keeps it."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 8) / 3), nn.Parameter(torch.zeros(16))
+        self.second, self.write = nn.Linear(16, 8), write
+
+    def forward(self, x):
+        y = nn.functional.linear(x, self.weight, self.bias)
+        return x + self.second(self.write(y).sin())
+
+
+def counted_then_chunks(y):
+    return torch.cat(torch.unsafe_chunk(y.mul_(2), 2, -1), -1)
+
+
+def counted_then_splits(y):
+    y += 1
+    return torch.cat(torch.unsafe_split(y, 8, -1), -1)
+
+
+def counted_then_sizes(y):
+    return torch.cat(torch.unsafe_split_with_sizes(y.mul_(2), [8, 8], -1), -1)
+
+
+def counted_then_view(y):
+    return torch.ops.aten._unsafe_view(y.mul_(2), list(y.shape))
+
+
+@pytest.mark.parametrize(
+    "write", [counted_then_chunks, counted_then_splits, counted_then_sizes, counted_then_view]
+)
+def test_a_counted_write_in_front_of_a_view_that_counts_for_itself_is_not_forgotten(write):
+    torch.manual_seed(1)
+    model = nn.Sequential(Between(write), Between(write))
+    batch = torch.randn(4, 8)
+    expected = train(copy.deepcopy(model), square, batch)
+    with Recompute(model, RecomputeOptions(selective=True, share=1.0)):
+        assert differences(expected, train(model, square, batch)) == []
+
+
 def square(model, batch):
     return model(batch).square().mean()
 

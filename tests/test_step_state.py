@@ -372,7 +372,7 @@ def test_a_parameter_of_the_loss_is_resumed_and_reported():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.pop("parameters_of_others"), "missing '4'"),
+        (lambda state: state["parameters_of_others"].pop("4"), "missing '4'"),
         (
             lambda state: state["parameters_of_others"].update({"4": torch.ones(2)}),
             r"'4' has shape \(2,\), expected \(\)",
@@ -391,3 +391,17 @@ def test_other_parameters_of_the_loss_are_refused(change, message):
         with pytest.raises(StateMismatchError, match=message):
             trainer.load_state_dict(state)
         assert differences(held, trainer.model.state_dict()) == []
+
+
+def test_a_state_without_other_parameters_leaves_them_and_says_so():
+    loss = Scaled()
+    with loss.trainer() as trainer:
+        trainer.step(make_batches(1)[0])
+        state = roundtrip(trainer.state_dict())
+        del state["parameters_of_others"]
+        trainer.step(make_batches(1)[0])
+        kept = loss.scale.detach().clone()
+        with pytest.warns(UserWarning, match="no values of 1 parameters that the optimizer holds"):
+            trainer.load_state_dict(state)
+        assert torch.equal(loss.scale, kept)
+        assert differences(state["model"], trainer.model.state_dict()) == []

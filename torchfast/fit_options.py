@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
+from types import GeneratorType
 from typing import Any, Literal, final, get_args
 
 from torch import Tensor
@@ -21,7 +22,6 @@ from torchfast._core.arguments import (
 from torchfast._core.loss import Number
 from torchfast._core.step_times import StepTimes
 from torchfast.data import PrefetchingLoader
-from torchfast.data.one_shot import is_iterator
 from torchfast.fit_checkpoints import CheckpointOptions
 from torchfast.records import Record
 
@@ -140,11 +140,10 @@ class FitOptions:
             raise ValueError("evaluate_ema=True needs evaluate=, got None")
         if not (self.evaluate is None or callable(self.evaluate)):
             check_batches("evaluate", self.evaluate, "batches, or a callable model -> mapping")
-            is_repeated = self.evaluate_every is not None or (self.epochs or 0) > 1
-            if is_repeated and is_iterator(self.evaluate):
+            if self._evaluates_twice and isinstance(self.evaluate, GeneratorType):
                 raise TypeError(
                     f"evaluate ({type(self.evaluate).__name__}) is an iterator, which serves one "
-                    "evaluation, and there may be more; give a list or a DataLoader"
+                    "evaluation, and there are more; give a list or a DataLoader"
                 )
         if not isinstance(self.progress, bool):
             check_choice("progress", self.progress, get_args(ProgressMode))
@@ -161,6 +160,13 @@ class FitOptions:
             check_callable(f"callbacks[{index}]", callback, "callback(event)")
         if self.count_items is not None:
             check_callable("count_items", self.count_items, "count_items(batch) -> int")
+
+    @property
+    def _evaluates_twice(self) -> bool:
+        """Whether there are surely two evaluations or more, if the run comes to its end."""
+        if self.steps is not None and self.evaluate_every is not None:
+            return self.steps >= 2 * self.evaluate_every
+        return self.evaluate_every is None and (self.epochs or 0) > 1
 
     def total_steps(self, loader: PrefetchingLoader) -> int | None:
         """Return how many steps there will be, where that is known."""

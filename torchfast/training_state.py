@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -74,7 +75,15 @@ class TrainingState:
         """
         check_training_state(state, self._model, self._optimizer, self._scheduler)
         others = self._others()
-        check_tensors(state.get(_OTHERS, {}), others, _OTHERS)
+        if others and _OTHERS not in state:
+            # As of a version that did not save them.
+            warnings.warn(
+                f"the state has no values of {len(others)} parameters that the optimizer holds and "
+                "the model does not, so they keep those they have; make them part of the model",
+                stacklevel=3,
+            )
+            others = {}
+        check_tensors(state.get(_OTHERS, {}), others, "the optimizer's other parameters")
         self._average.check_state_dict(state)
         state = self._parted(state)
         self._model.load_state_dict(state["model"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,9 +34,12 @@ def check_loss_fn(loss_fn: object) -> None:
             "targets; write a function that calls the model too, such as "
             "lambda model, batch: criterion(model(batch[0]), batch[1])"
         )
+    if not isinstance(loss_fn, FunctionType | MethodType | functools.partial):
+        return  # what else is called says no more than that it takes anything, or something untrue
     try:
-        signature = inspect.signature(cast(Callable[..., Any], loss_fn))
-    except (TypeError, ValueError):  # it has none, as some that are not written in Python
+        # Not of what a decorator wraps, which may unpack the batch for it.
+        signature = inspect.signature(cast(Callable[..., Any], loss_fn), follow_wrapped=False)
+    except (TypeError, ValueError):  # of a partial of what is not written in Python
         return
     try:
         signature.bind(None, None)
@@ -42,7 +47,8 @@ def check_loss_fn(loss_fn: object) -> None:
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         raise TypeError(
             f"loss_fn is called as loss_fn(model, batch), and {name}{signature} cannot be "
-            f"({error}); take the model and the whole batch, and unpack it inside"
+            f"({error}); let it take the model and the whole batch, and give the rest by "
+            "functools.partial"
         ) from None
 
 

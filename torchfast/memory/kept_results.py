@@ -257,8 +257,9 @@ class _Entry:
 
     def also_watch(self, tensor: Tensor) -> None:
         """Count the writes to another view of it, which counts for itself."""
-        self._seen.append(counted_alias(tensor))
-        self._versions = _versions(self._seen)
+        alias = counted_alias(tensor)
+        self._seen.append(alias)
+        self._versions += _versions(alias)  # of the others as they were: they may be changed by now
 
     def given(self) -> Any:
         """Return the result, if it is still what it was; None if not."""

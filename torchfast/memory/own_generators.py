@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -87,7 +87,7 @@ def _named_by(block: nn.Module) -> Iterator[Any]:
         if isinstance(function, FunctionType)
     ]
     attributes = (value for module in block.modules() for value in vars(module).values())
-    left += [value for value in attributes if isinstance(value, FunctionType)]
+    left += [value for value in attributes if type(value) is FunctionType]
     seen: set[CodeType] = set()
     while left:
         function = left.pop()
@@ -100,14 +100,18 @@ def _named_by(block: nn.Module) -> Iterator[Any]:
             uses_numpy = any(value is np for value in values) or "numpy" in names
             yield of_numpy if uses_numpy else of_python
         for value in values:
-            if isinstance(value, ModuleType):
+            # By their types, since a proxy of what is gone cannot be asked.
+            kind = type(value)
+            if issubclass(kind, ModuleType):
                 if value is random or value is np.random:
                     yield of_python if value is random else of_numpy
-            elif isinstance(value, FunctionType):
+            elif kind is FunctionType:
                 if not (value.__module__ or "").startswith("torch."):
                     left.append(value)
-            elif any(getattr(value, "__self__", None) is one for one in (of_python, of_numpy)):
-                yield getattr(value, "__self__", None)
+            elif kind in (BuiltinFunctionType, MethodType) and any(
+                value.__self__ is one for one in (of_python, of_numpy)
+            ):
+                yield value.__self__
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
