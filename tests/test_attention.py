@@ -143,3 +143,14 @@ def test_a_given_order_is_not_undone_by_the_first_choice(first_choice):
         attention.attention_state()  # what a block notes
         assert torch._C._get_sdp_priority_order() == order
     assert tuple(torch._C._get_sdp_priority_order()) == first_choice
+
+
+def test_a_choice_that_fails_stops_no_block(first_choice, monkeypatch):
+    chosen = torch._fused_sdp_choice
+
+    def fails(*args):
+        chosen(*args)
+        raise RuntimeError("No viable backend for scaled_dot_product_attention was found.")
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", fails)
+    assert attention.attention_state()[1] == first_choice

@@ -389,6 +389,27 @@ def test_numbers_that_are_first_drawn_in_a_later_call_are_drawn_again(make, what
     assert differences(*found) == []
 
 
+class Proxy:
+    """Of what is there in some contexts only, as web servers have them."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError("working outside of context")
+
+
+PROXY = Proxy()
+
+
+class NamesProxy(SkipsSomehow):
+    def is_left_out(self):
+        return PROXY.is_on
+
+
+def test_code_that_names_what_cannot_be_asked_is_run_as_ever():
+    model = nn.Sequential(NamesProxy(), NamesProxy())
+    with Recompute(model):
+        square(model, torch.ones(2, 8)).backward()
+
+
 def test_only_blocks_with_a_generator_of_their_own_note_it(monkeypatch):
     noted = []
 
