@@ -4,17 +4,19 @@
         [--limit-s 500] [--size smoke] [--device cpu] [--out FILE]
 
 A step is forward, backward, clipping and update, in a plain loop. "device" updates there; "host" by
-an `OffloadedOptimizer`. Under "early" gradients are copied in the backward already, which clipping
-makes worthless: each is copied again. So "host, early, unclipped" beside "host" is the most that
-could be won by an update that does not wait for the norm, but has to be taken back where it was
-wrong. The plain arm stays, and each other one takes turns with it: a time is the median of its
-turns, the ratio the median of the quotients turn by turn. "update" is what clipping and update take
-in steps of their own, in which the device is waited for before: in the others an early copy, and
-what is updated by it, may go on beside each other.
+an `OffloadedOptimizer`, behind the backward. Under "overlap" gradients are copied in the backward,
+and the update of those that have come begins there, on the guess that clipping leaves them as they
+are. It does in these arms, whose norm is below the limit, as that of most steps of a run is; those
+that are "always clipped" change every gradient in each step, and in those that are "unclipped"
+nothing waits for a norm. The plain arm stays, and each other one takes turns with it: a time is the
+median of its turns, the ratio the median of the quotients turn by turn. "update" is what clipping
+and update take in steps of their own, in which the device is waited for before: there is nothing
+that an update could begin beside.
 
-"same" says of an arm on the host that losses are those of the first there that clips alike, bit for
-bit; of that one it says nothing. Each row is written as it comes, beside those of earlier runs
-(`benchmarks.result_rows`). What the limit leaves no time for is named in the file.
+"same" says of an arm on the host that losses are those of the first there whose gradients are
+alike, bit for bit; of that one it says nothing. "begun" are updates that began in the backward,
+"taken back" those of them whose guess was wrong. Each row is written as it comes, beside those of
+earlier runs (`benchmarks.result_rows`). What the limit leaves no time for is named in the file.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from benchmarks.result_rows import ResultRows
 from benchmarks.workloads import Workload, workload
 from torchfast import OffloadedOptimizer
 
-FIRST_STEPS = 3  # memory is pinned, and libraries make their workspaces
+FIRST_STEPS = 6  # memory is pinned, libraries make their workspaces; the first guesses are taken
 FEW = 3  # steps whose update is timed by itself
 
 
@@ -52,16 +54,23 @@ class How(NamedTuple):
     """How an arm updates."""
 
     on_host: bool
-    is_early: bool = False
-    clips: bool = True
+    overlaps: bool = False
+    max_norm: float | None = 1e9
+
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether clipping makes them smaller."""
+        return self.max_norm == ALWAYS
 
 
+ALWAYS = 1e-3  # the largest norm: that of these gradients is far above
 ARMS = {
     "device": How(on_host=False),
     "host": How(on_host=True),
-    "host, early": How(on_host=True, is_early=True),
-    "host, unclipped": How(on_host=True, clips=False),
-    "host, early, unclipped": How(on_host=True, is_early=True, clips=False),
+    "host, overlap": How(on_host=True, overlaps=True),
+    "host, overlap, unclipped": How(on_host=True, overlaps=True, max_norm=None),
+    "host, always clipped": How(on_host=True, max_norm=ALWAYS),
+    "host, overlap, always clipped": How(on_host=True, overlaps=True, max_norm=ALWAYS),
 }
 
 
@@ -78,7 +87,7 @@ class Training(Arm):
         make = partial(torch.optim.AdamW, lr=made.lr, fused=True)
         parameters = self.model.parameters()
         self.optimizer: Any = (
-            OffloadedOptimizer(parameters, make, copy_early=self.how.is_early)
+            OffloadedOptimizer(parameters, make, overlap=self.how.overlaps)
             if self.how.on_host
             else make(parameters)
         )
@@ -111,8 +120,8 @@ class Training(Arm):
         return loss.detach().clone()
 
     def _update(self) -> None:
-        if self.how.clips:
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.how.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.how.max_norm)
         self.optimizer.step()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -157,16 +166,17 @@ def measured_arm(
         name: Which.
         args: How it is measured.
         accumulate: Micro-batches of a step.
-        first: The losses of the first arm on the host that clips, and of the first that does not.
+        first: The losses of the first arm on the host that changes gradients, and of the first that
+            does not.
     """
     made = workload("llama", args.size)
     arm = Training(name, made, accumulate, args.device)
     peak_bytes = arm.peak_bytes()
     same_bits = None  # an update on the device is another implementation, the first is itself
-    if arm.how.on_host and arm.how.clips in first:
-        same_bits = all(map(torch.equal, first[arm.how.clips], arm.losses))
+    if arm.how.on_host and arm.how.changes_gradients in first:
+        same_bits = all(map(torch.equal, first[arm.how.changes_gradients], arm.losses))
     elif arm.how.on_host:
-        first[arm.how.clips] = arm.losses
+        first[arm.how.changes_gradients] = arm.losses
     # Two at a time, or memory on the host would not do.
     plain = arm if name == "device" else Training("device", made, accumulate, args.device)
     pair = list(dict.fromkeys((plain, arm)))
@@ -189,6 +199,7 @@ def measured_arm(
         "update_ms": update_ms,
         "peak_bytes": peak_bytes,
         "same_bits": same_bits,
+        "counters": arm.optimizer.counters() if arm.how.on_host else None,
         "turns_ms": list(arm.times_ms),
     }
 
@@ -206,7 +217,7 @@ def main() -> None:
     use_deterministic_algorithms()
     rows = ResultRows(args.out, ("arm", "accumulate"), settings_of(args))
     about = {"title": workload("llama", args.size).title}
-    print(f"{'accumulate':>10} {'arm':<23} {'ms':>9} {'ratio':>7} {'update ms':>10} {'peak GB':>8}")
+    print(f"{'accumulate':>10} {'arm':<29} {'ms':>9} {'ratio':>7} {'update ms':>10} {'peak GB':>8}")
     for accumulate in args.accumulate:
         for found in measured(args, accumulate, deadline):
             if "left_out" in found:
@@ -216,9 +227,9 @@ def main() -> None:
             rows.add(found, **about)  # after each: whoever interrupts keeps what there is
             bits = {None: "", True: "same", False: "OTHER"}[found["same_bits"]]
             print(
-                f"{accumulate:>10} {found['arm']:<23} {found['ms']:>9.2f} "
+                f"{accumulate:>10} {found['arm']:<29} {found['ms']:>9.2f} "
                 f"{found['time_ratio']:>7.3f} {found['update_ms']:>10.2f} "
-                f"{found['peak_bytes'] / 1e9:>8.2f}  {bits}",
+                f"{found['peak_bytes'] / 1e9:>8.2f}  {bits} {found['counters'] or ''}",
                 flush=True,
             )
 

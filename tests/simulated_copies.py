@@ -26,6 +26,9 @@ class PromptCopies:
         def synchronize(self):
             pass
 
+        def query(self):
+            return True
+
     def __init__(self):
         self.main = self.Stream()
         self.capturing = False

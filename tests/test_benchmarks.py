@@ -151,12 +151,15 @@ def test_a_changed_figure_changes_the_page(made_up):
             "offload training",
             "| offload optimizer | 310 | 1.070 (1.060 to 1.080) | 41.25 | 55% | 12.34 |  | 0.12% |",
         ),
-        ("offload update", "| 8 | host | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 |  |"),
         (
             "offload update",
-            "| 8 | host, early | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 | yes |",
+            "| 8 | host | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 |  |  |",
         ),
-        ("offload update", "| 450 | 41.25 | **no** |"),
+        (
+            "offload update",
+            "| 8 | host, overlap | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 | yes |",
+        ),
+        ("offload update", "| 450 | 41.25 | 7, 1 | **no** |"),
         ("largest", "On one device. Batch: sequences of 4,096 tokens, 16 layers of width 2,048."),
         ("largest", "The host has 137 GB, for what waits there."),
         ("largest", "| plain | 12 | 1.00 | 51,000 | 4.50B (20 layers) | 1.00 | 9,000 |"),

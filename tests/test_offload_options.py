@@ -183,6 +183,32 @@ def test_an_offloaded_update_leaves_every_bit_on_one_device(copies, options):
     assert "AdamW updates copies of the parameters" in made.detail
 
 
+@pytest.mark.parametrize("limit", [0.01, 1e6])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_update_that_begins_in_the_backward_leaves_every_bit(
+    copies, limit, accumulate, monkeypatch
+):
+    monkeypatch.setattr(PromptCopies.Stream, "query", lambda self: False)  # it is never over
+    options = {"max_grad_norm": limit, "accumulate": accumulate, "steps": 6}
+    expected, _ = run(Plan(), **options)
+    offload = OffloadOptions(activations=False, optimizer=True, overlap=True)
+    found, report = run(Plan(offload=offload), **options)
+    assert all(map(torch.equal, expected, found))
+    begun, taken_back = (
+        report.counters[f"offload_updates_{what}"] for what in ("begun_early", "taken_back")
+    )
+    # Of one micro-batch the first guess finds out, of two the second, which is the first of two.
+    assert (begun, taken_back) == ((accumulate, accumulate) if limit == 0.01 else (5, 0))
+
+
+def test_no_graph_holds_a_step_whose_update_begins_in_the_backward(copies, tape):
+    offload = OffloadOptions(activations=False, optimizer=True, overlap=True)
+    _, report = run(Plan(offload=offload, cuda_graph=True))
+    (made,) = [d for d in report.decisions if d.lever == "cuda_graph"]
+    assert made.outcome == "stepped aside"
+    assert "begins in the backward, by hooks that no graph replays" in made.detail
+
+
 def test_state_goes_through_a_checkpoint_to_a_plain_step(copies):
     torch.manual_seed(0)
     one = TrainStep(Net(), ADAMW, loss_fn, Plan(offload="all"))
@@ -233,6 +259,7 @@ def test_on_the_cpu_it_steps_aside(caplog):
         (OffloadOptions(), "activations"),
         (OffloadOptions(optimizer=True), "all"),
         (OffloadOptions(min_bytes=5), OffloadOptions(min_bytes=5)),
+        (OffloadOptions(optimizer=True, overlap=True),) * 2,
     ],
 )
 def test_a_plan_is_written_in_one_way(given, kept):
@@ -265,6 +292,10 @@ def test_what_is_refused():
     for activations in (True, False):
         with pytest.raises(PlanError, match=f"='auto' only, got activations={activations}"):
             OffloadOptions(activations=activations, optimizer=True, max_slowdown=0.05)
+    with pytest.raises(PlanError, match=r"overlap=True .* goes with optimizer=True only"):
+        OffloadOptions(overlap=True)
+    with pytest.raises(TypeError, match="overlap must be True or False, got 1"):
+        OffloadOptions(optimizer=True, overlap=1)
     with pytest.raises(PlanError, match="does not go with precision='fp16'"):
         Plan(offload="optimizer", precision="fp16")
     with pytest.raises(PlanError, match="does not go with nonfinite='skip'"):

@@ -4,73 +4,31 @@ from __future__ import annotations
 
 import copy
 import threading
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from offloaded_updates import (
+    MAKERS,
+    equal,
+    give,
+    groups,
+    make_offloaded,
+    placed,
+    plain,
+    read,
+    values,
+)
 from offloading import host_apart
-from simulated_copies import PromptCopies
 from torchfast._core.errors import UnsupportedOptimizerError
-from torchfast.memory import OffloadedOptimizer, optimizer_offload
-
-MAKERS = {
-    "adamw": partial(torch.optim.AdamW, lr=0.1, fused=True),
-    "adamw for-loop": partial(torch.optim.AdamW, lr=0.1, foreach=False),
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
-    "nadam": partial(torch.optim.NAdam, lr=0.1),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
-}
-SHAPES = [(8, 8), (16,), (4, 4), (3,)]
+from torchfast.memory import OffloadedOptimizer
 
 
 @pytest.fixture
 def device(monkeypatch):
     with host_apart(monkeypatch) as device:
         yield device
-
-
-def values(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
-
-
-def placed(device):
-    return [nn.Parameter(device.place(v)) for v in values()]
-
-
-def give(device, parameters, seed):
-    """Let the main stream compute gradients, late."""
-    device.main.sleep(0.01)
-    for parameter, value in zip(parameters, values(seed), strict=True):
-        parameter.grad = parameter.detach() * 0.0 + value
-
-
-def groups(parameters):
-    return [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:]}]
-
-
-def plain(make, steps=4, lr=None):
-    parameters = [nn.Parameter(v) for v in values()]
-    optimizer = make(groups(parameters))
-    for seed in range(1, steps + 1):
-        for parameter, value in zip(parameters, values(seed), strict=True):
-            parameter.grad = value
-        if lr is not None:
-            optimizer.param_groups[1]["lr"] = lr / seed
-        optimizer.step()
-    return parameters, optimizer
-
-
-def read(device, tensors):
-    with _disable_current_modes():
-        return [device.read(t.detach()) for t in tensors]
-
-
-def equal(found, expected):
-    return all(torch.equal(a, b.detach()) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
@@ -124,17 +82,16 @@ def test_an_optimizer_that_counts_its_steps_in_its_groups(device):
     assert offloaded.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
 
 
-def make_offloaded(device, name="adamw", **options):
-    parameters = placed(device)
-    return parameters, OffloadedOptimizer(groups(parameters), MAKERS[name], **options)
-
-
 @pytest.mark.parametrize("late", ["out", "back", "main"])
 def test_no_stream_may_be_late(device, late):
     expected, _ = plain(MAKERS["adamw"])
     with device:
         parameters, optimizer = make_offloaded(device, bucket_bytes=100)
-        streams = {"main": device.main, "out": optimizer._streams[0], "back": optimizer._streams[1]}
+        streams = {
+            "main": device.main,
+            "out": optimizer._update.streams[0],
+            "back": optimizer._update.streams[1],
+        }
         for seed in range(1, 5):
             streams[late].sleep(0.03)
             give(device, parameters, seed)
@@ -150,7 +107,7 @@ def test_without_a_wait_it_is_wrong(device, deaf, monkeypatch):
     held = threading.Event()
     with device:
         parameters, optimizer = make_offloaded(device)
-        out, back = optimizer._streams
+        out, back = optimizer._update.streams
         monkeypatch.setattr(out if deaf == "out" else device.main, "wait_event", lambda event: None)
         # What the one that does not wait would have to wait for.
         (device.main if deaf == "out" else back).enqueue(held.wait)
@@ -171,119 +128,12 @@ def test_without_waiting_for_the_gradients_it_is_wrong(device, monkeypatch):
     with device:
         parameters, optimizer = make_offloaded(device)
         monkeypatch.setattr("simulated_device.Event.synchronize", lambda self: None)
-        optimizer._streams[0].enqueue(held.wait)
+        optimizer._update.streams[0].enqueue(held.wait)
         for seed in range(1, 5):
             give(device, parameters, seed)
             optimizer.step()
     held.set()
     assert not equal(read(device, parameters), expected)
-
-
-def backward(device, parameters, seed):
-    """A backward whose gradients are the values of a seed, and which calls hooks."""
-    device.main.sleep(0.01)
-    loss = sum((p * v).sum() for p, v in zip(parameters, values(seed), strict=True))
-    loss.backward()
-
-
-def test_gradients_that_are_copied_in_the_backward(device):
-    expected, _ = plain(MAKERS["adamw"])
-    with device:
-        parameters, optimizer = make_offloaded(device, copy_early=True)
-        for seed in range(1, 5):
-            backward(device, parameters, seed)
-            assert len(optimizer._early) == len(parameters)
-            device.main.sleep(0.02)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert equal(read(device, parameters), expected)
-
-
-def test_gradients_that_change_behind_the_backward_are_copied_again(device):
-    with device:
-        found = []
-        for early in (False, True):
-            parameters, optimizer = make_offloaded(device, copy_early=early)
-            for seed in range(1, 5):
-                backward(device, parameters, seed)  # two micro-batches
-                backward(device, parameters, seed + 1)
-                for parameter in parameters[1:]:
-                    parameter.grad.mul_(0.5)
-                parameters[0].grad = parameters[0].grad * 0.25  # another tensor
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(read(device, parameters))
-            optimizer.close()
-    assert equal(*found)
-
-
-@pytest.mark.parametrize("who", ["a loss scale", "data", "nobody"])
-def test_changes_that_no_count_of_writes_tells_are_noticed(who, monkeypatch):
-    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
-    torch.manual_seed(0)
-    nets = [nn.Linear(6, 3) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    make = partial(torch.optim.SGD, lr=0.1)
-    optimizers = [
-        make(nets[0].parameters()),
-        OffloadedOptimizer(nets[1].parameters(), make, copy_early=True),
-    ]
-    copied = []
-    monkeypatch.setattr(
-        torch.Tensor, "copy_", _counting(torch.Tensor.copy_, optimizers[1]._gradients, copied)
-    )
-    for x in torch.randn(3, 4, 6):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=who == "a loss scale")
-            scaler.scale(net(x).square().mean()).backward()
-            if who == "data":
-                for parameter in net.parameters():
-                    parameter.grad.data.mul_(0.5)
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-    assert equal([*nets[0].parameters()], [*nets[1].parameters()])
-    # Each gradient in the backward, and once more if it has changed.
-    assert len(copied) == 3 * 2 * (1 if who == "nobody" else 2)
-
-
-def test_a_write_beside_an_early_copy_is_not_in_its_sum_alone(monkeypatch):
-    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
-    checksum, writes = optimizer_offload._checksum, [0.5]
-
-    def written(gradient):
-        if writes:  # by the caller's stream, at this very moment
-            gradient.mul_(writes.pop())
-        return checksum(gradient)
-
-    monkeypatch.setattr(optimizer_offload, "_checksum", written)
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = OffloadedOptimizer([weight], partial(torch.optim.SGD, lr=1.0), copy_early=True)
-    (weight * 2).sum().backward()
-    optimizer.step()
-    assert torch.equal(weight.detach(), torch.zeros(4))
-
-
-def _counting(copy, gradients, copied):
-    def counted(self, source, *args, **kwargs):
-        if any(self is known for known in gradients.values()):
-            copied.append(self)
-        return copy(self, source, *args, **kwargs)
-
-    return counted
-
-
-def test_a_gradient_that_is_dropped_while_it_is_copied(device):
-    expected, _ = plain(MAKERS["adamw"])
-    with device:
-        parameters, optimizer = make_offloaded(device, copy_early=True)
-        for seed in range(1, 5):
-            optimizer._streams[0].sleep(0.02)
-            backward(device, parameters, seed + 10)
-            optimizer.zero_grad()
-            backward(device, parameters, seed)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert equal(read(device, parameters), expected)
 
 
 def test_parameters_that_others_write_are_noticed(device):

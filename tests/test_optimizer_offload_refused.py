@@ -35,12 +35,12 @@ def test_a_group_that_is_refused_leaves_no_hook_and_no_memory(device):
 
     with device:
         first, second = placed(device, 4, 3)
-        optimizer = OffloadedOptimizer([first], SGD, copy_early=True)
+        optimizer = OffloadedOptimizer([first], SGD, overlap=True)
         optimizer._inner.add_param_group = refuse
         with pytest.raises(ValueError, match="not this one"):
             optimizer.add_param_group({"params": [second]})
     assert (hooks(first), hooks(second)) == (1, 0)
-    assert [*optimizer._gradients] == [first]
+    assert [*optimizer._update.gradients] == [first]
 
 
 @pytest.mark.parametrize("stage", ["made", "checked", "added"])
@@ -54,16 +54,16 @@ def test_an_optimizer_that_is_refused_leaves_no_hook(device, stage):
         (parameter,) = placed(device, 4)
         given = [{"params": [parameter]}, {"params": ["no tensor"]}] if stage == "added" else None
         with pytest.raises((TypeError, ValueError)):
-            OffloadedOptimizer(given or [parameter], make, copy_early=True)
+            OffloadedOptimizer(given or [parameter], make, overlap=True)
     assert hooks(parameter) == 0
 
 
 def test_a_parameter_that_is_left_out_is_not_copied(device):
     with device:
         first, second = placed(device, 4, 3)
-        optimizer = OffloadedOptimizer([first, second], lambda p: SGD(p[:1]), copy_early=True)
+        optimizer = OffloadedOptimizer([first, second], lambda p: SGD(p[:1]), overlap=True)
     assert (hooks(first), hooks(second)) == (1, 0)
-    assert [*optimizer._gradients] == [first]
+    assert [*optimizer._update.gradients] == [first]
 
 
 def test_what_an_update_that_failed_has_made_is_not_gone_on_from(device):

@@ -116,14 +116,14 @@ def test_offloaded_updates(run):
     assert arms == [(number, name) for number in (1, 2) for name in offload_update.ARMS]
     assert all(row["ms"] > row["update_ms"] > 0 for row in rows)
     # There is nothing on the host that an update on the device is held against.
-    # Nor is the first there that clips, or the first that does not, held against itself.
-    assert [row["same_bits"] for row in rows] == [None, None, True, None, True] * 2
+    # Nor is the first there that changes gradients, or the first that does not, against itself.
+    assert [row["same_bits"] for row in rows] == [None, None, True, True, None, True] * 2
     assert "OTHER" not in printed
-    few = ("--block-s", "0.01", "--accumulate", "3", "--arms", "host, early")
+    few = ("--block-s", "0.01", "--accumulate", "3", "--arms", "host, overlap")
     more, _ = run(offload_update, *few)
-    assert more[:10] == rows
-    assert [(row["accumulate"], row["arm"], row["same_bits"]) for row in more[10:]] == [
-        (3, "host, early", None)
+    assert more[:12] == rows
+    assert [(row["accumulate"], row["arm"], row["same_bits"]) for row in more[12:]] == [
+        (3, "host, overlap", None)
     ]
 
 
@@ -140,7 +140,7 @@ def test_updates_for_which_no_time_is_left_are_named(run, tmp_path):
 
 def test_an_update_is_not_waited_for_within_a_step_that_is_timed(monkeypatch):
     """Or a copy that began in the backward could not go on beside the update."""
-    arm = offload_update.Training("host, early", workload("llama", "smoke"), 1, "cpu")
+    arm = offload_update.Training("host, overlap", workload("llama", "smoke"), 1, "cpu")
     waits = []
     monkeypatch.setattr(arm, "synchronize", lambda: waits.append(1))
     arm.turn(3)

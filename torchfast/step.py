@@ -265,8 +265,8 @@ class TrainStep:
         Synchronizes: Under fp16 and ``nonfinite="skip"``, to read what was skipped.
         """
         counters = {"steps": self.num_steps, **self._guard.counters(), **self._compiled.counters()}
-        counters |= self._update.counters() | self._offload.counters() | self.memory.counters()
-        counters |= self.unrolled.counters()
+        counters |= self._update.counters() | self._offload.counters(self.optimizer)
+        counters |= self.memory.counters() | self.unrolled.counters()
         counters |= self.syncs.counters() | ({} if self._graph is None else self._graph.counters())
         title, decisions = f"plan {self._plan_name!r} on {self.device}", tuple(self._decisions())
         return Report(title=title, decisions=decisions, counters=counters)

@@ -370,7 +370,7 @@ def updated(make, steps=4, **options):
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1 << 20}, {"copy_early": True}])
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1 << 20}, {"overlap": True}])
 def test_an_offloaded_update_is_that_of_the_optimizer_on_the_cpu(options):
     """The gradients are the device's, the update the host's: so it is done there for comparison."""
     model = built()
@@ -399,6 +399,27 @@ def test_an_offloaded_update_is_close_to_that_on_the_device():
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
     assert optimizer.decision.outcome == "applied"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, (5, 0)), (1e9, (5, 0)), (1e-3, (1, 1))])
+def test_an_update_that_begins_in_the_backward(limit, expected):
+    def run(**options):
+        model = built()
+        optimizer = OffloadedOptimizer(model.parameters(), ADAMW, **options)
+        torch.manual_seed(5)
+        for seed in range(6):
+            model(batch(seed)).square().mean().backward()
+            torch.cuda._sleep(100_000_000)  # it goes on for a while
+            if limit is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        optimizer.close()
+        return [p.detach().cpu() for p in model.parameters()], optimizer
+
+    found, optimizer = run(overlap=True, bucket_bytes=1 << 16)
+    assert all(map(torch.equal, found, run()[0]))
+    assert tuple(optimizer.counters().values()) == expected
 
 
 def test_an_offloaded_update_on_a_side_stream_with_clipping():

@@ -28,6 +28,8 @@ class OffloadOptions:
         activations: What the forward saves for the backward; ``"auto"`` for as much of it as the
             first steps show to hide behind the computation; see `ActivationOffload`.
         optimizer: The optimizer's state, with its update; see `OffloadedOptimizer`.
+        overlap: Begin that update in the backward, on the guess that gradients stay as they are,
+            and take back what was wrong. A step is then not captured in a graph.
         min_bytes: Smaller activations stay.
         window_bytes: The newest activations that stay; None takes what one block saves.
         max_bytes: The most to send of one forward; None sends all.
@@ -43,8 +45,9 @@ class OffloadOptions:
 
     Raises:
         TypeError: A value of the wrong type.
-        ValueError: A number that is too small; and as `PlanError`: nothing to offload, or a
-            ``max_slowdown`` of activations that are not chosen by measurement.
+        ValueError: A number that is too small; and as `PlanError`: nothing to offload, a
+            ``max_slowdown`` of activations that are not chosen by measurement, or an ``overlap``
+            of an update that is not on the host.
 
     Example:
         >>> OffloadOptions(window_bytes=1 << 28)
@@ -64,6 +67,7 @@ class OffloadOptions:
     parameters: Regions | None = None
     max_resident_blocks: int = 2
     max_slowdown: float = 0.0
+    overlap: bool = False
 
     CHOICES: ClassVar[tuple[str, ...]] = ("activations", "auto", "optimizer", "all", "parameters")
 
@@ -84,6 +88,12 @@ class OffloadOptions:
             raise PlanError(
                 "OffloadOptions(activations=False, optimizer=False, parameters=None) leaves "
                 "nothing to offload; offload=None says so"
+            )
+        check_flag("overlap", self.overlap)
+        if self.overlap and not self.optimizer:
+            raise PlanError(
+                "overlap=True has the update on the host begin in the backward, so it goes with "
+                "optimizer=True only, got optimizer=False"
             )
         if slowdown and self.activations != "auto":
             raise PlanError(

@@ -46,17 +46,20 @@ class StepOffload:
             return source
         from torchfast.memory.optimizer_offload import offloaded
 
-        return offloaded(source)
+        assert self._options is not None
+        return offloaded(source, overlap=self._options.overlap)
 
     @property
     def no_graph(self) -> str | None:
         """Why no graph can hold a step; None if one can."""
-        if self._parameters is None or self._parameters.decision.outcome != "applied":
-            return None
-        return (
-            "parameters of offloaded blocks come to the device as the step calls them, and their "
-            "gradients are added up on the host, which no graph can hold"
-        )
+        if self._parameters is not None and self._parameters.decision.outcome == "applied":
+            return (
+                "parameters of offloaded blocks come to the device as the step calls them, and "
+                "their gradients are added up on the host, which no graph can hold"
+            )
+        if self._options is not None and self._options.overlap:
+            return "the update on the host begins in the backward, by hooks that no graph replays"
+        return None
 
     @property
     def moves_parameters(self) -> bool:
@@ -141,9 +144,9 @@ class StepOffload:
             *([] if (held := self._held(optimizer)) is None else [held.decision]),
         ]
 
-    def counters(self) -> dict[str, int]:
-        """Return what went to the host."""
-        parts = (self._activations, self._parameters)
+    def counters(self, optimizer: Optimizer) -> dict[str, int]:
+        """Return what went to the host, and which updates began early."""
+        parts = (self._activations, self._parameters, self._held(optimizer))
         counts = [part.counters() for part in parts if part is not None]
         return {name: count for found in counts for name, count in found.items()}
 

@@ -1,0 +1,407 @@
+"""Gradients are copied, and their update begins, in the backward: right, or taken back."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from offloaded_updates import (
+    MAKERS,
+    backward,
+    equal,
+    groups,
+    make_offloaded,
+    plain,
+    read,
+    values,
+)
+from offloading import host_apart
+from simulated_copies import PromptCopies
+from torchfast.memory import OffloadedOptimizer, early_gradients, optimizer_offload
+from torchfast.memory.undo import Undo
+
+
+@pytest.fixture
+def device(monkeypatch):
+    with host_apart(monkeypatch) as device:
+        yield device
+
+
+def test_gradients_that_are_copied_in_the_backward(device):
+    expected, _ = plain(MAKERS["adamw"])
+    with device:
+        parameters, optimizer = make_offloaded(device, overlap=True)
+        for seed in range(1, 5):
+            backward(device, parameters, seed)
+            assert all(parameter in optimizer._update.early for parameter in parameters)
+            device.main.sleep(0.02)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(read(device, parameters), expected)
+
+
+def test_gradients_that_change_behind_the_backward_are_copied_again(device):
+    with device:
+        found = []
+        for early in (False, True):
+            parameters, optimizer = make_offloaded(device, overlap=early)
+            for seed in range(1, 5):
+                backward(device, parameters, seed)  # two micro-batches
+                backward(device, parameters, seed + 1)
+                for parameter in parameters[1:]:
+                    parameter.grad.mul_(0.5)
+                parameters[0].grad = parameters[0].grad * 0.25  # another tensor
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(read(device, parameters))
+            optimizer.close()
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("who", ["a loss scale", "data", "nobody"])
+def test_changes_that_no_count_of_writes_tells_are_noticed(who, monkeypatch):
+    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
+    torch.manual_seed(0)
+    nets = [nn.Linear(6, 3) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    make = partial(torch.optim.SGD, lr=0.1)
+    optimizers = [
+        make(nets[0].parameters()),
+        OffloadedOptimizer(nets[1].parameters(), make, overlap=True),
+    ]
+    copied = []
+    monkeypatch.setattr(
+        torch.Tensor,
+        "copy_",
+        _counting(torch.Tensor.copy_, optimizers[1]._update.gradients, copied),
+    )
+    for x in torch.randn(3, 4, 6):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=who == "a loss scale")
+            scaler.scale(net(x).square().mean()).backward()
+            if who == "data":
+                for parameter in net.parameters():
+                    parameter.grad.data.mul_(0.5)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+    assert equal([*nets[0].parameters()], [*nets[1].parameters()])
+    # Each gradient in the backward, and once more if it has changed: then not in the next backward.
+    assert len(copied) == 2 * (3 if who == "nobody" else 2 + 1 + 2)
+
+
+def test_a_write_beside_an_early_copy_is_not_in_its_sum_alone(monkeypatch):
+    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
+    checksum, writes = early_gradients._checksum, [0.5]
+
+    def written(gradient):
+        if writes:  # by the caller's stream, at this very moment
+            gradient.mul_(writes.pop())
+        return checksum(gradient)
+
+    monkeypatch.setattr(early_gradients, "_checksum", written)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = OffloadedOptimizer([weight], partial(torch.optim.SGD, lr=1.0), overlap=True)
+    (weight * 2).sum().backward()
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.zeros(4))
+
+
+def _counting(copy, gradients, copied):
+    def counted(self, source, *args, **kwargs):
+        if any(self is known for known in gradients.values()):
+            copied.append(self)
+        return copy(self, source, *args, **kwargs)
+
+    return counted
+
+
+def test_a_gradient_that_is_dropped_while_it_is_copied(device):
+    expected, _ = plain(MAKERS["adamw"])
+    with device:
+        parameters, optimizer = make_offloaded(device, overlap=True)
+        for seed in range(1, 5):
+            optimizer._update.streams[0].sleep(0.02)
+            backward(device, parameters, seed + 10)
+            optimizer.zero_grad()
+            backward(device, parameters, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(read(device, parameters), expected)
+
+
+# -- Updates that begin in the backward ------------------------------------------------------------
+
+
+def begun(optimizer):
+    return tuple(optimizer.counters().values())
+
+
+def go_on(device, optimizer):
+    """Let the backward go on until the gradients are looked at; return what ends it before."""
+    held, early = threading.Event(), optimizer._update.early
+    if early is None:
+        return held
+    look = type(early).drop_changed
+
+    def drop_changed():
+        held.set()
+        look(early)
+
+    early.drop_changed = drop_changed
+    for parameter in early.arrived():
+        early.wait_for(parameter)  # or a copy might be of what is written behind the backward
+    device.main.enqueue(held.wait)
+    return held
+
+
+def trained(device, *, name="adamw", steps=4, between=None, **options):
+    """Train with a backward that goes on for a while behind the gradients; return all there is."""
+    with device:
+        parameters, optimizer = make_offloaded(device, name, **options)
+        for seed in range(1, steps + 1):
+            backward(device, parameters, seed)
+            go_on(device, optimizer)
+            if between is not None:
+                between(seed, parameters)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = read(device, parameters)
+        optimizer.close()
+    return found, optimizer
+
+
+def halve(seed, parameters):
+    for parameter in parameters:
+        parameter.grad.mul_(0.5)
+
+
+def halve_some(seed, parameters):
+    if seed in (3, 4):
+        parameters[1].grad.mul_(0.5)
+
+
+def same_state(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    for index, entry in other["state"].items():
+        assert one["state"][index].keys() == entry.keys()
+        for key, value in entry.items():
+            found = one["state"][index][key]
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(value)), (index, key)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_update_that_begins_in_the_backward_is_that_of_the_optimizer(device, name, bucket_bytes):
+    expected, reference = plain(MAKERS[name])
+    found, optimizer = trained(device, name=name, overlap=True, bucket_bytes=bucket_bytes)
+    assert equal(found, expected)
+    same_state(optimizer, reference)
+    assert begun(optimizer) == (3, 0)  # the first one has yet to fetch the parameters
+
+
+@pytest.mark.parametrize("changed", [halve, halve_some])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_wrong_guess_is_taken_back(device, name, changed):
+    expected, reference = trained(device, name=name, between=changed, steps=6)
+    found, optimizer = trained(
+        device, name=name, between=changed, steps=6, overlap=True, bucket_bytes=1
+    )
+    assert equal(found, expected)
+    same_state(optimizer, reference)
+    # halve: the first is found wrong where nothing had begun, one pauses, the third is taken back.
+    assert begun(optimizer) == ((1, 1) if changed is halve else (4, 1))
+
+
+@pytest.mark.parametrize("broken", ["taken back", "looked at", "kept"])
+def test_without_taking_back_it_is_wrong(device, broken, monkeypatch):
+    expected, _ = trained(device, between=halve_some)
+    if broken == "taken back":
+        monkeypatch.setattr(Undo, "take_back", lambda self, optimizer, parameters: None)
+    elif broken == "kept":
+        monkeypatch.setattr(torch.Tensor, "copy_", _not_into_state(torch.Tensor.copy_))
+    else:
+        monkeypatch.setattr(early_gradients.EarlyGradients, "drop_changed", lambda self: None)
+    found, _ = trained(device, between=halve_some, overlap=True)
+    assert not equal(found, expected)
+
+
+def _not_into_state(copy):
+    def copied(self, source, *args, **kwargs):
+        is_kept = torch.is_tensor(source) and self.device == source.device and not (*args, *kwargs)
+        return self if is_kept else copy(self, source, *args, **kwargs)
+
+    return copied
+
+
+def test_guesses_that_are_always_wrong_become_rare(device):
+    expected, _ = trained(device, between=halve, steps=20)
+    found, optimizer = trained(device, between=halve, steps=20, overlap=True)
+    assert equal(found, expected)
+    tried, wrong = begun(optimizer)
+    assert tried == wrong <= 3  # of updates 3, 7 and 15
+
+
+def test_a_right_guess_ends_the_pauses(device):
+    def changed(seed, parameters):
+        if seed in (3, 6):
+            halve(seed, parameters)
+
+    expected, _ = trained(device, between=changed, steps=8)
+    found, optimizer = trained(device, between=changed, steps=8, overlap=True)
+    assert equal(found, expected)
+    assert begun(optimizer) == (5, 2)  # 2 and 3, 5 and 6, 8
+
+
+def test_parameters_on_the_host_are_updated_once(device, monkeypatch):
+    expected, reference = plain(MAKERS["adamw"])
+    with device:
+        parameters = [nn.Parameter(device.place(v)) for v in values()[:3]]
+        parameters += [nn.Parameter(v) for v in values()[3:]]
+        sides = iter([device, device, device, None])
+        monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: next(sides))
+        optimizer = OffloadedOptimizer(
+            groups(parameters), MAKERS["adamw"], overlap=True, bucket_bytes=1
+        )
+        for seed in range(1, 5):
+            backward(device, parameters[:3], seed)
+            go_on(device, optimizer)
+            parameters[3].grad = values(seed)[3]
+            optimizer.step()
+            optimizer.zero_grad()
+        assert equal([*read(device, parameters[:3]), parameters[3].detach()], expected)
+    same_state(optimizer, reference)
+    assert begun(optimizer) == (3, 0)
+
+
+def test_nothing_begins_behind_the_backward(device, monkeypatch):
+    monkeypatch.setattr("simulated_device.Event.query", lambda self: True)
+    found, optimizer = trained(device, overlap=True)
+    assert equal(found, plain(MAKERS["adamw"])[0])
+    assert begun(optimizer) == (0, 0)
+
+
+@pytest.mark.parametrize(("max_bytes", "expected"), [(0, (0, 0)), (2 * 64 * 4 + 4, (3, 0))])
+def test_no_more_state_is_kept_than_is_allowed(device, max_bytes, expected):
+    found, optimizer = trained(device, overlap=True, max_undo_bytes=max_bytes, bucket_bytes=1)
+    assert equal(found, plain(MAKERS["adamw"])[0])
+    assert begun(optimizer) == expected
+    assert optimizer._update._undo._num_bytes <= max_bytes
+
+
+def test_what_others_wrote_is_fetched_before_it_is_updated(device):
+    def written(seed, parameters):
+        if seed == 3:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, values(9), strict=True):
+                    parameter.copy_(value)
+
+    expected, reference = trained(device, between=written)
+    found, optimizer = trained(device, between=written, overlap=True)
+    assert equal(found, expected)
+    same_state(optimizer, reference)
+    assert begun(optimizer) == (2, 0)
+
+
+def test_an_update_that_fails_in_the_backward_is_taken_back(device, monkeypatch):
+    expected, reference = plain(MAKERS["adamw"], steps=3)
+    step = torch.optim.AdamW.step
+
+    def fail(self, *args):
+        step(self, *args)
+        raise KeyboardInterrupt
+
+    with device:
+        parameters, optimizer = make_offloaded(device, overlap=True)
+        for seed in (1, 2, 3):
+            backward(device, parameters, seed)
+            held = go_on(device, optimizer)
+            if seed == 2:
+                with monkeypatch.context() as patched:
+                    patched.setattr(type(optimizer._inner), "step", fail)
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.step()
+                held.set()
+                optimizer.zero_grad()
+                backward(device, parameters, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(read(device, parameters), expected)
+    same_state(optimizer, reference)
+
+
+def test_of_micro_batches_the_last_is_copied(device, monkeypatch):
+    copied = []
+    watched = early_gradients.EarlyGradients._copy
+
+    def counted(self, parameter):
+        watched(self, parameter)
+        copied.append(parameter in self)
+
+    monkeypatch.setattr(early_gradients.EarlyGradients, "_copy", counted)
+    found = []
+    for overlap in (False, True):
+        with device:
+            parameters, optimizer = make_offloaded(device, overlap=overlap)
+            for seed in range(1, 5):
+                for micro in range(2 if seed < 4 else 3):
+                    backward(device, parameters, seed + micro)
+                go_on(device, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(read(device, parameters))
+            optimizer.close()
+    assert equal(*found)
+    # The first update cannot know; a third backward, where there were two, is one too many.
+    expected = [(True, False), (False, True), (False, True), (False, True, False)]
+    assert copied == [is_copied for update in expected for is_copied in update for _ in parameters]
+    assert begun(optimizer) == (2, 0)
+
+
+def test_state_that_is_taken_away_begins_anew(device):
+    """The guess is made of an optimizer that has no state, and has none when it is taken back."""
+    found = []
+    for overlap in (False, True):
+        with device:
+            parameters, optimizer = make_offloaded(device, overlap=overlap)
+            for seed in range(1, 5):
+                backward(device, parameters, seed)
+                go_on(device, optimizer)
+                if seed == 3:
+                    optimizer.state.clear()
+                    halve(seed, parameters)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((read(device, parameters), optimizer))
+    assert equal(found[0][0], found[1][0])
+    same_state(found[1][1], found[0][1])
+    assert begun(optimizer) == (2, 1)
+
+
+def test_state_is_put_back_as_it_was():
+    first, second, third = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    optimizer = torch.optim.SGD([first, second, third], lr=1.0, momentum=0.5)
+    momentum = torch.ones(3)
+    optimizer.state[first] = {"momentum_buffer": momentum, "count": 1}
+    optimizer.state[second] = {"momentum_buffer": None}
+    undo = Undo(12)
+    assert undo.keep(optimizer, [first, second, third])
+    momentum.fill_(7.0)
+    optimizer.state[first]["count"] = 2
+    optimizer.state[first]["more"] = 1
+    optimizer.state[second]["momentum_buffer"] = torch.ones(3)
+    optimizer.state[third]["momentum_buffer"] = torch.ones(3)
+    undo.take_back(optimizer, [first, second, third])
+    assert optimizer.state[first].keys() == {"momentum_buffer", "count"}
+    assert optimizer.state[first]["momentum_buffer"] is momentum
+    assert torch.equal(momentum, torch.ones(3))
+    assert optimizer.state[first]["count"] == 1
+    assert optimizer.state[second] == {"momentum_buffer": None}
+    assert third not in optimizer.state
+    optimizer.state[first]["momentum_buffer"] = torch.ones(4)
+    assert not undo.keep(optimizer, [first])
