@@ -130,7 +130,8 @@ def _largest(row: dict[str, Any] | None, plain: dict[str, Any] | None, key: str)
     size = f"{row['largest']}"
     if key == "num_parameters":
         size = f"{row[key] / 1e9:.2f}B ({row['largest']} layers)"
-    times = f"{row[key] / plain[key]:.2f}" if plain is not None and plain["largest"] else ""
+    is_known = plain is not None and plain["largest"]
+    times = f"{bound}{row[key] / plain[key]:.2f}" if is_known else ""
     return [f"{bound}{size}", times, f"{row['tokens_per_s']:,.0f}"]
 
 

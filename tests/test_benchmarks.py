@@ -157,13 +157,13 @@ def test_a_changed_figure_changes_the_page(made_up):
         ),
         (
             "offload update",
-            "| 8 | host, overlap | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 | yes |",
+            "| 8 | host, overlap | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 | 7, 1 | yes |",
         ),
         ("offload update", "| 450 | 41.25 | 7, 1 | **no** |"),
         ("largest", "On one device. Batch: sequences of 4,096 tokens, 16 layers of width 2,048."),
         ("largest", "The host has 137 GB, for what waits there."),
         ("largest", "| plain | 12 | 1.00 | 51,000 | 4.50B (20 layers) | 1.00 | 9,000 |"),
-        ("largest", "| recompute | at least 42 | 3.50 | 43,210 | nothing fits |  |  |"),
+        ("largest", "| recompute | at least 42 | at least 3.50 | 43,210 | nothing fits |  |  |"),
         ("recompute", "| GPT | graph | none | 25.0 | 1.250 (1.200 to 1.300) | 1.275 | 310 | 300 |"),
         ("slow scripts", "| one | it reads a number | sync-bound | host-sync | right |"),
         (
