@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from torchfast import CompileOptions, Plan, Trainer
 from torchfast.compiler import CompiledModule
 from torchfast.compiler.account import STEADY_AFTER
 from torchfast.compiler.dynamic_dimensions import DynamicDimension, mark_dynamic
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.steady_watch import SteadyWatch
+from torchfast.transforms import ModelTransforms
 
 LOGGER = "torchfast.compiler.steady_watch"
 
@@ -303,6 +306,36 @@ def test_a_look_in_the_first_steps_is_enough(monkeypatch):
         stepped(one, first, *5 * [8])
         stepped(two, second, *5 * [8])
     assert looks == []
+
+
+def test_what_is_measured_before_a_step_is_nobodys_to_be_warned_of(warnings_given, monkeypatch):
+    """Float8's recipes, say, which are compiled one after another to be timed."""
+    options = CompileOptions(regions="whole", backend="eager", dynamic=False)
+    double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+
+    def made():
+        model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4))
+        make = partial(torch.optim.SGD, lr=0.1)
+        return Trainer(model, make, lambda m, x: m(x).sum(), Plan(compile=options))
+
+    def measure(self, number, forward):
+        if number == 1:
+            double(torch.ones(3))
+            double(torch.ones(4))
+
+    with made() as one, monkeypatch.context() as patched:
+        for _ in range(STEADY_AFTER):
+            one.step(torch.ones(2, 4))
+        patched.setattr(ModelTransforms, "looks_at_batches", True)
+        patched.setattr(ModelTransforms, "before_step", measure)
+        with made() as two:
+            for _ in range(STEADY_AFTER):
+                two.step(torch.ones(2, 4))
+                one.step(torch.ones(2, 4))
+            assert warnings_given() == []
+            double(torch.ones(5))
+            one.step(torch.ones(2, 4))
+            assert len(warnings_given()) == 2  # outside of a step it may be either's
 
 
 def test_nothing_is_marked_unasked(record, warnings_given):

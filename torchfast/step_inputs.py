@@ -11,6 +11,7 @@ from typing import Any, final
 
 from torchfast._core.batches import as_group, as_steps
 from torchfast._core.untouched import TrialRun, untouched
+from torchfast.compiler import measuring
 from torchfast.gradients import Gradients
 from torchfast.graphs import GraphedUpdate
 from torchfast.memory.splitting import parts_of
@@ -50,7 +51,8 @@ class StepInputs:
         """Return the micro-batches of the step of this number; the first is 1."""
         group = as_group(batch, self._accumulate)
         if self._is_looked_at:
-            self._look_before(batch, group, number)
+            with measuring():
+                self._look_before(batch, group, number)
         return group
 
     def _look_before(self, batch: Any, group: tuple[Any, ...], number: int) -> None:

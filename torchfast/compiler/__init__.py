@@ -1,5 +1,6 @@
 """torch.compile made dependable: by region, in place, undone, and never silently eager."""
 
+from torchfast.compiler.account import measuring
 from torchfast.compiler.compiled_callable import CompiledCallable, compile_callable
 from torchfast.compiler.compiled_module import Compiled, CompiledModule
 from torchfast.compiler.one_graph import OneGraph
@@ -18,4 +19,5 @@ __all__ = [
     "choose_regions",
     "compile_callable",
     "compile_decision",
+    "measuring",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, final
@@ -46,6 +47,19 @@ def _look_all() -> None:
     with _LOCK:
         for account in _LIVING:
             account._watch.check()
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Run what measures before a step: what it compiles is nobody's to be warned of."""
+    _look_all()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for account in _LIVING:
+                if account._watch.has_news():
+                    account._watch.pass_over()
 
 
 @final
