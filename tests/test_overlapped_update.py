@@ -308,31 +308,79 @@ def test_what_others_wrote_is_fetched_before_it_is_updated(device):
     assert begun(optimizer) == (2, 0)
 
 
-def test_an_update_that_fails_in_the_backward_is_taken_back(device, monkeypatch):
+@pytest.mark.parametrize("where", ["step", "look", "wait"])
+def test_an_update_that_fails_in_the_backward_is_taken_back(device, monkeypatch, where):
+    """In the update itself, or where the host waits, which is where Ctrl-C arrives."""
     expected, reference = plain(MAKERS["adamw"], steps=3)
-    step = torch.optim.AdamW.step
+    owner, name = {
+        "step": (torch.optim.AdamW, "step"),
+        "look": (early_gradients.EarlyGradients, "drop_changed"),
+        "wait": (early_gradients.EarlyGradients, "wait_for"),
+    }[where]
+    works, calls = getattr(owner, name), []
 
     def fail(self, *args):
-        step(self, *args)
-        raise KeyboardInterrupt
+        works(self, *args)
+        calls.append(self)
+        if len(calls) == (1 if where == "look" else 2):
+            raise KeyboardInterrupt
 
     with device:
-        parameters, optimizer = make_offloaded(device, overlap=True)
+        parameters, optimizer = make_offloaded(device, overlap=True, bucket_bytes=100)
         for seed in (1, 2, 3):
             backward(device, parameters, seed)
             held = go_on(device, optimizer)
             if seed == 2:
+                if where == "look":
+                    del optimizer._update.early.drop_changed
+                    held.set()
+                    monkeypatch.setattr("simulated_device.Event.query", lambda self: False)
                 with monkeypatch.context() as patched:
-                    patched.setattr(type(optimizer._inner), "step", fail)
+                    patched.setattr(owner, name, fail)
                     with pytest.raises(KeyboardInterrupt):
                         optimizer.step()
                 held.set()
+                assert calls
+                state = optimizer.state_dict()["state"]
+                assert [float(entry["step"]) for entry in state.values()] == [1.0] * 4
                 optimizer.zero_grad()
                 backward(device, parameters, seed)
+                go_on(device, optimizer)
             optimizer.step()
             optimizer.zero_grad()
     assert equal(read(device, parameters), expected)
     same_state(optimizer, reference)
+
+
+def test_what_was_found_right_stays_where_the_rest_fails(device, monkeypatch):
+    step, calls = torch.optim.AdamW.step, []
+
+    def fail(self, *args):
+        calls.append(self)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    with device:
+        parameters, optimizer = make_offloaded(device, overlap=True, bucket_bytes=1)
+        for seed in (1, 2):
+            backward(device, parameters, seed)
+            go_on(device, optimizer)
+            if seed == 2:
+                with torch.no_grad():
+                    parameters[3].mul_(1.0)  # has to be fetched, so nothing of it begins
+                monkeypatch.setattr(torch.optim.AdamW, "step", fail)
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = read(device, parameters)
+    monkeypatch.undo()
+    once, twice = (plain(MAKERS["adamw"], steps=steps)[0] for steps in (1, 2))
+    assert equal(found, [*twice[:3], once[3]])
+    state = optimizer.state_dict()["state"]
+    assert [float(entry["step"]) for entry in state.values()] == [2.0, 2.0, 2.0, 1.0]
 
 
 def test_of_micro_batches_the_last_is_copied(device, monkeypatch):
@@ -381,27 +429,3 @@ def test_state_that_is_taken_away_begins_anew(device):
     assert equal(found[0][0], found[1][0])
     same_state(found[1][1], found[0][1])
     assert begun(optimizer) == (2, 1)
-
-
-def test_state_is_put_back_as_it_was():
-    first, second, third = (nn.Parameter(torch.ones(3)) for _ in range(3))
-    optimizer = torch.optim.SGD([first, second, third], lr=1.0, momentum=0.5)
-    momentum = torch.ones(3)
-    optimizer.state[first] = {"momentum_buffer": momentum, "count": 1}
-    optimizer.state[second] = {"momentum_buffer": None}
-    undo = Undo(12)
-    assert undo.keep(optimizer, [first, second, third])
-    momentum.fill_(7.0)
-    optimizer.state[first]["count"] = 2
-    optimizer.state[first]["more"] = 1
-    optimizer.state[second]["momentum_buffer"] = torch.ones(3)
-    optimizer.state[third]["momentum_buffer"] = torch.ones(3)
-    undo.take_back(optimizer, [first, second, third])
-    assert optimizer.state[first].keys() == {"momentum_buffer", "count"}
-    assert optimizer.state[first]["momentum_buffer"] is momentum
-    assert torch.equal(momentum, torch.ones(3))
-    assert optimizer.state[first]["count"] == 1
-    assert optimizer.state[second] == {"momentum_buffer": None}
-    assert third not in optimizer.state
-    optimizer.state[first]["momentum_buffer"] = torch.ones(4)
-    assert not undo.keep(optimizer, [first])

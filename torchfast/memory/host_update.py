@@ -142,6 +142,7 @@ class HostUpdate:
             behind = [self._copy_out(bucket) for bucket in buckets]
             back.wait_event(home.record_event())
             self._copy_back(begun)
+            self._undo.forget()
             if any(g is not None for g in own.values()) and (is_torchs or not buckets):
                 inner.step()  # what is on the host anyway, while the copies are made
                 for there in own:
@@ -152,6 +153,7 @@ class HostUpdate:
                 self._copy_back(bucket)
         except BaseException:
             # What an update that failed has made of the copies is on no device.
+            self._undo.take_back(inner)
             self._seen.clear()
             raise
         finally:
@@ -159,7 +161,6 @@ class HostUpdate:
                 parameter.grad = None
             for there, gradient in own.items():
                 there.grad = gradient
-            self._undo.forget()
             if early is not None:
                 early.end_update()
             # Behind all copies: parameters are read by the next forward, gradients freed here.
@@ -185,9 +186,6 @@ class HostUpdate:
                     break
                 begun += bucket
                 self._update_bucket(inner, bucket)
-        except BaseException:
-            self._take_back(inner, begun)
-            raise
         finally:
             for there, gradient in zip(own, gradients, strict=True):
                 there.grad = gradient
@@ -196,15 +194,12 @@ class HostUpdate:
     def _judge(self, inner: Optimizer, early: EarlyGradients, begun: list[Tensor]) -> list[Tensor]:
         """Take back updates by gradients that were changed; return what is left."""
         wrong = [parameter for parameter in begun if parameter not in early]
-        self._take_back(inner, wrong)
+        self._undo.take_back(inner, [self._hosts[parameter] for parameter in wrong])
+        for parameter in wrong:
+            del self._seen[parameter]  # the device still has what it was
         self._num_begun += bool(begun)
         self._num_undone += bool(wrong)
         return [parameter for parameter in begun if parameter in early]
-
-    def _take_back(self, inner: Optimizer, parameters: list[Tensor]) -> None:
-        self._undo.take_back(inner, [self._hosts[parameter] for parameter in parameters])
-        for parameter in parameters:
-            del self._seen[parameter]  # the device still has what it was
 
     def _update_bucket(self, inner: Optimizer, bucket: list[Tensor]) -> None:
         for parameter in bucket:

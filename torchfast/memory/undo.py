@@ -41,17 +41,18 @@ class Undo:
         self._kept |= {p: None if entry is None else dict(entry) for p, entry in entries.items()}
         return True
 
-    def take_back(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-        """Let the state of parameters be what it was."""
-        for parameter in parameters:
-            entry = self._kept.pop(parameter)
+    def take_back(self, optimizer: Optimizer, parameters: Iterable[Tensor] | None = None) -> None:
+        """Let the state of parameters be what it was; of all whose state is kept, if left out."""
+        for parameter in [*self._kept] if parameters is None else parameters:
+            entry = self._kept[parameter]
             if entry is None:
                 optimizer.state.pop(parameter, None)
-                continue
-            for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    value.copy_(self._buffers[parameter, key])
-            optimizer.state[parameter] = entry
+            else:
+                for key, value in entry.items():
+                    if isinstance(value, Tensor):
+                        value.copy_(self._buffers[parameter, key])
+                optimizer.state[parameter] = entry
+            del self._kept[parameter]  # not before: who is interrupted begins anew
 
     def forget(self) -> None:
         """Keep nothing any more; the memory stays for the next time."""
