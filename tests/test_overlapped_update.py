@@ -22,6 +22,7 @@ from offloaded_updates import (
 from offloading import host_apart
 from simulated_copies import PromptCopies
 from torchfast.memory import OffloadedOptimizer, early_gradients, optimizer_offload
+from torchfast.memory.bit_hash import BitHash
 from torchfast.memory.undo import Undo
 
 
@@ -93,16 +94,16 @@ def test_changes_that_no_count_of_writes_tells_are_noticed(who, monkeypatch):
     assert len(copied) == 2 * (3 if who == "nobody" else 2 + 1 + 2)
 
 
-def test_a_write_beside_an_early_copy_is_not_in_its_sum_alone(monkeypatch):
+def test_a_write_beside_an_early_copy_is_not_in_its_hash_alone(monkeypatch):
     monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
-    checksum, writes = early_gradients._checksum, [0.5]
+    works, writes = BitHash.__call__, [0.5]
 
-    def written(gradient):
+    def written(self, gradient):
         if writes:  # by the caller's stream, at this very moment
             gradient.mul_(writes.pop())
-        return checksum(gradient)
+        return works(self, gradient)
 
-    monkeypatch.setattr(early_gradients, "_checksum", written)
+    monkeypatch.setattr(BitHash, "__call__", written)
     weight = nn.Parameter(torch.ones(4))
     optimizer = OffloadedOptimizer([weight], partial(torch.optim.SGD, lr=1.0), overlap=True)
     (weight * 2).sum().backward()
@@ -385,13 +386,13 @@ def test_what_was_found_right_stays_where_the_rest_fails(device, monkeypatch):
 
 def test_of_micro_batches_the_last_is_copied(device, monkeypatch):
     copied = []
-    watched = early_gradients.EarlyGradients._copy
+    watched = early_gradients.EarlyGradients.copy
 
     def counted(self, parameter):
         watched(self, parameter)
         copied.append(parameter in self)
 
-    monkeypatch.setattr(early_gradients.EarlyGradients, "_copy", counted)
+    monkeypatch.setattr(early_gradients.EarlyGradients, "copy", counted)
     found = []
     for overlap in (False, True):
         with device:

@@ -3,7 +3,8 @@
 A copy is right only where nobody changes the gradient behind it: clipping, a loss scale, other
 ranks and further micro-batches do. The count of writes does not tell: collectives and the kernel of
 a loss scale leave it as it is, and clipping that finds the norm small enough writes what was there.
-So the bits are added up on the device, when a gradient is copied and once more before the update.
+So the bits are hashed on the device (`BitHash`), when a gradient is copied and once more before the
+update. What is changed while it is copied and changed back behind that is not noticed.
 
 With several micro-batches a gradient is complete at its last one, and a copy before that is worth
 nothing. How many there are is known from the update before. Where copies turn out to be worthless
@@ -12,25 +13,35 @@ for another reason, some updates go by without any, each time more of them.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from torchfast.memory.bit_hash import BitHash
 from torchfast.memory.copy_streams import CopyStreams
 
-_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LONGEST_PAUSE: Final = 64  # updates
+_LONGEST_PAUSE: Final = 63  # updates
 
 
 class _Copy(NamedTuple):
     """A gradient that was copied."""
 
     gradient: Tensor
-    checksum: Tensor
+    hashed: Tensor
     copied: Any  # the event behind it
+
+
+class _Look(NamedTuple):
+    """Which gradients still are what was copied."""
+
+    parameters: list[Tensor]
+    is_same: Tensor
+    done: Any  # the event behind it
 
 
 @final
@@ -45,19 +56,26 @@ class EarlyGradients:
 
     def __init__(self, side: CopyStreams, out: Any, landings: Mapping[Tensor, Tensor]) -> None:
         self._side, self._out, self._landings = side, out, landings
+        self._hash = BitHash()
         self._hooks: dict[Tensor, Any] = {}
         self._copies: dict[Tensor, _Copy] = {}
+        self._look: _Look | None = None
         self._calls: Counter[Tensor] = Counter()
         self._calls_before: Counter[Tensor] = Counter()
         self._pause = self._pause_left = 0
+        # Who drops it without close() is not told of each backward any more.
+        weakref.finalize(self, _remove_all, self._hooks).atexit = False
 
     def __contains__(self, parameter: object) -> bool:
         """Whether a parameter's gradient is on the host, or on its way."""
         return parameter in self._copies
 
-    def watch(self, parameter: Tensor) -> None:
-        """Copy a parameter's gradient in each backward from now on."""
-        self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._copy)
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Copy the gradients of parameters in each backward from now on, but of frozen ones."""
+        for parameter in parameters:
+            if parameter not in self._hooks and parameter.requires_grad:
+                told = partial(_tell, weakref.ref(self))
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(told)
 
     def forget(self, parameter: Tensor) -> None:
         """Watch a parameter no more."""
@@ -67,55 +85,70 @@ class EarlyGradients:
 
     def close(self) -> None:
         """Watch none any more."""
-        for parameter in [*self._hooks]:
-            self.forget(parameter)
+        self.drop_all()
+        _remove_all(self._hooks)
 
     def arrived(self) -> list[Tensor]:
         """Return the parameters whose gradients were copied, in the order of the copies."""
-        return [
-            parameter for parameter, copy in self._copies.items() if copy.gradient is parameter.grad
-        ]
+        return [p for p, copy in self._copies.items() if copy.gradient is p.grad]
 
     def wait_for(self, parameter: Tensor) -> None:
         """Have the host wait for a copy, and so for all before it."""
         self._copies[parameter].copied.synchronize()
 
+    def look_again(self) -> None:
+        """Enqueue a look at what was copied; `drop_changed` has its result.
+
+        ``out`` must wait already for whatever may have changed the gradients. The host waits for
+        nothing.
+        """
+        parameters = self.arrived()
+        if not parameters:
+            return
+        with self._side.on(self._out):
+            now = torch.stack([self._hash(self._copies[p].gradient) for p in parameters])
+            then = torch.stack([self._copies[p].hashed for p in parameters])
+            self._look = _Look(parameters, now == then, self._out.record_event())
+
     def drop_changed(self) -> None:
         """Forget the copies of gradients that are not what was copied any more.
 
-        Synchronizes: With all that the caller has enqueued and ``out`` waits for, if there are any.
+        Synchronizes: With the look, if there is anything to look at.
         """
-        copies = self._copies
-        kept = {p: copies[p] for p in self.arrived()}
-        if kept:
-            with self._side.on(self._out):
-                now = torch.stack([_checksum(copy.gradient) for copy in kept.values()])
-                then = torch.stack([copy.checksum for copy in kept.values()])
-                is_same = now == then
-                self._out.record_event().synchronize()  # as for the first copies anyway
-            pairs = zip(kept.items(), is_same.tolist(), strict=True)
-            kept = {p: copy for (p, copy), same in pairs if same}
-        if len(kept) < len(copies):
+        same: set[Tensor] = set()
+        if self._look is not None:
+            self._look.done.synchronize()
+            pairs = zip(self._look.parameters, self._look.is_same.tolist(), strict=True)
+            same = {parameter for parameter, is_same in pairs if is_same}
+        if len(same) < len(self._copies):
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause + 1)
             self._pause_left = self._pause + 1  # this update is counted, too
-        elif kept:
+        elif same:
             self._pause = 0
-        self._copies = kept
+        self._copies = {p: copy for p, copy in self._copies.items() if p in same}
 
     def end_update(self) -> None:
-        """Let go of all copies; the next backward makes others."""
+        """Let go of all copies, of which none is under way; the next backward makes others."""
         self._copies.clear()
+        self._look = None
         self._calls_before, self._calls = self._calls, Counter()
         self._pause_left = max(0, self._pause_left - 1)
 
-    def _copy(self, parameter: Tensor) -> None:
+    def drop_all(self) -> None:
+        """Let go of gradients that are thrown away without an update."""
+        if self._copies:  # whose memory may go back to the driver
+            self._side.current().wait_event(self._out.record_event())
+        self._copies.clear()
+        self._calls.clear()
+
+    def copy(self, parameter: Tensor) -> None:
         """Copy a gradient that the backward has just made, or added to."""
         side, gradient = self._side, parameter.grad
         if gradient is None or gradient.layout is not torch.strided or side.is_capturing():
             return
         out, home = self._out, side.current()
         before = self._copies.pop(parameter, None)
-        if before is not None:  # its memory may be given out again
+        if before is not None:  # whose memory may go back to the driver
             home.wait_event(before.copied)
         self._calls[parameter] += 1
         is_complete = self._calls[parameter] == max(1, self._calls_before[parameter])
@@ -124,13 +157,18 @@ class EarlyGradients:
         out.wait_event(home.record_event())
         with side.on(out), torch.no_grad():
             # Before the copy: the caller's stream goes on meanwhile, and a write that comes between
-            # the two must not be in the sum alone.
-            checksum = _checksum(gradient)
+            # the two must not be in the hash alone.
+            hashed = self._hash(gradient)
             self._landings[parameter].copy_(gradient, non_blocking=True)
-        self._copies[parameter] = _Copy(gradient, checksum, out.record_event())
+        self._copies[parameter] = _Copy(gradient, hashed, out.record_event())
 
 
-def _checksum(gradient: Tensor) -> Tensor:
-    """Return the sum of a gradient's bits, as whole numbers of its width."""
-    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return real.detach().view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)
+def _tell(early: weakref.ref[EarlyGradients], parameter: Tensor) -> None:
+    if (there := early()) is not None:
+        there.copy(parameter)
+
+
+def _remove_all(hooks: dict[Tensor, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+    hooks.clear()

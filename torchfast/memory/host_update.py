@@ -73,8 +73,10 @@ class HostUpdate:
     def __str__(self) -> str:
         """Say what it takes and does."""
         pinned = f"{self._pool.num_bytes:,} bytes pinned for parameters and gradients"
-        if not self._num_begun:
+        if self.early is None:
             return pinned
+        if not self._num_begun:
+            return f"{pinned}; no update began in the backward so far"
         return (
             f"{pinned}; {self._num_begun} updates began in the backward, {self._num_undone} of "
             "them were taken back, as gradients changed behind it"
@@ -82,6 +84,8 @@ class HostUpdate:
 
     def counters(self) -> dict[str, int]:
         """Return how many updates began in the backward, and how many of them were taken back."""
+        if self.early is None:
+            return {}
         return {
             "offload_updates_begun_early": self._num_begun,
             "offload_updates_taken_back": self._num_undone,
@@ -91,7 +95,7 @@ class HostUpdate:
         """Return a parameter on the host, and memory for its gradient, to be updated here."""
         host, self.gradients[parameter] = self._like(parameter), self._like(parameter)
         if self.early is not None:
-            self.early.watch(parameter)
+            self.early.watch([parameter])
         return nn.Parameter(host, requires_grad=parameter.requires_grad)
 
     def forget(self, parameter: Tensor) -> None:
@@ -100,6 +104,11 @@ class HostUpdate:
         self._seen.pop(parameter, None)
         if self.early is not None:
             self.early.forget(parameter)
+
+    def skip(self) -> None:
+        """Take the gradients as thrown away."""
+        if self.early is not None:
+            self.early.drop_all()
 
     def refresh(self) -> None:
         """Take all parameters from the device in the next update."""
@@ -122,7 +131,8 @@ class HostUpdate:
         home, (out, back), early = self._side.current(), self.streams, self.early
         over = home.record_event()  # the backward, and what was done to the gradients
         out.wait_event(over)
-        is_torchs = type(inner).__module__.startswith("torch.optim.") and not (
+        # A module of torch's that is private has the class in the package.
+        is_torchs = f"{type(inner).__module__}.".startswith("torch.optim.") and not (
             inner._optimizer_step_pre_hooks
             or inner._optimizer_step_post_hooks
             or "step" in vars(inner)
@@ -132,12 +142,15 @@ class HostUpdate:
         begun: list[Tensor] = []
         try:
             if early is not None:
+                early.watch(found)  # what is no longer frozen
+                early.look_again()
                 if is_torchs:
                     begun = self._begin(inner, early, over)
                 early.drop_changed()
                 begun = self._judge(inner, early, begun)
             # All that goes to the host is enqueued first, so that the bus is never left waiting.
-            rest = [parameter for parameter in found if parameter not in set(begun)]
+            done = set(begun)
+            rest = [parameter for parameter in found if parameter not in done]
             buckets = _buckets(rest, self._bucket_bytes if is_torchs else None)
             behind = [self._copy_out(bucket) for bucket in buckets]
             back.wait_event(home.record_event())
@@ -169,6 +182,8 @@ class HostUpdate:
 
     def _begin(self, inner: Optimizer, early: EarlyGradients, over: Any) -> list[Tensor]:
         """Update parameters whose gradients have come, until ``over``; return which."""
+        if not self._undo.max_bytes:
+            return []
         # What others have written is not on the host yet.
         come = [p for p in early.arrived() if self._seen.get(p) == _fingerprint(p)]
         begun: list[Tensor] = []

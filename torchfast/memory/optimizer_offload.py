@@ -62,7 +62,7 @@ class OffloadedOptimizer(Optimizer):
         TypeError: An argument of the wrong kind.
         UnsupportedOptimizerError: The optimizer holds other parameters than it was given, needs a
             closure or has a scheduler already; or a parameter is no ordinary dense tensor
-            (``DTensor``).
+            (``DTensor``), or on another device than the others.
 
     Numerics: Bitwise the optimizer on the CPU; close to it on the device.
     Synchronizes: In ``step()``, which waits for the gradients.
@@ -161,6 +161,13 @@ class OffloadedOptimizer(Optimizer):
         self._mirrored.show_state()
         return result
 
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as for other optimizers."""
+        if self._update is not None:
+            self._update.skip()
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the parameters as they are on the device for those to be updated.
@@ -240,7 +247,12 @@ class OffloadedOptimizer(Optimizer):
                 "fully_shard(offload_policy=CPUOffloadPolicy())"
             )
         if self._update is None:
-            self._update = self._make_update(side)
+            self._update, self._device = self._make_update(side), parameter.device
+        if parameter.device != self._device:
+            raise UnsupportedOptimizerError(
+                f"an OffloadedOptimizer has the parameters of one device, got some on "
+                f"{parameter.device} beside {self._device}; make one for each device"
+            )
         self._hosts[parameter] = self._update.copy(parameter)
 
     def _forget(self, parameters: Iterable[Tensor]) -> None:

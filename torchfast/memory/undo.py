@@ -21,7 +21,7 @@ class Undo:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._num_bytes = max_bytes, 0
+        self.max_bytes, self._num_bytes = max_bytes, 0
         self._buffers: dict[tuple[Tensor, str], Tensor] = {}
         self._kept: dict[Tensor, dict[str, Any] | None] = {}
 
@@ -64,7 +64,7 @@ class Undo:
             if held is not None and (held.shape, held.dtype) == (tensor.shape, tensor.dtype):
                 continue
             before = 0 if held is None else held.nbytes
-            if self._num_bytes - before + tensor.nbytes > self._max_bytes:
+            if self._num_bytes - before + tensor.nbytes > self.max_bytes:
                 return False
             self._buffers[at] = torch.empty_like(tensor)
             self._num_bytes += tensor.nbytes - before

@@ -1,0 +1,94 @@
+"""A hash tells whether any bit of a tensor, or the order of its elements, is another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchfast.memory import bit_hash
+from torchfast.memory.bit_hash import BitHash
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+CHANGES = {
+    "signs": lambda x: x.neg(),
+    "order": lambda x: x.flip(0),
+    "two of them": lambda x: x[[1, 0, *range(2, len(x))]],
+    "a bit": lambda x: _with_a_bit(x),
+    "halves": lambda x: x * 0.5,
+    "zero": lambda x: torch.zeros_like(x),
+}
+
+
+def _with_a_bit(x):
+    changed = x.clone()
+    words = changed.view(torch.uint8)
+    words[len(words) // 2] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_change_is_noticed(dtype, change):
+    hashed, generator = BitHash(), torch.Generator().manual_seed(1)
+    for size in (2, 8, 64, 768):
+        for _ in range(200):
+            x = torch.randn(size, dtype=dtype, generator=generator)
+            y = CHANGES[change](x)
+            if not torch.equal(x, y):
+                assert hashed(x) != hashed(y)
+            assert torch.equal(hashed(x), hashed(x.clone()))
+
+
+def test_a_plain_sum_would_not_notice_signs():
+    """The control: of so many elements some have as many that are positive as negative."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(8, generator=generator).view(torch.int32).long() for _ in range(200)]
+    assert any(x.sum() == (x ^ (1 << 31)).int().long().sum() for x in drawn)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.t(),
+        lambda x: x.view(2, 4, 4, 8).to(memory_format=torch.channels_last),
+        lambda x: x[:, ::2],
+        lambda x: torch.view_as_complex(x.view(-1, 2)).conj(),
+        lambda x: torch.view_as_complex(x.view(-1, 2)).conj().imag,  # a negative view
+    ],
+)
+def test_of_any_layout(layout):
+    x = torch.randn(16, 16)
+    hashed, tensor = BitHash(), layout(x)
+    before = hashed(tensor)
+    assert torch.equal(before, hashed(tensor))
+    x.neg_()
+    if tensor.data_ptr() != x.data_ptr():  # the layout is a copy
+        tensor = layout(x)
+    assert not torch.equal(before, hashed(tensor))
+
+
+def test_long_tensors_are_hashed_in_parts(monkeypatch):
+    monkeypatch.setattr(bit_hash, "_CHUNK", 16)
+    hashed, x = BitHash(), torch.arange(50.0)
+    before = hashed(x)
+    assert hashed._factors.numel() == 16
+    for changed in (x.roll(16), x.flip(0), torch.cat([x[16:32], x[:16], x[32:]])):
+        assert hashed(changed) != before
+    x[49] += 1
+    assert hashed(x) != before
+
+
+def test_a_larger_tensor_leaves_the_hashes_of_smaller_ones():
+    hashed, small = BitHash(), torch.randn(5)
+    before = hashed(small)
+    hashed(torch.randn(1000))
+    assert torch.equal(hashed(small), before)
+    assert torch.equal(BitHash()(small), before)
+
+
+def test_of_one_element_and_of_none():
+    hashed = BitHash()
+    assert hashed(torch.tensor(0.0)) != hashed(torch.tensor(-0.0))
+    assert hashed(torch.empty(0, 3)) == 0
+    nan = torch.tensor([float("nan")])
+    assert torch.equal(hashed(nan), hashed(nan.clone()))
