@@ -71,11 +71,23 @@ def test_long_tensors_are_hashed_in_parts(monkeypatch):
     monkeypatch.setattr(bit_hash, "_CHUNK", 16)
     hashed, x = BitHash(), torch.arange(50.0)
     before = hashed(x)
-    assert hashed._factors.numel() == 16
+    assert hashed._of_words._drawn.numel() == 16
+    swapped = x.clone()
+    swapped[[1, 16]] = x[[16, 1]]  # place 1 of chunk 0, and place 0 of chunk 1
+    assert hashed(swapped) != before
     for changed in (x.roll(16), x.flip(0), torch.cat([x[16:32], x[:16], x[32:]])):
         assert hashed(changed) != before
     x[49] += 1
     assert hashed(x) != before
+
+
+def test_signs_in_any_chunk_are_noticed_by_all_bits(monkeypatch):
+    """An even factor would leave the highest out."""
+    monkeypatch.setattr(bit_hash, "_CHUNK", 16)
+    hashed = BitHash()
+    hashed(torch.randn(1000))
+    for factors in (hashed._of_words, hashed._of_chunks):
+        assert (factors._drawn & 1).all()
 
 
 def test_a_larger_tensor_leaves_the_hashes_of_smaller_ones():

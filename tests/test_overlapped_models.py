@@ -83,6 +83,39 @@ def test_frozen_layers_are_watched_once_they_train():
     assert hooks(frozen) == 0
 
 
+def test_a_transposed_gradient_is_noticed():
+    found = []
+    for overlap in (False, True):
+        weight = nn.Parameter(torch.arange(9.0).view(3, 3))
+        optimizer = OffloadedOptimizer([weight], SGD, overlap=overlap)
+        for _ in range(3):
+            (weight * torch.arange(9.0).view(3, 3)).sum().backward()
+            weight.grad.t_()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([weight.detach()])
+    assert equal(*found)
+
+
+def test_nothing_is_watched_behind_close():
+    net = nn.Linear(3, 2)
+    optimizer = OffloadedOptimizer(net.parameters(), SGD, overlap=True)
+    optimizer.close()
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert [hooks(p) for p in net.parameters()] == [0, 0]
+
+
+def test_a_capture_waits_for_no_copy(copies):
+    net, waits = nn.Linear(3, 2), []
+    optimizer = OffloadedOptimizer(net.parameters(), SGD, overlap=True)
+    net(torch.ones(1, 3)).sum().backward()
+    copies.main.wait_event, copies.capturing = waits.append, True
+    optimizer.zero_grad()
+    assert waits == []
+    assert not any(p in optimizer._update.early for p in net.parameters())
+
+
 def test_conjugated_gradients():
     found = []
     for overlap in (False, True):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-# So many at a time: products have 8 bytes each, and should stay in the device's cache.
+# So many at a time: their products have 8 bytes each.
 _CHUNK: Final = 1 << 22
 
 
@@ -22,35 +22,46 @@ _CHUNK: Final = 1 << 22
 class BitHash:
     """Hashes tensors of one device.
 
-    What it keeps is 8 bytes for each element of the largest tensor, 32 MiB at most.
+    What it keeps is 8 bytes for each word of the largest tensor, 32 MiB at most.
     """
 
     def __init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        self._factors: Tensor | None = None
+        # Other ones for the chunks: with those of the words, element i of chunk j would count as
+        # much as element j of chunk i.
+        self._of_words, self._of_chunks = _Factors(0), _Factors(1)
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the hash of a dense tensor, an int64 on its device.
+        """Return the hash of a dense tensor's memory, an int64 on its device.
+
+        Shape and strides are not in it.
 
         Synchronizes: For the largest tensor so far, to copy factors to the device.
         """
         words = _words(tensor.detach())
-        factors = self._first(min(_CHUNK, words.numel()), words.device)
+        factors = self._of_words.first(min(_CHUNK, words.numel()), words.device)
         if words.numel() <= _CHUNK:
             return (words * factors).sum()
         sums = [(chunk * factors[: chunk.numel()]).sum() for chunk in words.split(_CHUNK)]
-        return (torch.stack(sums) * self._first(len(sums), words.device)).sum()
+        return (torch.stack(sums) * self._of_chunks.first(len(sums), words.device)).sum()
 
-    def _first(self, count: int, device: torch.device) -> Tensor:
-        """Return the first factors."""
-        known = 0 if self._factors is None else self._factors.numel()
-        if self._factors is None or known < count:
+
+class _Factors:
+    """Odd numbers, drawn once: an even one would leave high bits out of the sum."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._drawn: Tensor | None = None
+
+    def first(self, count: int, device: torch.device) -> Tensor:
+        """Return the first so many."""
+        known = 0 if self._drawn is None else self._drawn.numel()
+        if self._drawn is None or known < count:
             # On the host, for the same ones everywhere; those that there are stay what they are.
             more = torch.empty(count - known, dtype=torch.int64, device="cpu")
             more.random_(-(1 << 63), None, generator=self._generator)
-            more = more.to(device)
-            self._factors = more if self._factors is None else torch.cat([self._factors, more])
-        return self._factors[:count]
+            more = (more | 1).to(device)
+            self._drawn = more if self._drawn is None else torch.cat([self._drawn, more])
+        return self._drawn[:count]
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class _Copy(NamedTuple):
     """A gradient that was copied."""
 
     gradient: Tensor
+    layout: tuple[Any, ...]
     hashed: Tensor
     copied: Any  # the event behind it
 
@@ -63,6 +64,7 @@ class EarlyGradients:
         self._calls: Counter[Tensor] = Counter()
         self._calls_before: Counter[Tensor] = Counter()
         self._pause = self._pause_left = 0
+        self._is_closed = False
         # Who drops it without close() is not told of each backward any more.
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
 
@@ -72,7 +74,7 @@ class EarlyGradients:
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Copy the gradients of parameters in each backward from now on, but of frozen ones."""
-        for parameter in parameters:
+        for parameter in () if self._is_closed else parameters:
             if parameter not in self._hooks and parameter.requires_grad:
                 told = partial(_tell, weakref.ref(self))
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(told)
@@ -85,12 +87,17 @@ class EarlyGradients:
 
     def close(self) -> None:
         """Watch none any more."""
+        self._is_closed = True
         self.drop_all()
         _remove_all(self._hooks)
 
     def arrived(self) -> list[Tensor]:
         """Return the parameters whose gradients were copied, in the order of the copies."""
-        return [p for p, copy in self._copies.items() if copy.gradient is p.grad]
+        return [
+            p
+            for p, copy in self._copies.items()
+            if copy.gradient is p.grad and copy.layout == _layout(copy.gradient)
+        ]
 
     def wait_for(self, parameter: Tensor) -> None:
         """Have the host wait for a copy, and so for all before it."""
@@ -99,8 +106,8 @@ class EarlyGradients:
     def look_again(self) -> None:
         """Enqueue a look at what was copied; `drop_changed` has its result.
 
-        ``out`` must wait already for whatever may have changed the gradients. The host waits for
-        nothing.
+        ``out`` must wait already for whatever may have changed the gradients. Thousands of kernels
+        may be enqueued, and the driver lets the host wait where they cannot begin.
         """
         parameters = self.arrived()
         if not parameters:
@@ -136,7 +143,7 @@ class EarlyGradients:
 
     def drop_all(self) -> None:
         """Let go of gradients that are thrown away without an update."""
-        if self._copies:  # whose memory may go back to the driver
+        if self._copies and not self._side.is_capturing():  # whose memory may go back to the driver
             self._side.current().wait_event(self._out.record_event())
         self._copies.clear()
         self._calls.clear()
@@ -160,12 +167,17 @@ class EarlyGradients:
             # the two must not be in the hash alone.
             hashed = self._hash(gradient)
             self._landings[parameter].copy_(gradient, non_blocking=True)
-        self._copies[parameter] = _Copy(gradient, hashed, out.record_event())
+        self._copies[parameter] = _Copy(gradient, _layout(gradient), hashed, out.record_event())
 
 
 def _tell(early: weakref.ref[EarlyGradients], parameter: Tensor) -> None:
     if (there := early()) is not None:
         there.copy(parameter)
+
+
+def _layout(gradient: Tensor) -> tuple[Any, ...]:
+    """Return what says how to read the memory of a gradient."""
+    return gradient.shape, gradient.stride(), gradient.is_conj(), gradient.is_neg()
 
 
 def _remove_all(hooks: dict[Tensor, Any]) -> None:

@@ -143,9 +143,9 @@ class HostUpdate:
         try:
             if early is not None:
                 early.watch(found)  # what is no longer frozen
-                early.look_again()
                 if is_torchs:
                     begun = self._begin(inner, early, over)
+                early.look_again()
                 early.drop_changed()
                 begun = self._judge(inner, early, begun)
             # All that goes to the host is enqueued first, so that the bus is never left waiting.
