@@ -37,14 +37,6 @@ class _Copy(NamedTuple):
     copied: Any  # the event behind it
 
 
-class _Look(NamedTuple):
-    """Which gradients still are what was copied."""
-
-    parameters: list[Tensor]
-    is_same: Tensor
-    done: Any  # the event behind it
-
-
 @final
 class EarlyGradients:
     """Copies gradients to the host in the backward.
@@ -60,7 +52,6 @@ class EarlyGradients:
         self._hash = BitHash()
         self._hooks: dict[Tensor, Any] = {}
         self._copies: dict[Tensor, _Copy] = {}
-        self._look: _Look | None = None
         self._calls: Counter[Tensor] = Counter()
         self._calls_before: Counter[Tensor] = Counter()
         self._pause = self._pause_left = 0
@@ -103,30 +94,22 @@ class EarlyGradients:
         """Have the host wait for a copy, and so for all before it."""
         self._copies[parameter].copied.synchronize()
 
-    def look_again(self) -> None:
-        """Enqueue a look at what was copied; `drop_changed` has its result.
-
-        ``out`` must wait already for whatever may have changed the gradients. Thousands of kernels
-        may be enqueued, and the driver lets the host wait where they cannot begin.
-        """
-        parameters = self.arrived()
-        if not parameters:
-            return
-        with self._side.on(self._out):
-            now = torch.stack([self._hash(self._copies[p].gradient) for p in parameters])
-            then = torch.stack([self._copies[p].hashed for p in parameters])
-            self._look = _Look(parameters, now == then, self._out.record_event())
-
     def drop_changed(self) -> None:
         """Forget the copies of gradients that are not what was copied any more.
 
-        Synchronizes: With the look, if there is anything to look at.
+        ``out`` must wait already for whatever may have changed them.
+
+        Synchronizes: With ``out``, if there is anything to look at.
         """
         same: set[Tensor] = set()
-        if self._look is not None:
-            self._look.done.synchronize()
-            pairs = zip(self._look.parameters, self._look.is_same.tolist(), strict=True)
-            same = {parameter for parameter, is_same in pairs if is_same}
+        if parameters := self.arrived():
+            with self._side.on(self._out):
+                now = torch.stack([self._hash(self._copies[p].gradient) for p in parameters])
+                then = torch.stack([self._copies[p].hashed for p in parameters])
+                is_same = now == then
+                self._out.record_event().synchronize()
+            pairs = zip(parameters, is_same.tolist(), strict=True)
+            same = {parameter for parameter, is_the_same in pairs if is_the_same}
         if len(same) < len(self._copies):
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause + 1)
             self._pause_left = self._pause + 1  # this update is counted, too
@@ -135,9 +118,8 @@ class EarlyGradients:
         self._copies = {p: copy for p, copy in self._copies.items() if p in same}
 
     def end_update(self) -> None:
-        """Let go of all copies, of which none is under way; the next backward makes others."""
+        """Let go of all copies; the next backward makes others."""
         self._copies.clear()
-        self._look = None
         self._calls_before, self._calls = self._calls, Counter()
         self._pause_left = max(0, self._pause_left - 1)
 

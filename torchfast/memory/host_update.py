@@ -145,7 +145,6 @@ class HostUpdate:
                 early.watch(found)  # what is no longer frozen
                 if is_torchs:
                     begun = self._begin(inner, early, over)
-                early.look_again()
                 early.drop_changed()
                 begun = self._judge(inner, early, begun)
             # All that goes to the host is enqueued first, so that the bus is never left waiting.
