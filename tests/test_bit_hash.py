@@ -67,33 +67,45 @@ def test_of_any_layout(layout):
     assert not torch.equal(before, hashed(tensor))
 
 
-def test_long_tensors_are_hashed_in_parts(monkeypatch):
-    monkeypatch.setattr(bit_hash, "_CHUNK", 16)
+@pytest.mark.parametrize("part", [16, 48, 1 << 22])
+def test_long_tensors_are_hashed_in_rows(part, monkeypatch):
+    monkeypatch.setattr(bit_hash, "_ROW", 16)
+    monkeypatch.setattr(bit_hash, "_PART", part)
     hashed, x = BitHash(), torch.arange(50.0)
     before = hashed(x)
-    assert hashed._of_words._drawn.numel() == 16
     swapped = x.clone()
-    swapped[[1, 16]] = x[[16, 1]]  # place 1 of chunk 0, and place 0 of chunk 1
+    swapped[[1, 16]] = x[[16, 1]]  # place 1 of row 0, and place 0 of row 1
     assert hashed(swapped) != before
     for changed in (x.roll(16), x.flip(0), torch.cat([x[16:32], x[:16], x[32:]])):
         assert hashed(changed) != before
+    places, rows = (factors.first(64, x.device) for factors in (hashed._of_places, hashed._of_rows))
+    words = [*map(int, x.view(torch.int32))]
+    total = sum(w * int(places[i % 16]) * int(rows[i // 16]) for i, w in enumerate(words))
+    assert (int(before) - total) % 2**64 == 0
     x[49] += 1
     assert hashed(x) != before
 
 
-def test_signs_in_any_chunk_are_noticed_by_all_bits(monkeypatch):
-    """An even factor would leave the highest out."""
-    monkeypatch.setattr(bit_hash, "_CHUNK", 16)
+def test_factors_are_odd():
+    """An even one would leave the highest bit out, which is the sign."""
     hashed = BitHash()
     hashed(torch.randn(1000))
-    for factors in (hashed._of_words, hashed._of_chunks):
+    for factors in (hashed._of_places, hashed._of_rows):
         assert (factors._drawn & 1).all()
 
 
-def test_a_larger_tensor_leaves_the_hashes_of_smaller_ones():
-    hashed, small = BitHash(), torch.randn(5)
+def test_several_at_a_time():
+    hashed, tensors = BitHash(), [torch.randn(n, dtype=d) for n in (3, 99) for d in DTYPES]
+    assert torch.equal(hashed(*tensors), torch.cat([hashed(x) for x in tensors]))
+
+
+def test_a_larger_tensor_leaves_the_hashes_of_smaller_ones(monkeypatch):
+    monkeypatch.setattr(bit_hash, "_ROW", 16)
+    hashed, small = BitHash(), torch.randn(50)
     before = hashed(small)
+    drawn = hashed._of_rows._drawn.numel()
     hashed(torch.randn(1000))
+    assert hashed._of_rows._drawn.numel() > drawn
     assert torch.equal(hashed(small), before)
     assert torch.equal(BitHash()(small), before)
 

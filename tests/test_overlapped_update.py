@@ -98,10 +98,10 @@ def test_a_write_beside_an_early_copy_is_not_in_its_hash_alone(monkeypatch):
     monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
     works, writes = BitHash.__call__, [0.5]
 
-    def written(self, gradient):
+    def written(self, *gradients):
         if writes:  # by the caller's stream, at this very moment
-            gradient.mul_(writes.pop())
-        return works(self, gradient)
+            gradients[0].mul_(writes.pop())
+        return works(self, *gradients)
 
     monkeypatch.setattr(BitHash, "__call__", written)
     weight = nn.Parameter(torch.ones(4))

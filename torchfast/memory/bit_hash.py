@@ -1,50 +1,108 @@
 """A number that tells whether the bits of a tensor are what they were, without a copy of them.
 
 Each word of bits is multiplied by a number of its own, drawn once, and all are added up modulo
-2**64 (the multilinear family of Carter and Wegman, 1979). Of words of at most 32 bits two that
-differ anywhere, be it by a sign or by their order, have the same sum with a probability of about
-2**-32. A plain sum would not do: ``neg_()`` leaves it where as many signs go up as down.
+2**64 (the multilinear family of Carter and Wegman, 1979), in rows whose sums have numbers of their
+own in turn. Of words of at most 32 bits two that differ anywhere, be it by a sign or by their
+order, have the same sum with a probability of about 2**-32. A plain sum would not do: ``neg_()``
+leaves it where as many signs go up as down.
+
+Where Triton is, one kernel reads a tensor once (`bit_hash_kernel`). Elsewhere torch's operators do
+it, with products that are written and read again, in many times its time; the number is the same.
 """
 
 from __future__ import annotations
 
-from typing import Final, final
+import warnings
+from collections.abc import Callable
+from typing import Final, TypeAlias, final
 
 import torch
 from torch import Tensor
 
+Launch: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-# So many at a time: their products have 8 bytes each.
-_CHUNK: Final = 1 << 22
+# Words that share a factor of their row; the factors of all its places stay in the L2 cache.
+_ROW: Final = 1 << 14
+# So many words at a time without a kernel: their products have 8 bytes each.
+_PART: Final = 1 << 22
 
 
 @final
 class BitHash:
     """Hashes tensors of one device.
 
-    What it keeps is 8 bytes for each word of the largest tensor, 32 MiB at most.
+    On the device it keeps 8 bytes for each place in a row, and for each row of the largest tensor.
     """
 
     def __init__(self) -> None:
-        # Other ones for the chunks: with those of the words, element i of chunk j would count as
-        # much as element j of chunk i.
-        self._of_words, self._of_chunks = _Factors(0), _Factors(1)
+        # Other ones for the rows: with those of the places, element i of row j would count as much
+        # as element j of row i.
+        self._of_places, self._of_rows = _Factors(0), _Factors(1)
 
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the hash of a dense tensor's memory, an int64 on its device.
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Return the hashes of dense tensors' memory, an int64 of their device for each.
 
-        Shape and strides are not in it.
+        Shape and strides are not in them.
 
-        Synchronizes: For the largest tensor so far, to copy factors to the device.
+        Synchronizes: For the first tensor, and one that is much larger than all before, to copy
+            factors to the device.
         """
+        launch = _kernel() if tensors[0].is_cuda else None
+        if launch is not None:
+            try:
+                return self._by_kernel(launch, tensors)
+            except Exception as error:  # it compiles with whatever compiler it finds
+                _failed.append(error)
+                warnings.warn(
+                    "gradients are hashed by torch's operators, which takes the device many times "
+                    f"as long, since Triton failed: {type(error).__name__}: {error}; "
+                    "check that torch.compile works here (it needs a C compiler)",
+                    stacklevel=2,
+                )
+        return torch.stack([_by_operators(*self._parts(tensor)) for tensor in tensors])
+
+    def _by_kernel(self, launch: Launch, tensors: tuple[Tensor, ...]) -> Tensor:
+        hashed = tensors[0].new_zeros(len(tensors), dtype=torch.int64)
+        for one, tensor in zip(hashed.unbind(), tensors, strict=True):
+            if tensor.numel():
+                launch(*self._parts(tensor), one)
+        return hashed
+
+    def _parts(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the words of a tensor, the factors of all places, and those of its rows."""
         words = _words(tensor.detach())
-        factors = self._of_words.first(min(_CHUNK, words.numel()), words.device)
-        if words.numel() <= _CHUNK:
-            return (words * factors).sum()
-        sums = [(chunk * factors[: chunk.numel()]).sum() for chunk in words.split(_CHUNK)]
-        return (torch.stack(sums) * self._of_chunks.first(len(sums), words.device)).sum()
+        num_rows = -(-words.numel() // _ROW)
+        places, rows = self._of_places, self._of_rows
+        return words, places.first(_ROW, words.device), rows.first(num_rows, words.device)
 
 
+_failed: list[Exception] = []
+
+
+def _kernel() -> Launch | None:
+    if _failed:
+        return None
+    try:
+        from torchfast.memory.bit_hash_kernel import launch
+    except ImportError:
+        return None
+    return launch
+
+
+def _by_operators(words: Tensor, of_places: Tensor, of_rows: Tensor) -> Tensor:
+    sums = [of_rows[:0]]
+    for part in words.split(_PART):
+        whole = part.numel() // _ROW * _ROW
+        if whole:
+            sums.append((part[:whole].view(whole // _ROW, _ROW) * of_places).sum(1))
+        if whole < part.numel():
+            rest = part[whole:]
+            sums.append((rest * of_places[: rest.numel()]).sum().view(1))
+    return (torch.cat(sums) * of_rows).sum()
+
+
+@final
 class _Factors:
     """Odd numbers, drawn once: an even one would leave high bits out of the sum."""
 
@@ -57,7 +115,7 @@ class _Factors:
         known = 0 if self._drawn is None else self._drawn.numel()
         if self._drawn is None or known < count:
             # On the host, for the same ones everywhere; those that there are stay what they are.
-            more = torch.empty(count - known, dtype=torch.int64, device="cpu")
+            more = torch.empty(max(count, 2 * known, _ROW) - known, dtype=torch.int64, device="cpu")
             more.random_(-(1 << 63), None, generator=self._generator)
             more = (more | 1).to(device)
             self._drawn = more if self._drawn is None else torch.cat([self._drawn, more])

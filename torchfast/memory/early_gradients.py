@@ -104,8 +104,8 @@ class EarlyGradients:
         same: set[Tensor] = set()
         if parameters := self.arrived():
             with self._side.on(self._out):
-                now = torch.stack([self._hash(self._copies[p].gradient) for p in parameters])
-                then = torch.stack([self._copies[p].hashed for p in parameters])
+                now = self._hash(*(self._copies[p].gradient for p in parameters))
+                then = torch.cat([self._copies[p].hashed for p in parameters])
                 is_same = now == then
                 self._out.record_event().synchronize()
             pairs = zip(parameters, is_same.tolist(), strict=True)
