@@ -54,9 +54,10 @@ class BitHash:
                 return self._by_kernel(launch, tensors)
             except Exception as error:  # it compiles with whatever compiler it finds
                 _failed.append(error)
+                *_, cause = str(error).splitlines() or [""]
                 warnings.warn(
                     "gradients are hashed by torch's operators, which takes the device many times "
-                    f"as long, since Triton failed: {type(error).__name__}: {error}; "
+                    f"as long, since Triton failed: {type(error).__name__}: {cause}; "
                     "check that torch.compile works here (it needs a C compiler)",
                     stacklevel=2,
                 )

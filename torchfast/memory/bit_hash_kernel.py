@@ -5,7 +5,7 @@ Imported where Triton is, and only once it is needed.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import triton
 import triton.language as tl
@@ -14,16 +14,17 @@ from torch import Tensor
 _BLOCK: Final = 2048
 
 
+# Without types: Triton takes every name in here for one of the kernel's.
 @triton.jit(do_not_specialize=["num_words"])  # type: ignore[untyped-decorator]
-def _hash(
-    words: Any,
-    of_places: Any,
-    of_rows: Any,
-    out: Any,
-    num_words: Any,
+def _hash(  # type: ignore[no-untyped-def]
+    words,
+    of_places,
+    of_rows,
+    out,
+    num_words,
     row_words: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((block,), tl.int64)
     for first in range(0, row_words, block):
