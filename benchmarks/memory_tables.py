@@ -75,17 +75,17 @@ def offload_update(result: dict[str, Any]) -> list[str]:
         "backward is over.",
         "",
         "| micro-batches | update on | threads | ms a step | times the device (quartiles) "
+        "| times itself without overlap (quartiles) "
         "| update, ms | peak, GB | begun in the backward, taken back | same bits as the first of "
         "its kind |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|---|",
+        "|---:|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in result["rows"]:
-        low, high = row["time_ratio_quartiles"]
         same = "" if row["same_bits"] is None else _yes(row["same_bits"])
         lines.append(
             f"| {row['accumulate']} | {row['arm']} | {row['threads'] or ''} "
             f"| {baseline_tables.figure(row['ms'])} "
-            f"| {row['time_ratio']:.3f} ({low:.3f} to {high:.3f}) "
+            f"| {_ratio(row, 'time_ratio')} | {_ratio(row, 'waiting_ratio')} "
             f"| {baseline_tables.figure(row['update_ms'])} | {row['peak_bytes'] / 1e9:.2f} "
             f"| {', '.join(map(str, (row['counters'] or {}).values()))} | {same} |"
         )
@@ -143,6 +143,13 @@ def _alike(row: dict[str, Any]) -> str:
     if row["same_bits"] is None:
         return f"{row['loss_difference']:.2%}"
     return _yes(row["same_bits"])
+
+
+def _ratio(row: dict[str, Any], key: str) -> str:
+    if row.get(key) is None:
+        return ""
+    low, high = row[f"{key}_quartiles"]
+    return f"{row[key]:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _yes(is_so: bool) -> str:

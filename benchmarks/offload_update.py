@@ -9,7 +9,9 @@ and the update of those that have come begins there, on the guess that clipping 
 are. It does in these arms, whose norm is below the limit, as that of most steps of a run is; those
 that are "always clipped" change every gradient in each step, and in those that are "unclipped"
 nothing waits for a norm. The plain arm stays, and each other one takes turns with it: a time is the
-median of its turns, the ratio the median of the quotients turn by turn. "update" is what clipping
+median of its turns, the ratio the median of the quotients turn by turn. Those under "overlap" take
+turns with themselves, too, where the same update waits for the backward ("waiting"): from one
+optimizer to another the place of its memory alone makes some per cent. "update" is what clipping
 and update take in steps of their own, in which the device is waited for before: there is nothing
 that an update could begin beside.
 
@@ -72,6 +74,28 @@ ARMS = {
     "host, always clipped": How(on_host=True, max_norm=ALWAYS),
     "host, overlap, always clipped": How(on_host=True, overlaps=True, max_norm=ALWAYS),
 }
+
+
+class Waiting(Arm):
+    """Training whose overlap is off meanwhile.
+
+    Args:
+        training: With an overlap.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training.device)
+        self._training = training
+
+    def turn(self, steps: int) -> None:
+        """Time some steps."""
+        self._training.optimizer.overlap = False
+        super().turn(steps)
+        self._training.optimizer.overlap = True
+
+    def run(self) -> Tensor:
+        """Train one step."""
+        return self._training.run()
 
 
 class Training(Arm):
@@ -179,16 +203,17 @@ def measured_arm(
         first[arm.how.changes_gradients] = arm.losses
     # Two at a time, or memory on the host would not do.
     plain = arm if name == "device" else Training("device", made, accumulate, args.device)
-    pair = list(dict.fromkeys((plain, arm)))
+    waiting = Waiting(arm) if arm.how.overlaps else None
+    arms: list[Arm] = [*dict.fromkeys((plain, arm)), *([waiting] if waiting else [])]
     try:
         steps = steps_of_a_turn(plain, args.block_s, fewest=2, most=50)
-        take_turns(pair, args.rounds, 1 if args.size == "smoke" else steps)
+        take_turns(arms, args.rounds, 1 if args.size == "smoke" else steps)
         update_ms = arm.update_ms()
     finally:
-        for each in pair:
+        for each in arms:
             each.close()
-    pairs = zip(plain.times_ms, arm.times_ms, strict=True)
-    ratio, quartiles = median_and_quartiles([after / before for before, after in pairs])
+    ratio, quartiles = _quotients(arm, plain)
+    waiting_ratio, waiting_quartiles = _quotients(arm, waiting) if waiting else (None, None)
     return {
         "arm": arm.name,
         "accumulate": arm.accumulate,
@@ -196,12 +221,19 @@ def measured_arm(
         "ms": statistics.median(arm.times_ms),
         "time_ratio": ratio,
         "time_ratio_quartiles": quartiles,
+        "waiting_ratio": waiting_ratio,
+        "waiting_ratio_quartiles": waiting_quartiles,
         "update_ms": update_ms,
         "peak_bytes": peak_bytes,
         "same_bits": same_bits,
         "counters": arm.optimizer.counters() if arm.how.on_host else None,
         "turns_ms": list(arm.times_ms),
     }
+
+
+def _quotients(arm: Arm, other: Arm) -> tuple[float, list[float]]:
+    pairs = zip(arm.times_ms, other.times_ms, strict=True)
+    return median_and_quartiles([own / its for own, its in pairs])
 
 
 def main() -> None:
@@ -217,7 +249,10 @@ def main() -> None:
     use_deterministic_algorithms()
     rows = ResultRows(args.out, ("arm", "accumulate"), settings_of(args))
     about = {"title": workload("llama", args.size).title}
-    print(f"{'accumulate':>10} {'arm':<29} {'ms':>9} {'ratio':>7} {'update ms':>10} {'peak GB':>8}")
+    print(
+        f"{'accumulate':>10} {'arm':<29} {'ms':>9} {'ratio':>7} {'waiting':>8} {'update ms':>10} "
+        f"{'peak GB':>8}"
+    )
     for accumulate in args.accumulate:
         for found in measured(args, accumulate, deadline):
             if "left_out" in found:
@@ -225,10 +260,11 @@ def main() -> None:
                 print(f"left out: {found['arm']}, {accumulate}: {found['left_out']}")
                 continue
             rows.add(found, **about)  # after each: whoever interrupts keeps what there is
+            waiting = "" if found["waiting_ratio"] is None else f"{found['waiting_ratio']:.3f}"
             bits = {None: "", True: "same", False: "OTHER"}[found["same_bits"]]
             print(
                 f"{accumulate:>10} {found['arm']:<29} {found['ms']:>9.2f} "
-                f"{found['time_ratio']:>7.3f} {found['update_ms']:>10.2f} "
+                f"{found['time_ratio']:>7.3f} {waiting:>8} {found['update_ms']:>10.2f} "
                 f"{found['peak_bytes'] / 1e9:>8.2f}  {bits} {found['counters'] or ''}",
                 flush=True,
             )

@@ -153,11 +153,12 @@ def test_a_changed_figure_changes_the_page(made_up):
         ),
         (
             "offload update",
-            "| 8 | host | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 |  |  |",
+            "| 8 | host | 16 | 2,500 | 1.250 (1.200 to 1.300) |  | 450 | 41.25 |  |  |",
         ),
         (
             "offload update",
-            "| host, overlap | 16 | 2,500 | 1.250 (1.200 to 1.300) | 450 | 41.25 | 7, 1 | yes |",
+            "| host, overlap | 16 | 2,500 | 1.250 (1.200 to 1.300) | 0.950 (0.940 to 0.960) | 450 "
+            "| 41.25 | 7, 1 | yes |",
         ),
         ("offload update", "| 450 | 41.25 | 7, 1 | **no** |"),
         ("largest", "On one device. Batch: sequences of 4,096 tokens, 16 layers of width 2,048."),

@@ -52,6 +52,7 @@ def test_a_plain_sum_would_not_notice_signs():
         lambda x: x.t(),
         lambda x: x.view(2, 4, 4, 8).to(memory_format=torch.channels_last),
         lambda x: x[:, ::2],
+        lambda x: x.double()[:, ::2],
         lambda x: torch.view_as_complex(x.view(-1, 2)).conj(),
         lambda x: torch.view_as_complex(x.view(-1, 2)).conj().imag,  # a negative view
     ],
@@ -61,6 +62,7 @@ def test_of_any_layout(layout):
     hashed, tensor = BitHash(), layout(x)
     before = hashed(tensor)
     assert torch.equal(before, hashed(tensor))
+    assert bit_hash._words(tensor).is_contiguous()
     x.neg_()
     if tensor.data_ptr() != x.data_ptr():  # the layout is a copy
         tensor = layout(x)

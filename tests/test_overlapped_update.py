@@ -1,9 +1,8 @@
-"""Gradients are copied, and their update begins, in the backward: right, or taken back."""
+"""Updates begin in the backward: right, or taken back."""
 
 from __future__ import annotations
 
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ from offloaded_updates import (
     values,
 )
 from offloading import host_apart
-from simulated_copies import PromptCopies
 from torchfast.memory import OffloadedOptimizer, early_gradients, optimizer_offload
-from torchfast.memory.bit_hash import BitHash
 from torchfast.memory.undo import Undo
 
 
@@ -30,111 +27,6 @@ from torchfast.memory.undo import Undo
 def device(monkeypatch):
     with host_apart(monkeypatch) as device:
         yield device
-
-
-def test_gradients_that_are_copied_in_the_backward(device):
-    expected, _ = plain(MAKERS["adamw"])
-    with device:
-        parameters, optimizer = make_offloaded(device, overlap=True)
-        for seed in range(1, 5):
-            backward(device, parameters, seed)
-            assert all(parameter in optimizer._update.early for parameter in parameters)
-            device.main.sleep(0.02)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert equal(read(device, parameters), expected)
-
-
-def test_gradients_that_change_behind_the_backward_are_copied_again(device):
-    with device:
-        found = []
-        for early in (False, True):
-            parameters, optimizer = make_offloaded(device, overlap=early)
-            for seed in range(1, 5):
-                backward(device, parameters, seed)  # two micro-batches
-                backward(device, parameters, seed + 1)
-                for parameter in parameters[1:]:
-                    parameter.grad.mul_(0.5)
-                parameters[0].grad = parameters[0].grad * 0.25  # another tensor
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(read(device, parameters))
-            optimizer.close()
-    assert equal(*found)
-
-
-@pytest.mark.parametrize("who", ["a loss scale", "data", "nobody"])
-def test_changes_that_no_count_of_writes_tells_are_noticed(who, monkeypatch):
-    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
-    torch.manual_seed(0)
-    nets = [nn.Linear(6, 3) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    make = partial(torch.optim.SGD, lr=0.1)
-    optimizers = [
-        make(nets[0].parameters()),
-        OffloadedOptimizer(nets[1].parameters(), make, overlap=True),
-    ]
-    copied = []
-    monkeypatch.setattr(
-        torch.Tensor,
-        "copy_",
-        _counting(torch.Tensor.copy_, optimizers[1]._update.gradients, copied),
-    )
-    for x in torch.randn(3, 4, 6):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=who == "a loss scale")
-            scaler.scale(net(x).square().mean()).backward()
-            if who == "data":
-                for parameter in net.parameters():
-                    parameter.grad.data.mul_(0.5)
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-    assert equal([*nets[0].parameters()], [*nets[1].parameters()])
-    # Each gradient in the backward, and once more if it has changed: then not in the next backward.
-    assert len(copied) == 2 * (3 if who == "nobody" else 2 + 1 + 2)
-
-
-def test_a_write_beside_an_early_copy_is_not_in_its_hash_alone(monkeypatch):
-    monkeypatch.setattr(optimizer_offload, "copy_streams_for", lambda _: PromptCopies())
-    works, writes = BitHash.__call__, [0.5]
-
-    def written(self, *gradients):
-        if writes:  # by the caller's stream, at this very moment
-            gradients[0].mul_(writes.pop())
-        return works(self, *gradients)
-
-    monkeypatch.setattr(BitHash, "__call__", written)
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = OffloadedOptimizer([weight], partial(torch.optim.SGD, lr=1.0), overlap=True)
-    (weight * 2).sum().backward()
-    optimizer.step()
-    assert torch.equal(weight.detach(), torch.zeros(4))
-
-
-def _counting(copy, gradients, copied):
-    def counted(self, source, *args, **kwargs):
-        if any(self is known for known in gradients.values()):
-            copied.append(self)
-        return copy(self, source, *args, **kwargs)
-
-    return counted
-
-
-def test_a_gradient_that_is_dropped_while_it_is_copied(device):
-    expected, _ = plain(MAKERS["adamw"])
-    with device:
-        parameters, optimizer = make_offloaded(device, overlap=True)
-        for seed in range(1, 5):
-            optimizer._update.streams[0].sleep(0.02)
-            backward(device, parameters, seed + 10)
-            optimizer.zero_grad()
-            backward(device, parameters, seed)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert equal(read(device, parameters), expected)
-
-
-# -- Updates that begin in the backward ------------------------------------------------------------
 
 
 def begun(optimizer):
@@ -285,6 +177,29 @@ def test_nothing_begins_behind_the_backward(device, monkeypatch):
     found, optimizer = trained(device, overlap=True)
     assert equal(found, plain(MAKERS["adamw"])[0])
     assert begun(optimizer) == (0, 0)
+
+
+def test_it_can_be_off_for_a_while(device):
+    counts = []
+    with device:
+        parameters, optimizer = make_offloaded(device, overlap=True)
+        for seed in range(1, 7):
+            optimizer.overlap = seed not in (3, 4)
+            backward(device, parameters, seed)
+            go_on(device, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(begun(optimizer)[0])
+        found = read(device, parameters)
+        _, without = make_offloaded(device)
+    assert counts == [0, 1, 1, 1, 2, 3]
+    assert equal(found, plain(MAKERS["adamw"], steps=6)[0])
+    assert optimizer.overlap
+    with pytest.raises(RuntimeError, match="make it with overlap=True"):
+        without.overlap = True
+    without.overlap = False
+    with pytest.raises(TypeError, match="overlap must be True or False"):
+        optimizer.overlap = 1
 
 
 @pytest.mark.parametrize(("max_bytes", "expected"), [(0, (0, 0)), (2 * 64 * 4 + 4, (3, 0))])

@@ -115,6 +115,8 @@ def test_offloaded_updates(run):
     arms = [(row["accumulate"], row["arm"]) for row in rows]
     assert arms == [(number, name) for number in (1, 2) for name in offload_update.ARMS]
     assert all(row["ms"] > row["update_ms"] > 0 for row in rows)
+    for row in rows:
+        assert ("overlap" in row["arm"]) == (row["waiting_ratio"] is not None)
     # There is nothing on the host that an update on the device is held against.
     # Nor is the first there that changes gradients, or the first that does not, against itself.
     assert [row["same_bits"] for row in rows] == [None, None, True, True, None, True] * 2

@@ -130,5 +130,5 @@ def _words(tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_neg()
     if not tensor.is_contiguous():  # as it lies in memory: what is only transposed is not copied
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    flat = tensor.reshape(-1)
+    flat = tensor.reshape(-1).contiguous()  # a view of every third element is a row, too
     return flat.view(_WORDS[flat.element_size()])

@@ -45,6 +45,9 @@ class EarlyGradients:
         side: Streams of the device.
         out: The stream that copies.
         landings: Where the gradient of a parameter goes, by parameter.
+
+    Attributes:
+        is_on: Whether the next backward copies.
     """
 
     def __init__(self, side: CopyStreams, out: Any, landings: Mapping[Tensor, Tensor]) -> None:
@@ -55,7 +58,7 @@ class EarlyGradients:
         self._calls: Counter[Tensor] = Counter()
         self._calls_before: Counter[Tensor] = Counter()
         self._pause = self._pause_left = 0
-        self._is_closed = False
+        self._is_closed, self.is_on = False, True
         # Who drops it without close() is not told of each backward any more.
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
 
@@ -141,7 +144,7 @@ class EarlyGradients:
             home.wait_event(before.copied)
         self._calls[parameter] += 1
         is_complete = self._calls[parameter] == max(1, self._calls_before[parameter])
-        if self._pause_left or not is_complete:
+        if self._pause_left or not (is_complete and self.is_on):
             return
         out.wait_event(home.record_event())
         with side.on(out), torch.no_grad():

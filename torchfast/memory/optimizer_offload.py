@@ -92,11 +92,12 @@ class OffloadedOptimizer(Optimizer):
         self._hosts: dict[Tensor, nn.Parameter] = {}
         self._inner: Optimizer | None = None
         self._update: HostUpdate | None = None  # None as long as no parameter is on a device
+        self._overlaps = self._has_overlap = check_flag("overlap", overlap)
         self._make_update = partial(
             HostUpdate,
             hosts=self._hosts,
             bucket_bytes=check_int("bucket_bytes", bucket_bytes, minimum=1),
-            overlaps=check_flag("overlap", overlap),
+            overlaps=overlap,
             max_undo_bytes=check_int("max_undo_bytes", max_undo_bytes, minimum=0),
         )
         # torch refuses a tensor, which would be a list of its rows.
@@ -129,6 +130,29 @@ class OffloadedOptimizer(Optimizer):
             f"can hold that ({self._update})"
         )
         return Decision(lever="offload", outcome="applied", detail=detail)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the next backward copies gradients, and has updates begin.
+
+        To be set at any time where the optimizer was made with ``overlap=True``; updates are the
+        same either way. Off is for a time in which gradients are changed in every step.
+
+        Raises:
+            RuntimeError: It is set to True, and the optimizer was made without.
+        """
+        return self._overlaps
+
+    @overlap.setter
+    def overlap(self, overlap: bool) -> None:
+        if check_flag("overlap", overlap) and not self._has_overlap:
+            raise RuntimeError(
+                "overlap cannot be True: this OffloadedOptimizer was made without; make it with "
+                "overlap=True"
+            )
+        self._overlaps = overlap
+        if self._update is not None and self._update.early is not None:
+            self._update.early.is_on = overlap
 
     def counters(self) -> dict[str, int]:
         """Return how many updates began in the backward, and how many of them were taken back."""
