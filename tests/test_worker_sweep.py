@@ -101,6 +101,31 @@ def test_a_crash_is_a_row():
     assert "nothing could be measured" in result.reason
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            "DataLoader worker (pid 12) is killed by signal: Killed. ",
+            "a DataLoader worker died: DataLoader worker (pid 12), by SIGKILL; SIGKILL is mostly",
+        ),
+        (
+            "DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details are lost.",
+            "died: DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details",
+        ),
+        ("sample 5 is killed by signal: Killed.", "Error: sample 5 is killed by signal: Killed."),
+    ],
+)
+def test_a_crash_that_torch_tells_of_anywhere_is_a_row(monkeypatch, said, expected):
+    """Its handler raises wherever the main thread is."""
+
+    def raised(self, loader):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(worker_sweep.Trial, "drain", raised)
+    found = by_number(swept(IN_MEMORY))
+    assert all(expected in found[number].error for number in (1, 2))
+
+
 def test_only_workers_crash():
     result = swept(At(lambda: get_worker_info() and kill_itself()))
     assert result.num_workers == 0

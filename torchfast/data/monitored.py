@@ -38,7 +38,8 @@ from torchfast.data.unannotated import taker
 
 # How torch's own errors begin. An exception of the data set begins otherwise, and goes through.
 _HANGS = "DataLoader timed out after"
-_LOST = (_HANGS, "DataLoader worker (pid", "Pin memory thread exited unexpectedly")
+_OF_A_WORKER = "DataLoader worker (pid"
+_LOST = (_HANGS, _OF_A_WORKER, "Pin memory thread exited unexpectedly")
 _DIES_IN_S = 1.0  # from the end of its connections to that of the process
 _ENDS_IN_S = 5.0  # a process that was killed
 _LEFT_TAKEN_S = 0.5  # a lock that its thread needs for an instant only
@@ -246,6 +247,21 @@ def _death(who: str) -> RuntimeError:
         "shared memory: take fewer workers or a smaller prefetch_factor; otherwise run with "
         "num_workers=0 to see where it crashes"
     )
+
+
+def named_loss(error: BaseException) -> BaseException:
+    """Return the error of a lost worker in place of what torch's SIGCHLD handler raised.
+
+    It raises wherever the main thread is, which need not be within an iterator that would say more.
+    Any other error is returned as it is.
+    """
+    said = str(error).strip()
+    if not isinstance(error, RuntimeError) or not said.startswith(_OF_A_WORKER):
+        return error
+    for number in signal.valid_signals():
+        by_name = f" is killed by signal: {signal.strsignal(number)}."
+        said = said.replace(by_name, f", {_exit(-number)}")
+    return _death(said)
 
 
 class _Watch:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchfast._core.generators import state_of
 from torchfast.data.held_generators import held_generators, set_states
-from torchfast.data.monitored import MonitoredDataLoader, end_workers
+from torchfast.data.monitored import MonitoredDataLoader, end_workers, named_loss
 from torchfast.data.workers import PREFETCH_FACTOR, build_dataloader
 
 JOIN_S = 5.0
@@ -192,6 +192,7 @@ def unadvised_numbers() -> Iterator[None]:
 
 def in_a_line(error: BaseException) -> str:
     """Return the kind and the last line, which is where an error of a worker has its own."""
+    error = named_loss(error)
     lines = str(error).strip().splitlines() or [""]
     if isinstance(error, FailedError) or len(lines) > 1:
         return lines[-1].strip()
