@@ -10,10 +10,10 @@ are. It does in these arms, whose norm is below the limit, as that of most steps
 that are "always clipped" change every gradient in each step, and in those that are "unclipped"
 nothing waits for a norm. The plain arm stays, and each other one takes turns with it: a time is the
 median of its turns, the ratio the median of the quotients turn by turn. Those under "overlap" take
-turns with themselves, too, where the same update waits for the backward ("waiting"): from one
-optimizer to another the place of its memory alone makes some per cent. "update" is what clipping
-and update take in steps of their own, in which the device is waited for before: there is nothing
-that an update could begin beside.
+turns with themselves, too, where the same update waits for the backward ("waiting"): two optimizers
+differ by some per cent through where their memory lies. "update" is what clipping and update take
+in steps of their own, in which the device is waited for before: there is nothing that an update
+could begin beside.
 
 "same" says of an arm on the host that losses are those of the first there whose gradients are
 alike, bit for bit; of that one it says nothing. "begun" are updates that began in the backward,
@@ -233,7 +233,7 @@ def measured_arm(
 
 def _quotients(arm: Arm, other: Arm) -> tuple[float, list[float]]:
     pairs = zip(arm.times_ms, other.times_ms, strict=True)
-    return median_and_quartiles([own / its for own, its in pairs])
+    return median_and_quartiles([arm_ms / other_ms for arm_ms, other_ms in pairs])
 
 
 def main() -> None:

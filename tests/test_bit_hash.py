@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
+
 import pytest
 import torch
 
@@ -53,6 +57,8 @@ def test_a_plain_sum_would_not_notice_signs():
         lambda x: x.view(2, 4, 4, 8).to(memory_format=torch.channels_last),
         lambda x: x[:, ::2],
         lambda x: x.double()[:, ::2],
+        lambda x: x.double()[:1, :1],
+        lambda x: x[0, :1].double().as_strided((1,), (2,)),
         lambda x: torch.view_as_complex(x.view(-1, 2)).conj(),
         lambda x: torch.view_as_complex(x.view(-1, 2)).conj().imag,  # a negative view
     ],
@@ -110,6 +116,47 @@ def test_a_larger_tensor_leaves_the_hashes_of_smaller_ones(monkeypatch):
     assert hashed._of_rows._drawn.numel() > drawn
     assert torch.equal(hashed(small), before)
     assert torch.equal(BitHash()(small), before)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("make_error", "said"),
+    [
+        (
+            lambda: RuntimeError("one\nno C compiler"),
+            "since Triton failed: RuntimeError: no C compiler; ",
+        ),
+        (lambda: ImportError("libcuda.so"), "since Triton failed: ImportError: libcuda.so; "),
+        (lambda: ModuleNotFoundError("No module named 'triton'", name="triton"), None),
+    ],
+)
+def test_where_the_kernel_fails_operators_do_it(make_error, said, monkeypatch):
+    calls = []
+
+    def failing():
+        calls.append(1)
+        raise make_error()
+
+    monkeypatch.setattr(bit_hash, "_kernel", failing)
+    plain = torch.randn(50)
+    x = plain.as_subclass(OnDevice)
+    hashed = BitHash()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = hashed(x)
+    assert [said in str(each.message) for each in caught] == ([] if said is None else [True])
+    assert torch.equal(found.as_subclass(torch.Tensor), BitHash()(plain))
+    hashed(x)
+    assert len(calls) == 1
+    watched = weakref.ref(x)
+    del x, found
+    gc.collect()
+    assert watched() is None
 
 
 def test_of_one_element_and_of_none():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -114,6 +115,39 @@ def _counting(copy, gradients, copied):
         return copy(self, source, *args, **kwargs)
 
     return counted
+
+
+@pytest.mark.parametrize("how", ["data", "another tensor"])
+def test_memory_that_is_let_go_of_while_it_is_copied(device, how, monkeypatch):
+    """Beneath a gradient that is the same object, and has the same bits elsewhere."""
+    works, streams = BitHash.__call__, []
+
+    def slow(self, *gradients):
+        found = works(self, *gradients)
+        for stream in streams:
+            stream.sleep(0.03)  # between the hash and the copy
+        return found
+
+    monkeypatch.setattr(BitHash, "__call__", slow)
+    with device:
+        parameters, optimizer = make_offloaded(device, overlap=True)
+        streams.append(optimizer._update.streams[0])
+        for seed in range(1, 4):
+            backward(device, parameters, seed)
+            time.sleep(0.02)  # the gradients are there
+            written = []
+            for parameter in parameters:
+                same = parameter.grad.detach() * 1.0
+                if how == "data":
+                    parameter.grad.data = same
+                else:
+                    parameter.grad = same
+                del same
+                written.append(parameter.detach() * 0.0 + 777.0)  # where the first was
+            optimizer.step()
+            optimizer.zero_grad()
+        found = read(device, parameters)
+    assert equal(found, plain(MAKERS["adamw"], steps=3)[0])
 
 
 def test_a_gradient_that_is_dropped_while_it_is_copied(device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -177,6 +178,34 @@ def test_nothing_begins_behind_the_backward(device, monkeypatch):
     found, optimizer = trained(device, overlap=True)
     assert equal(found, plain(MAKERS["adamw"])[0])
     assert begun(optimizer) == (0, 0)
+
+
+def test_it_is_off_for_a_first_parameter_on_a_device_too(device, monkeypatch):
+    there = nn.Parameter(device.place(torch.ones(3)))
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer_offload, "copy_streams_for", lambda _: None)
+        here = [nn.Parameter(torch.ones(3))]
+        optimizer = OffloadedOptimizer(here, partial(torch.optim.SGD, lr=0.1), overlap=True)
+    optimizer.overlap = False
+    with device:
+        optimizer.add_param_group({"params": [there]})
+        there.sum().backward()
+        assert there not in optimizer._update.early
+        optimizer.zero_grad()
+        optimizer.overlap = True
+        there.sum().backward()
+        assert there in optimizer._update.early
+
+
+def test_a_pause_does_not_go_by_while_it_is_off(device):
+    with device:
+        parameters, optimizer = make_offloaded(device, overlap=True)
+        optimizer._update.early._pause_left = 2
+        for overlap, left in ((False, 2), (True, 1), (False, 1), (True, 0)):
+            optimizer.overlap = overlap
+            backward(device, parameters, 1)
+            optimizer.step()
+            assert optimizer._update.early._pause_left == left
 
 
 def test_it_can_be_off_for_a_while(device):

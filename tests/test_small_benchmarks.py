@@ -152,6 +152,25 @@ def test_an_update_is_not_waited_for_within_a_step_that_is_timed(monkeypatch):
     arm.close()
 
 
+def test_an_update_waits_for_the_backward_in_turns_of_its_own():
+    overlaps = []
+
+    class Watched(offload_update.Training):
+        def __init__(self):
+            self.device = "cpu"
+            self.optimizer = SimpleNamespace(overlap=True)
+
+        def run(self):
+            overlaps.append(self.optimizer.overlap)
+
+    training = Watched()
+    waiting = offload_update.Waiting(training)
+    waiting.turn(2)
+    assert overlaps == [False, False]
+    assert training.optimizer.overlap
+    assert len(waiting.times_ms) == 1
+
+
 @pytest.mark.parametrize(("benchmark", "kind"), [(offload_update, "Training"), (offload, "Way")])
 def test_of_an_arm_that_was_measured_nothing_is_left(run, monkeypatch, benchmark, kind):
     living = weakref.WeakSet()

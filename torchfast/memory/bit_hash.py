@@ -3,11 +3,13 @@
 Each word of bits is multiplied by a number of its own, drawn once, and all are added up modulo
 2**64 (the multilinear family of Carter and Wegman, 1979), in rows whose sums have numbers of their
 own in turn. Of words of at most 32 bits two that differ anywhere, be it by a sign or by their
-order, have the same sum with a probability of about 2**-32. A plain sum would not do: ``neg_()``
-leaves it where as many signs go up as down.
+order, have the same sum with a probability of about 2**-32 within a row, and of about 2**-27 at
+worst over several. A plain sum would not do: ``neg_()`` leaves it where as many signs go up as
+down.
 
-Where Triton is, one kernel reads a tensor once (`bit_hash_kernel`). Elsewhere torch's operators do
-it, with products that are written and read again, in many times its time; the number is the same.
+Where Triton is installed, one kernel reads a tensor once (`bit_hash_kernel`). Elsewhere torch's
+operators do it, with products that are written and read again, in many times its time; the number
+is the same. What does not lie in memory without gaps is copied before, either way.
 """
 
 from __future__ import annotations
@@ -32,28 +34,40 @@ _PART: Final = 1 << 22
 class BitHash:
     """Hashes tensors of one device.
 
-    On the device it keeps 8 bytes for each place in a row, and for each row of the largest tensor.
+    It keeps 256 KiB there, and more for a tensor of more than 2**28 words.
     """
 
     def __init__(self) -> None:
         # Other ones for the rows: with those of the places, element i of row j would count as much
         # as element j of row i.
         self._of_places, self._of_rows = _Factors(0), _Factors(1)
+        self._has_kernel = True
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Return the hashes of dense tensors' memory, an int64 of their device for each.
 
         Shape and strides are not in them.
 
-        Synchronizes: For the first tensor, and one that is much larger than all before, to copy
-            factors to the device.
+        Synchronizes: For the first tensor, and for one of more rows than factors were drawn for, to
+            copy factors to the device.
         """
-        launch = _kernel() if tensors[0].is_cuda else None
-        if launch is not None:
+        hashed = self._by_kernel(tensors) if tensors[0].is_cuda and self._has_kernel else None
+        if hashed is None:
+            hashed = torch.stack([_by_operators(*self._parts(tensor)) for tensor in tensors])
+        return hashed
+
+    def _by_kernel(self, tensors: tuple[Tensor, ...]) -> Tensor | None:
+        hashed = tensors[0].new_zeros(len(tensors), dtype=torch.int64)
+        for one, tensor in zip(hashed.unbind(), tensors, strict=True):
+            if not tensor.numel():
+                continue
+            parts = self._parts(tensor)
             try:
-                return self._by_kernel(launch, tensors)
-            except Exception as error:  # it compiles with whatever compiler it finds
-                _failed.append(error)
+                _kernel()(*parts, one)
+            except Exception as error:  # Triton compiles with whatever compiler it finds
+                self._has_kernel = False
+                if getattr(error, "name", None) == "triton":  # it is not installed
+                    return None
                 *_, cause = str(error).splitlines() or [""]
                 warnings.warn(
                     "gradients are hashed by torch's operators, which takes the device many times "
@@ -61,13 +75,7 @@ class BitHash:
                     "check that torch.compile works here (it needs a C compiler)",
                     stacklevel=2,
                 )
-        return torch.stack([_by_operators(*self._parts(tensor)) for tensor in tensors])
-
-    def _by_kernel(self, launch: Launch, tensors: tuple[Tensor, ...]) -> Tensor:
-        hashed = tensors[0].new_zeros(len(tensors), dtype=torch.int64)
-        for one, tensor in zip(hashed.unbind(), tensors, strict=True):
-            if tensor.numel():
-                launch(*self._parts(tensor), one)
+                return None
         return hashed
 
     def _parts(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,16 +86,9 @@ class BitHash:
         return words, places.first(_ROW, words.device), rows.first(num_rows, words.device)
 
 
-_failed: list[Exception] = []
+def _kernel() -> Launch:
+    from torchfast.memory.bit_hash_kernel import launch
 
-
-def _kernel() -> Launch | None:
-    if _failed:
-        return None
-    try:
-        from torchfast.memory.bit_hash_kernel import launch
-    except ImportError:
-        return None
     return launch
 
 
@@ -130,5 +131,7 @@ def _words(tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_neg()
     if not tensor.is_contiguous():  # as it lies in memory: what is only transposed is not copied
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    flat = tensor.reshape(-1).contiguous()  # a view of every third element is a row, too
+    flat = tensor.reshape(-1)
+    if flat.stride() != (1,):  # every third element of a row, or one of another row's
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(_WORDS[flat.element_size()])

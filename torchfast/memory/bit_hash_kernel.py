@@ -15,7 +15,9 @@ _BLOCK: Final = 2048
 
 
 # Without types: Triton takes every name in here for one of the kernel's.
-@triton.jit(do_not_specialize=["num_words"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_words"], do_not_specialize_on_alignment=["out"]
+)
 def _hash(  # type: ignore[no-untyped-def]
     words,
     of_places,

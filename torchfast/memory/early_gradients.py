@@ -32,6 +32,7 @@ class _Copy(NamedTuple):
     """A gradient that was copied."""
 
     gradient: Tensor
+    memory: Tensor  # that it had: whoever gives ``.data`` another lets go of it beneath the copy
     layout: tuple[Any, ...]
     hashed: Tensor
     copied: Any  # the event behind it
@@ -124,7 +125,8 @@ class EarlyGradients:
         """Let go of all copies; the next backward makes others."""
         self._copies.clear()
         self._calls_before, self._calls = self._calls, Counter()
-        self._pause_left = max(0, self._pause_left - 1)
+        if self.is_on:
+            self._pause_left = max(0, self._pause_left - 1)
 
     def drop_all(self) -> None:
         """Let go of gradients that are thrown away without an update."""
@@ -152,7 +154,9 @@ class EarlyGradients:
             # the two must not be in the hash alone.
             hashed = self._hash(gradient)
             self._landings[parameter].copy_(gradient, non_blocking=True)
-        self._copies[parameter] = _Copy(gradient, _layout(gradient), hashed, out.record_event())
+        self._copies[parameter] = _Copy(
+            gradient, gradient.detach(), _layout(gradient), hashed, out.record_event()
+        )
 
 
 def _tell(early: weakref.ref[EarlyGradients], parameter: Tensor) -> None:

@@ -151,8 +151,7 @@ class OffloadedOptimizer(Optimizer):
                 "overlap=True"
             )
         self._overlaps = overlap
-        if self._update is not None and self._update.early is not None:
-            self._update.early.is_on = overlap
+        self._switch()
 
     def counters(self) -> dict[str, int]:
         """Return how many updates began in the backward, and how many of them were taken back."""
@@ -272,12 +271,17 @@ class OffloadedOptimizer(Optimizer):
             )
         if self._update is None:
             self._update, self._device = self._make_update(side), parameter.device
+            self._switch()
         if parameter.device != self._device:
             raise UnsupportedOptimizerError(
                 f"an OffloadedOptimizer has the parameters of one device, got some on "
                 f"{parameter.device} beside {self._device}; make one for each device"
             )
         self._hosts[parameter] = self._update.copy(parameter)
+
+    def _switch(self) -> None:
+        if self._update is not None and self._update.early is not None:
+            self._update.early.is_on = self._overlaps
 
     def _forget(self, parameters: Iterable[Tensor]) -> None:
         """Let go of all that there is for parameters that are not updated here."""
