@@ -65,7 +65,7 @@ def offload_training(result: dict[str, Any]) -> list[str]:
             f"| {row['time_ratio']:.3f} ({low:.3f} to {high:.3f}) | {peak} | {share} "
             f"| {row['sent_bytes'] / 1e9:.2f} | {carried} | {_alike(row)} |"
         )
-    return lines
+    return lines + _left_out(result)
 
 
 def offload_update(result: dict[str, Any]) -> list[str]:
@@ -89,7 +89,7 @@ def offload_update(result: dict[str, Any]) -> list[str]:
             f"| {baseline_tables.figure(row['update_ms'])} | {row['peak_bytes'] / 1e9:.2f} "
             f"| {', '.join(map(str, (row['counters'] or {}).values()))} | {same} |"
         )
-    return lines
+    return lines + _left_out(result)
 
 
 def largest(result: dict[str, Any]) -> list[str]:
@@ -133,6 +133,11 @@ def _largest(row: dict[str, Any] | None, plain: dict[str, Any] | None, key: str)
     is_known = plain is not None and plain["largest"]
     times = f"{bound}{row[key] / plain[key]:.2f}" if is_known else ""
     return [f"{bound}{size}", times, f"{row['tokens_per_s']:,.0f}"]
+
+
+def _left_out(result: dict[str, Any]) -> list[str]:
+    """Return lines for what was asked for and not measured."""
+    return [line for text in result.get("left_out", ()) for line in ("", f"Left out: {text}.")]
 
 
 def _mib(num_bytes: int | None) -> str:

@@ -6,10 +6,12 @@
 A step is forward, backward, clipping and update by a `TrainStep`, on 4 x 4096 tokens. The plain arm
 stays, and each other one takes turns with it: a time is the median of its turns, the ratio the
 median of the quotients turn by turn. Peak memory is all that an arm takes, parameters and
-optimizer state included. What the bus allows is what pinned copies carry to the host during the
-plain forward, or back during the plain backward, whichever is less, and no more than is saved, as
-"offload" tells: a run without that arm does not tell it. "offload auto, 10%" may wait for copies
-for a tenth of forward and backward, and so send more than that.
+optimizer state included; of a graph it is what lives between its steps and all of its pool. What is
+sent is that of the last forward, in a graph of the one that was captured. What the bus allows is
+what pinned copies carry to the host during the plain forward, or back during the plain backward,
+whichever is less, and no more than is saved, as "offload" tells: a run without that arm does not
+tell it. "offload auto, 10%" may wait for copies for a tenth of forward and backward, and so send
+more than that.
 "same" says that losses and gradient norms of the first steps are the plain arm's, bit for bit. An
 update on the host has other bits than one on the device; of arms that have it, the file tells how
 far their losses are from the plain arm's at most. What they send includes the gradients.
@@ -71,7 +73,7 @@ class Training(Arm):
         self.name, self.mode = name, mode
         self.is_cuda = device == "cuda"
         gc.collect()
-        self.base_bytes = torch.cuda.memory_allocated() if self.is_cuda else 0
+        self.base_bytes = held_bytes() if self.is_cuda else 0
         torch.manual_seed(0)
         batch = made.batches()[0]
         self.batch = tuple(tensor.to(torch.device(device)) for tensor in batch)
@@ -85,21 +87,28 @@ class Training(Arm):
         self.step = TrainStep(model, optimizer, made.loss_fn, plan, max_grad_norm=1.0)
         self.losses: list[Tensor] = []
         self.norms: list[Tensor] = []
+        self.activation_bytes = 0
         for _ in range(WARM_UP_STEPS):
+            before = self._sent_so_far()
             self.losses.append(self.step(self.batch))
             self.norms.append(torch.as_tensor(self.step.metrics["grad_norm"]).clone())
+            # A replay sends without a count; what it sends was counted in the capture.
+            sent = self._sent_so_far() - before
+            if sent or mode == "eager":
+                self.activation_bytes = sent
         self.sent_bytes = self._sent()
-        self.peak_bytes = self._peak() if self.is_cuda and mode == "eager" else None
+        self.peak_bytes = self._peak() if self.is_cuda else None
 
     def run(self) -> object:
         """Train one step."""
         return self.step(self.batch)
 
+    def _sent_so_far(self) -> int:
+        return int(self.step.report().counters.get("offload_sent_bytes", 0))
+
     def _sent(self) -> int:
-        """Return what an eager step sends to the host, for its backward or for its update."""
-        before = self.step.report().counters.get("offload_sent_bytes", 0)
-        self.step.forward_backward(self.batch)
-        sent = self.step.report().counters.get("offload_sent_bytes", 0) - before
+        """Return what a step sends to the host, for its backward or for its update."""
+        sent = self.activation_bytes
         if self.name in UPDATED_ON_HOST and self.is_cuda:
             parameters = list(self.step.model.parameters())
             waiting = [parameter for parameter in parameters if parameter.device.type == "cpu"]
@@ -110,6 +119,8 @@ class Training(Arm):
         """Return what this arm takes at the peak of a step."""
         gc.collect()
         torch.cuda.synchronize()
+        if self.mode == "graph":  # whose replays allocate nothing
+            return held_bytes() - self.base_bytes
         torch.cuda.reset_peak_memory_stats()
         self.run()
         torch.cuda.synchronize()
@@ -135,6 +146,14 @@ class Training(Arm):
     def close(self) -> None:
         """Put the model back, and let go of host memory."""
         self.step.close()
+
+
+def held_bytes() -> int:
+    """Return what tensors hold, and all that the pools of graphs have taken."""
+    return sum(
+        segment["allocated_size" if tuple(segment["segment_pool_id"]) == (0, 0) else "total_size"]
+        for segment in torch.cuda.memory_snapshot()
+    )
 
 
 def measured(mode: str, args: argparse.Namespace, deadline: float) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ import pickle
 import pytest
 import torch
 from torch import nn, optim
+from torch._subclasses import FakeTensorMode
 
 from allocator_blocks import FAR, MB, block, block_of, moment_of, segment
 from models import mean_loss
@@ -174,6 +175,22 @@ def test_odd_objects_do_not_disturb():
     kept = [Claims(), torch.empty(4, device="meta")]
     assert all(owner.num_bytes for owner in living_owners(CPU))
     del kept
+
+
+def test_fake_tensors_hold_nothing(recwarn):
+    """A compiler's, which says that it is on the device."""
+    with FakeTensorMode():
+        fake = torch.empty(40, 40)
+    model = nn.Linear(2, 2)
+    model.extra = fake
+    optimizer = optim.SGD(model.parameters())
+    batch = {"fake": fake}
+    assert fake.device == CPU
+    forms = [owner.form for owner in living_owners(CPU)]
+    forms += [owner.form for owner in known_owners(model, optimizer, batch, {}, CPU)]
+    assert "(2, 2) float32" in forms
+    assert "(40, 40) float32" not in forms
+    assert not [w for w in recwarn if "FakeTensor" in str(w.message)]
 
 
 # --- through a step -----------------------------------------------------------------------------

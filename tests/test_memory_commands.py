@@ -35,6 +35,14 @@ def test_a_preset(command):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("version", "knows"), [("2.12", False), ("2.13", True)])
+def test_a_preset_for_another_torch_has_what_that_one_knows(command, version, knows):
+    status, out, _ = command("--preset", "long-runs", "--torch", version)
+    assert status == 0
+    assert "expandable_segments:True" in out
+    assert ("pinned_max_round_threshold_mb" in out) == knows
+
+
 def test_settings_are_added_to_a_preset(command):
     _, out, _ = command("--preset", "variable-shapes", "large_segment_size_mb=64")
     assert "large_segment_size_mb:64,expandable_segments:True" in out

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
+from benchmarks import fragmentation
 from gpu.allocator_process import MB, TORCH, child, lacking
 from gpu.syncs import forbid_syncs
 from torchfast import AllocatorConfig, MemoryMonitor, Trainer
@@ -234,43 +235,17 @@ def test_varying_shapes_do_not_with_the_preset():
     assert verdict == "healthy"
 
 
-# Training whose longest batch gets longer now and then, others of any length between, as when
-# lengths are raised over a run. What is kept of it, at each tenth: reserved by peak in tensors.
-LONG_RUN = """
-import random
-from torch import nn, optim
-from torchfast import Plan, Trainer
-
-trainer = Trainer(
-    nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)),
-    lambda parameters: optim.SGD(parameters, lr=1e-3),
-    lambda model, x: model(x).square().mean(),
-    Plan(allocator={preset!r}),
-    device="cuda",
-)
-draw = random.Random(0)
-wasted = []
-for step in range(5000):
-    longest = 16_384 + step // 100 * 2_048  # rows of 1 KB: 16 MB a tensor, and 2 MB more each time
-    rows = longest if step % 100 == 0 else draw.randrange(1024, longest)
-    trainer.step(torch.randn(rows, 256, device="cuda"))
-    if step % 500 == 499:
-        wasted.append(torch.cuda.memory_reserved() / torch.cuda.max_memory_allocated())
-answer([wasted, torch.cuda.memory_stats()["num_alloc_retries"]])
-"""
-
-
-def long_run(preset):
+def long_run(arm):
     """Return what the run kept; where others have filled the device, that was given back."""
     for _ in range(3):
-        wasted, num_retries = child(LONG_RUN.replace("{preset!r}", repr(preset)))
-        if not num_retries:
-            return wasted
-    raise AssertionError(f"the device was full in three runs; in the last one {wasted} was kept")
+        found = fragmentation.run(arm)
+        if not found["retries"]:
+            return found["reserved_by_peak"]
+    raise AssertionError(f"the device was full in three runs; in the last one {found} was kept")
 
 
 def test_fragmentation_of_5000_steps_grows_without_the_preset():
-    wasted = long_run(None)
+    wasted = long_run("torch's own settings")
     assert wasted[-1] > 2 * wasted[0]
     assert wasted[-1] > 4
 

@@ -132,8 +132,10 @@ class AllocatorConfig:
         self._check_backend()
 
     @classmethod
-    def preset(cls, name: Preset, **others: Any) -> AllocatorConfig:
+    def preset(cls, name: Preset, *, version: str | None = None, **others: Any) -> AllocatorConfig:
         """Return the settings for a kind of run; ``others`` are added or replace its own.
+
+        Those that torch ``version`` (None: this one) does not know are left out.
 
         ``"variable-shapes"``: expandable segments, as each new largest shape would need a segment
         of its own. ``"long-runs"``: the same, and pinned blocks above 64 MB are not rounded up
@@ -141,7 +143,8 @@ class AllocatorConfig:
         """
         check_choice("preset", name, PRESETS)
         settings, _ = PRESETS[name]
-        known = {k: v for k, v in settings.items() if KEYS[k].since <= _running()}
+        target = _running() if version is None else _version(version)
+        known = {k: v for k, v in settings.items() if KEYS[k].since <= target}
         return cls(**(known | others))
 
     @classmethod

@@ -70,7 +70,7 @@ def _env(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> AllocatorConfig:
     config = AllocatorConfig.from_env() if arguments.keep else AllocatorConfig()
     if arguments.preset:
-        config = config.merged(AllocatorConfig.preset(arguments.preset))
+        config = config.merged(AllocatorConfig.preset(arguments.preset, version=arguments.torch))
     pairs = []
     for setting in arguments.settings:
         key, equals, value = setting.partition("=")

@@ -118,10 +118,13 @@ def _known(
 
 
 def _owners(category: str, name: str, tensor: Tensor, device: torch.device) -> Iterator[Owner]:
+    from torch._subclasses import FakeTensor  # which imports half of the compiler
+
     for plain in plain_parts(tensor):
-        if plain.device != device:
+        # A fake tensor, as a compiler's, has no memory, though it says where it would be.
+        if plain.device != device or isinstance(plain, FakeTensor):
             continue
-        with suppress(RuntimeError, NotImplementedError):  # fake tensors, and those freed by hand
+        with suppress(RuntimeError, NotImplementedError):  # those freed by hand
             storage = plain.untyped_storage()
             if storage.nbytes():
                 dtype = str(plain.dtype).removeprefix("torch.")
