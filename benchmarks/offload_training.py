@@ -47,7 +47,7 @@ from benchmarks.result_rows import ResultRows
 from benchmarks.workloads import Workload, workload
 from torchfast import CUDAGraphOptions, OffloadOptions, Plan, TrainStep
 
-SETTLED = 7  # steps after which what is chosen by measurement has been
+SETTLED = 10  # steps after which what is chosen by measurement has been
 WARM_UP_STEPS = SETTLED + 3  # and the graph is replayed
 MODES = ("eager", "graph")
 LEVERS: dict[str, dict[str, Any]] = {

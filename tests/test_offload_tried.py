@@ -92,6 +92,7 @@ def test_what_hides_is_looked_for_first():
     kind = KindOfForward((1,) * 40, 0.05)
     learned(kind)
     sent = learned(kind).sent_bytes
+    assert learned(kind, 0.03).sent_bytes == sent  # is looked at once more
     assert learned(kind, 0.03).sent_bytes < sent
 
 

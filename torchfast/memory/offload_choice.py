@@ -4,9 +4,10 @@ What hides is a question of when. The moments at which storages are saved and us
 step that was looked at (`StepTiming`), and so is the bus; `offload_schedule` finds what it carries
 in time, or no later than is allowed.
 
-Then a step is looked at that follows the choice. If the computation waits for copies, the bus is
-taken to be slower and there is another choice, a few times. What is found for one sequence of sizes
-stays; a graph holds what was known when it was captured.
+Then a step is looked at that follows the choice. If the computation waits for copies, so is the
+next one, as whatever else the machine does makes waits and never takes one away. If that waits too,
+the bus is taken to be slower and there is another choice, a few times. What is found for one
+sequence of sizes stays; a graph holds what was known when it was captured.
 
 Where the computation may wait, that comes second, and is measured by the step that hides all its
 copies: only of that one it is known how long the computation takes. A step that waits takes longer
@@ -128,6 +129,7 @@ class KindOfForward:
         self._chosen: frozenset[int] = frozenset()
         self._is_from_steady = False
         self._trusted, self._num_looks = _TRUSTED, 0
+        self._may_look_again = True  # once: there are few looks
         self._last_look = _MOST_LOOKS
         self._most_bytes = sys.maxsize  # allowed, with room on the host, and not found too slow
         self._hiding: _Hiding | None = None
@@ -189,6 +191,9 @@ class KindOfForward:
         if was_followed and (is_last or (is_steady and self._is_from_steady)):
             waited_ms = timing.waited_s * 1e3
             hides = timing.waited_s <= _HIDDEN * timing.compute_s
+            if not (hides or is_last) and self._may_look_again:
+                self._may_look_again = False
+                return
             self.is_settled = is_last or hides
             self._trusted *= 1.0 if self.is_settled else _SLOWER
             if hides and self._max_slowdown:
