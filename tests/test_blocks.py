@@ -235,6 +235,22 @@ def test_t5_whose_first_blocks_differ():
     ]  # fmt: skip
 
 
+class Empty(Block):
+    def __len__(self):
+        return 0
+
+
+def test_blocks_whose_length_is_zero():
+    model = Holder(layers=nn.ModuleList(Empty() for _ in range(3)))
+    assert found(model) == [("Empty", ("layers.0", "layers.1", "layers.2"))]
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.compiler.disable])
+def test_a_module_that_torch_has_wrapped_has_no_length(wrap):
+    model = Holder(layers=nn.ModuleList(blocks({}, {}, {})), part=wrap(nn.Linear(4, 4)))
+    assert found(model) == [("Block", ("layers.0", "layers.1", "layers.2"))]
+
+
 def test_layers_are_counted_at_every_place():
     block = Block()
     assert count_layers(block) == 2

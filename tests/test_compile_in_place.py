@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from compile_models import Net, compiled, tokens
+from torchfast import Plan, Trainer
 from torchfast.compiler import CompileOptions, compile_callable
 from torchfast.compiler.in_place import Region
 
@@ -274,6 +276,61 @@ def test_disabled_parts_are_respected():
             model(torch.ones(2, 8))
         assert model.inner.ran == [False] * 3
         assert handle.status == {"": "compiled"}
+
+
+def test_a_part_that_torch_is_told_to_leave_alone_is_left_alone():
+    model = Around()
+    model.inner = torch.compiler.disable(nn.Linear(8, 8))
+    x = torch.ones(2, 8)
+    expected = model(x)
+    with compiled(model, regions="whole") as handle:
+        torch.testing.assert_close(model(x), expected)
+        assert handle.status == {"": "compiled"}
+
+
+class Three(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("regions", ["auto", "whole", "blocks"])
+def test_a_loss_function_that_torch_is_told_to_leave_alone(regions):
+    ran = []
+
+    @torch.compiler.disable
+    def loss_fn(model, batch):
+        ran.append(torch.compiler.is_compiling())
+        return model(batch).square().mean()
+
+    losses = []
+    for compile_ in (False, CompileOptions(backend="aot_eager", regions=regions)):
+        torch.manual_seed(0)
+        model = Three()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Trainer(model, optimizer, loss_fn, Plan(compile=compile_)) as trainer:
+            losses.append([trainer.step(torch.ones(2, 8)) for _ in range(3)])
+            report = trainer.report()
+    torch.testing.assert_close(*losses)
+    assert not any(ran)
+    assert report.counters["compile_graphs"] > 0
+    assert not [d for d in report.decisions if d.lever == "compile" and d.outcome != "applied"]
+
+
+def test_a_script_has_a_status():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(8, 8))
+    with compiled(scripted) as handle:
+        handle_status = handle.status
+        scripted(torch.ones(2, 8))
+        assert handle_status == {"": "not called"}
+        assert handle.status[""].startswith("eager: ")
 
 
 def test_a_model_of_which_nothing_is_compiled_is_not_called_compiled():

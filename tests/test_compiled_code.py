@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchfast._core.compiled_code import is_compiled_by_torch
+from torchfast._core.compiled_code import is_compiled_by_torch, is_disabled
 from torchfast.memory.stretches import leaves_of
 
 
@@ -47,6 +47,28 @@ def test_what_torch_compiled(value):
 )
 def test_what_it_did_not(value):
     assert not is_compiled_by_torch(value)
+    assert not is_disabled(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.compiler.disable(nn.Linear(2, 2)),
+        torch.compiler.disable(lambda x: x),
+        torch.compiler.disable(lambda x: x, recursive=False),
+    ],
+    ids=["module", "function", "not recursive"],
+)
+def test_what_is_kept_from_compiling_is_not_compiled(value):
+    assert is_disabled(value)
+    assert not is_compiled_by_torch(value)
+    block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    block.part = value
+    assert leaves_of(block) == {}
+
+
+def test_what_is_compiled_is_not_kept_from_it():
+    assert not is_disabled(torch.compile(nn.Linear(2, 2), backend="eager"))
 
 
 def test_a_block_that_holds_such_an_object_has_its_leaves():

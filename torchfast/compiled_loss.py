@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from torchfast._core.closing import Closing
+from torchfast._core.compiled_code import is_disabled
 from torchfast._core.decisions import Decision
 from torchfast._core.function_fingerprint import function_fingerprint
 from torchfast.compiler import (
@@ -246,8 +247,10 @@ class CompiledLoss(Closing):
     def _make(self, options: CompileOptions) -> Compiled:
         """Compile as options say."""
         choice = choose_regions(self._model, options.regions)
-        # Named regions are compiled as named, though it be the model itself.
-        if choice.is_whole and not isinstance(options.regions, tuple):
+        # Named regions are compiled as named, though it be the model itself. A loss function that
+        # torch is to leave alone has its model compiled in it.
+        is_named, leaves_loss = isinstance(options.regions, tuple), is_disabled(self.loss_fn)
+        if choice.is_whole and not (is_named or leaves_loss):
             return compile_callable(
                 self.loss_fn, options, model=self._model, context=self._plan_text
             )
@@ -255,7 +258,7 @@ class CompiledLoss(Closing):
         del fields["update"]  # of the optimizer
         compiled = CompiledModule(self._model, **fields)
         # Who names regions wants these and no others.
-        if not isinstance(options.regions, tuple):
+        if not (is_named or leaves_loss):
             compiled.around(self.loss_fn)
         return compiled
 

@@ -142,7 +142,9 @@ class _Members:
 
 def _blocks_within(module: nn.Module, path: str) -> list[list[tuple[str, nn.Module]]]:
     """Return the blocks below a module, by the list in which they stand."""
-    children = [(_join(path, name), child) for name, child in module._modules.items() if child]
+    children = [
+        (_join(path, name), child) for name, child in module._modules.items() if child is not None
+    ]
     candidates = [(p, m) for p, m in children if _may_be_block(m)]
     similar: list[tuple[str, nn.Module]] = []
     if isinstance(module, _LISTS):

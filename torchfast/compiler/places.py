@@ -76,8 +76,8 @@ def state_of_place(model: nn.Module, region: Region, *, is_suspended: bool) -> s
     """
     try:
         is_there = model.get_submodule(region.path) is region.module
-    except AttributeError:
-        is_there = False
+    except (AttributeError, RuntimeError):  # the latter of a script, in which nothing is replaced
+        is_there = region.path == "" and region.module is model
     if not is_there:
         return _REPLACED
     return None if region.is_in_place or is_suspended else _SET_ASIDE

@@ -9,8 +9,8 @@ By blocks: the block that a deep model repeats is compiled once and that code se
 What stands around them is compiled in pieces where a loss function is given, see
 `torchfast.compiler.around`, and runs eagerly otherwise. Loops by hand on an H200, with what stands
 around the blocks eager (``benchmarks/results/baseline_h200.json``, "by hand: graph + compile ..."):
-GPT-2 took 63.4 ms a step whole and 72.8 by blocks, ViT-B 37.7 and 37.5; they were ready after 14.5
-and 6.0 s, and after 22.3 and 8.6. A mixture of 6 layers with 192 experts was ready after 26 s by
+GPT-2 took 63.2 ms a step whole and 72.5 by blocks, ViT-B 37.8 and 37.9; they were ready after 13.7
+and 4.8 s, and after 20.1 and 6.7. A mixture of 6 layers with 192 experts was ready after 20.9 s by
 blocks, and not done in 60 s whole.
 
 ``"auto"`` therefore takes whole up to `WHOLE_LIMIT` layers, and blocks beyond.

@@ -22,6 +22,7 @@ from torchfast.compiler.store_files import StoreFolder, Unusable
 
 ENTRY: Final = re.compile(r"entry-[0-9a-f]{32}-[0-9a-f]{32}\.cache\Z")
 _USE: Final = re.compile(r"entry-[0-9a-f]{32}-[0-9a-f]{32}\.use\Z")
+_RECEIPT: Final = re.compile(r"receipt-[0-9a-f]{12}-[0-9a-f]{24}\.json\Z")  # of a search
 _MOST_USE_BYTES: Final = 4096
 _LOCK_WAIT_S: Final = 10.0
 
@@ -86,7 +87,7 @@ def clear(path: Path) -> list[str]:
         _check_not_busy(lock, path)
         removed = folder.clean() if lock == "held" else []
         for name in folder.names():
-            is_ours = ENTRY.match(name) or _USE.match(name)
+            is_ours = any(kind.match(name) for kind in (ENTRY, _USE, _RECEIPT))
             if is_ours and not stat.S_ISDIR(folder.status(name).st_mode):
                 folder.remove(name)
                 removed.append(name)

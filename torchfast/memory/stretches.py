@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from torchfast._core.compiled_code import is_compiled_by_torch
+from torchfast._core.compiled_code import is_wrapped_by_torch
 from torchfast.memory.caller_mode import (
     AtCalls,
     has_compiled,
@@ -48,7 +48,7 @@ def leaves_of(block: nn.Module) -> dict[str, nn.Module]:
     leaves = {}
     for path, module in block.named_modules():
         parts = vars(module).values()
-        if module._compiled_call_impl is not None or any(map(is_compiled_by_torch, parts)):
+        if module._compiled_call_impl is not None or any(map(is_wrapped_by_torch, parts)):
             return {}
         if path and not module._modules and "forward" not in vars(module):
             leaves[path] = module
