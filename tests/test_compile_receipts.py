@@ -367,6 +367,23 @@ def test_processes_that_write_at_once_leave_a_whole_one(tmp_path):
     assert len([*tmp_path.iterdir()]) == 1
 
 
+def test_one_that_is_written_while_its_neighbours_are_read_is_none_of_them(tmp_path, monkeypatch):
+    reads, works = [], receipts._read
+
+    def read(path):
+        reads.append(path)
+        if len(reads) == 1:
+            save_receipt(tmp_path, make_receipt())
+            raise FileNotFoundError(path)
+        return works(path)
+
+    monkeypatch.setattr(receipts, "_read", read)
+    found = find_receipt(tmp_path, make_key(), NAMES)
+    assert len(reads) == 2
+    assert found.receipt is None
+    assert found.reason == f"no receipt of this model is in {tmp_path}"
+
+
 # -- Values ----------------------------------------------------------------------------------------
 
 

@@ -393,7 +393,8 @@ def _why_not(folder: Path, key: ReceiptKey) -> str:
         for path in sorted(folder.glob(f"{key._prefix}*.json"))[:_MOST_NEIGHBOURS]:
             with suppress(OSError, ValueError):
                 different = key.difference(_read(path).key)
-                return f"{path} is not used: it was {different}"
+                if different is not None:  # or another process has written it just now
+                    return f"{path} is not used: it was {different}"
     return f"no receipt of this model is in {folder}"
 
 
