@@ -53,7 +53,7 @@ def train(preset: Any, steps: int) -> dict[str, Any]:
         longest = 16_384 + step // 100 * 2_048
         rows = longest if step % 100 == 0 else draw.randrange(1024, longest)
         trainer.step(torch.randn(rows, 256, device="cuda"))
-        if (step + 1) % (steps // 10) == 0:
+        if (step + 1) % max(1, steps // 10) == 0:
             kept.append(torch.cuda.memory_reserved() / torch.cuda.max_memory_allocated())
     stats = torch.cuda.memory_stats()
     return {
@@ -71,7 +71,7 @@ def run(arm: str, steps: int = STEPS) -> dict[str, Any]:
         [*module, "--steps", str(steps), "--alone", arm],
         env=environ,
         cwd=Path(__file__).parents[1],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
         timeout=300,

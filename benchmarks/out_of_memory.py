@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Net(nn.Module):
         if torch.cuda.is_current_stream_capturing():
             where = "capture"
         if where == self.where:
-            SEEN.append(torch.cuda.memory_allocated())
+            SEEN.put(torch.cuda.memory_allocated())
             torch.empty(ASKED, dtype=torch.uint8, device="cuda")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,7 +73,8 @@ class Net(nn.Module):
         return Asks.apply(self.layers(x), self)
 
 
-SEEN: list[int] = []  # not of the network, which a step that failed puts back as it was
+# What was in use. Into a queue nobody looks: a list would be put back as a capture fails.
+SEEN: SimpleQueue[int] = SimpleQueue()
 
 
 class AskingAdamW(torch.optim.AdamW):
@@ -113,9 +115,9 @@ def measured(stage: str) -> dict[str, Any]:
     trainer.step(x)
     take, seconds = AccountTaker.take, []
 
-    def timed(self: AccountTaker, *args: Any) -> Any:
+    def timed(self: AccountTaker, *args: Any, **options: Any) -> Any:
         started = time.perf_counter()
-        account = take(self, *args)
+        account = take(self, *args, **options)
         seconds.append(time.perf_counter() - started)
         return account
 
@@ -131,16 +133,19 @@ def measured(stage: str) -> dict[str, Any]:
     finally:
         AccountTaker.take = take  # type: ignore[method-assign]
         net.where = ""
+    seen = SEEN.get()
+    while not SEEN.empty():  # asked again: the last one raised
+        seen = SEEN.get()
     in_use = sum(line.num_bytes for line in account.in_use)
     reserved = in_use + sum(line.num_bytes for line in account.not_in_use)
     row = {
         "stage": account.stage,
         "in_use_bytes": in_use,
         "allocated_bytes": account.allocated_bytes,
-        "seen_bytes": SEEN[-1],
+        "seen_bytes": seen,
         "reserved_bytes": account.reserved_bytes,
         "in_use_error": in_use / account.allocated_bytes - 1,
-        "seen_error": in_use / SEEN[-1] - 1,
+        "seen_error": in_use / seen - 1,
         "reserved_error": reserved / account.reserved_bytes - 1,
         "ms": seconds[-1] * 1e3,
     }

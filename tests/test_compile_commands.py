@@ -118,10 +118,11 @@ def test_clear_removes_what_is_ours_and_nothing_else(command, folder):
         write("mine")
     (folder / key("a folder of this name").name).mkdir()
     (folder / f"receipt-{'0' * 12}-{'1' * 24}.json").touch()
+    (folder / f".receipt-{'0' * 32}").touch()
     (folder / f".writing-{os.uname().nodename}-{'0' * 32}").touch()
     status, out, _ = command("clear")
     assert status == 0
-    assert len(out.splitlines()) == 6  # entries, accounts, a receipt and a leftover
+    assert len(out.splitlines()) == 7  # entries, accounts, a receipt and leftovers
     assert set(os.listdir(folder)) == {*others, key("a folder of this name").name}
 
 

@@ -22,7 +22,8 @@ from torchfast.compiler.store_files import StoreFolder, Unusable
 
 ENTRY: Final = re.compile(r"entry-[0-9a-f]{32}-[0-9a-f]{32}\.cache\Z")
 _USE: Final = re.compile(r"entry-[0-9a-f]{32}-[0-9a-f]{32}\.use\Z")
-_RECEIPT: Final = re.compile(r"receipt-[0-9a-f]{12}-[0-9a-f]{24}\.json\Z")  # of a search
+# Of a search, and what was left of one whose writing was cut off.
+_RECEIPT: Final = re.compile(r"(receipt-[0-9a-f]{12}-[0-9a-f]{24}\.json|\.receipt-[0-9a-f]{32})\Z")
 _MOST_USE_BYTES: Final = 4096
 _LOCK_WAIT_S: Final = 10.0
 

@@ -4,10 +4,10 @@ What hides is a question of when. The moments at which storages are saved and us
 step that was looked at (`StepTiming`), and so is the bus; `offload_schedule` finds what it carries
 in time, or no later than is allowed.
 
-Then a step is looked at that follows the choice. If the computation waits for copies, so is the
-next one, as whatever else the machine does makes waits and never takes one away. If that waits too,
-the bus is taken to be slower and there is another choice, a few times. What is found for one
-sequence of sizes stays; a graph holds what was known when it was captured.
+Then a step is looked at that follows the choice. If the computation waits for copies, the next step
+is looked at too, the first time, since whatever else the machine does may make a wait. If that one
+waits as well, the bus is taken to be slower and there is another choice, a few times. What is found
+for one sequence of sizes stays; a graph holds what was known when it was captured.
 
 Where the computation may wait, that comes second, and is measured by the step that hides all its
 copies: only of that one it is known how long the computation takes. A step that waits takes longer

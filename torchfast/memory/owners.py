@@ -16,6 +16,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
 from torchfast._core.batches import tensors
@@ -118,8 +119,6 @@ def _known(
 
 
 def _owners(category: str, name: str, tensor: Tensor, device: torch.device) -> Iterator[Owner]:
-    from torch._subclasses import FakeTensor  # which imports half of the compiler
-
     for plain in plain_parts(tensor):
         # A fake tensor, as a compiler's, has no memory, though it says where it would be.
         if plain.device != device or isinstance(plain, FakeTensor):
