@@ -15,11 +15,10 @@ def recompute(result: dict[str, Any]) -> list[str]:
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in result["rows"]:
-        low, high = row["cost_quartiles"]
         sizes = " | ".join(_mib(row[f"{what}_bytes"]) for what in ("kept", "planned", "peak"))
         lines.append(
             f"| {row['name']} | {row['mode']} | {row['recompute'] or 'none'} "
-            f"| {baseline_tables.figure(row['ms'])} | {row['cost']:.3f} ({low:.3f} to {high:.3f}) "
+            f"| {baseline_tables.figure(row['ms'])} | {_ratio(row, 'cost')} "
             f"| {row['planned_cost']:.3f} | {sizes} | {_yes(row['same_bits'])} |"
         )
     return lines
@@ -55,14 +54,13 @@ def offload_training(result: dict[str, Any]) -> list[str]:
         "|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in result["rows"]:
-        low, high = row["time_ratio_quartiles"]
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}"
         share, carried = (
             "" if row[key] is None else f"{row[key]:.0%}" for key in ("of_plain_peak", "of_allowed")
         )
         lines.append(
             f"| {row['mode']} | {row['arm']} | {baseline_tables.figure(row['ms'])} "
-            f"| {row['time_ratio']:.3f} ({low:.3f} to {high:.3f}) | {peak} | {share} "
+            f"| {_ratio(row, 'time_ratio')} | {peak} | {share} "
             f"| {row['sent_bytes'] / 1e9:.2f} | {carried} | {_alike(row)} |"
         )
     return lines + _left_out(result)
@@ -151,6 +149,7 @@ def _alike(row: dict[str, Any]) -> str:
 
 
 def _ratio(row: dict[str, Any], key: str) -> str:
+    """Return a ratio with its quartiles; nothing where there is none."""
     if row.get(key) is None:
         return ""
     low, high = row[f"{key}_quartiles"]

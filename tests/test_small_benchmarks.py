@@ -114,9 +114,7 @@ def test_offloaded_updates(run):
     rows, printed = run(offload_update, "--block-s", "0.01", "--accumulate", "1", "2")
     arms = [(row["accumulate"], row["arm"]) for row in rows]
     assert arms == [(number, name) for number in (1, 2) for name in offload_update.ARMS]
-    assert all(row["ms"] > 0 and row["update_ms"] > 0 for row in rows)
-    # Of all together: one arm's three updates may all fall on a moment in which others compute.
-    assert sum(row["ms"] for row in rows) > sum(row["update_ms"] for row in rows)
+    assert all(row["ms"] > row["update_ms"] > 0 for row in rows)
     for row in rows:
         assert ("overlap" in row["arm"]) == (row["waiting_ratio"] is not None)
     # There is nothing on the host that an update on the device is held against.
