@@ -16,10 +16,11 @@ def recompute(result: dict[str, Any]) -> list[str]:
     ]
     for row in result["rows"]:
         sizes = " | ".join(_mib(row[f"{what}_bytes"]) for what in ("kept", "planned", "peak"))
+        planned = "" if row["planned_cost"] is None else f"{row['planned_cost']:.3f}"
         lines.append(
             f"| {row['name']} | {row['mode']} | {row['recompute'] or 'none'} "
             f"| {baseline_tables.figure(row['ms'])} | {_ratio(row, 'cost')} "
-            f"| {row['planned_cost']:.3f} | {sizes} | {_yes(row['same_bits'])} |"
+            f"| {planned} | {sizes} | {_yes(row['same_bits'])} |"
         )
     return lines
 
@@ -88,6 +89,41 @@ def offload_update(result: dict[str, Any]) -> list[str]:
             f"| {', '.join(map(str, (row['counters'] or {}).values()))} | {same} |"
         )
     return lines + _left_out(result)
+
+
+def fragmentation(result: dict[str, Any]) -> list[str]:
+    """Return a line for each allocator: what it has reserved by the peak of tensors, by steps."""
+    marks = result["rows"][0]["after_steps"]
+    lines = [
+        f"| after so many steps | {' | '.join(f'{mark:,}' for mark in marks)} |",
+        f"|---|{'---:|' * len(marks)}",
+    ]
+    for row in result["rows"]:
+        shares = " | ".join(f"{share:.2f}" for share in row["reserved_by_peak"])
+        # A device that was full made the allocator give back what it could.
+        full = f", device full {row['retries']} times" if row["retries"] else ""
+        lines.append(f"| {row['arm']}{full} | {shares} |")
+    peak = result["rows"][0]["peak_bytes"]
+    return [*lines, "", f"At the end tensors have needed {peak / 1e9:.2f} GB at most."]
+
+
+def out_of_memory(result: dict[str, Any]) -> list[str]:
+    """Return a line for each stage in which memory ran out."""
+    lines = [
+        "| ran out in | in use, MB | lines in use apart from the allocator's figure "
+        "| from what was read just before | all lines apart from what is reserved "
+        "| account taken in, ms | next step trains |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in result["rows"]:
+        errors = " | ".join(
+            f"{abs(row[f'{what}_error']):.3%}" for what in ("in_use", "seen", "reserved")
+        )
+        lines.append(
+            f"| {row['stage']} | {row['in_use_bytes'] / 1e6:.1f} | {errors} "
+            f"| {baseline_tables.figure(row['ms'])} | {_yes(row['goes_on'])} |"
+        )
+    return lines
 
 
 def largest(result: dict[str, Any]) -> list[str]:

@@ -5,9 +5,10 @@
 
 A step is forward, backward and update by a `TrainStep`. All ways take turns, and a figure is the
 median of its turns; the cost is the median of the quotients to no recompute, turn by turn, with its
-quartiles. "planned" is what `plan_recompute` said before: the cost, and what a forward keeps for
-the backward. "kept" is what the allocator holds more after such a forward, "peak" by how much it
-rises in an eager step. "same" says that the losses are those without recompute, bit for bit.
+quartiles. "stages" recomputes each stage of a ResNet as one. "planned" is what `plan_recompute`
+said before, which chooses among blocks: the cost, and what a forward keeps for the backward. "kept"
+is what the allocator holds more after such a forward, "peak" by how much it rises in an eager step.
+"same" says that the losses are those without recompute, bit for bit.
 
 Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`). What the
 limit leaves no time for is named in the file.
@@ -34,10 +35,16 @@ from benchmarks.arms import (
 )
 from benchmarks.recompute_models import CASES, Case, device_batch
 from benchmarks.result_rows import ResultRows
-from torchfast import Plan, RecomputePlan, TrainStep, plan_recompute
+from torchfast import Plan, RecomputeOptions, RecomputePlan, TrainStep, plan_recompute
 
 WAYS: tuple[bool | str, ...] = (False, "selective", "blocks")
 MODES = ("eager", "graph")
+
+
+def ways_of(case: Case) -> dict[bool | str, bool | str | RecomputeOptions]:
+    """Return the ways to recompute, by what they are called."""
+    stages = {"stages": RecomputeOptions(regions=case.stages)} if case.stages else {}
+    return {**{way: way for way in WAYS}, **stages}
 
 
 class Way(Arm):
@@ -51,7 +58,9 @@ class Way(Arm):
         self.batch = device_batch(case, device)
         is_cuda = device == "cuda"
         plan = Plan(
-            precision="bf16" if is_cuda else "as_given", recompute=way, cuda_graph=mode == "graph"
+            precision="bf16" if is_cuda else "as_given",
+            recompute=ways_of(case)[way],
+            cuda_graph=mode == "graph",
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.step = TrainStep(model, optimizer, case.loss_fn, plan)
@@ -109,7 +118,7 @@ def measured(
     """Return a row for each way."""
     arms: list[Way] = []
     try:
-        arms.extend(Way(case, mode, way, args.device) for way in WAYS)
+        arms.extend(Way(case, mode, way, args.device) for way in ways_of(case))
         plain = arms[0]
         steps = steps_of_a_turn(plain, args.block_s, fewest=2, most=200)
         take_turns(arms, args.rounds, 1 if args.size == "smoke" else steps)
@@ -136,14 +145,16 @@ def row(arm: Way, plain: Way, case: Case, mode: str, plan: RecomputePlan) -> dic
         "same_bits": all(map(torch.equal, plain.losses, arm.losses)),
         "kept_bytes": arm.kept_bytes,
         "peak_bytes": arm.peak_bytes,
-        "planned_bytes": choices[arm.way].saved_bytes,
-        "planned_cost": choices[arm.way].step_ms / choices[False].step_ms,
+        "planned_bytes": choices[arm.way].saved_bytes if arm.way in choices else None,
+        "planned_cost": (
+            choices[arm.way].step_ms / choices[False].step_ms if arm.way in choices else None
+        ),
         "turns_ms": arm.times_ms,
     }
 
 
 def mib(num_bytes: int | None) -> str:
-    """Return bytes for a column, or a dash where the device does not tell."""
+    """Return bytes for a column, or a dash where nobody tells."""
     return "-" if num_bytes is None else f"{num_bytes / 2**20:,.1f}"
 
 
@@ -177,9 +188,11 @@ def main() -> None:
                 rows.add({"name": name, **found})
                 low, high = found["cost_quartiles"]
                 cost = f"{found['cost']:.3f} ({low:.3f} to {high:.3f})"
+                planned_cost = found["planned_cost"]
+                foretold = "-" if planned_cost is None else f"{planned_cost:.3f}"
                 print(
                     f"{name:<14} {mode:<6} {found['recompute'] or 'none':<10} {found['ms']:>9.3f} "
-                    f"{cost:>24} {found['planned_cost']:>8.3f} {mib(found['planned_bytes']):>11} "
+                    f"{cost:>24} {foretold:>8} {mib(found['planned_bytes']):>11} "
                     f"{mib(found['kept_bytes']):>10} {mib(found['peak_bytes']):>10}  "
                     f"{'same' if found['same_bits'] else 'OTHER'}",
                     flush=True,

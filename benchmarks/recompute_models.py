@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ class Case(NamedTuple):
     build: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     loss_fn: Callable[[nn.Module, Batch], Tensor]
+    stages: tuple[str, ...] = ()  # paths of what holds several blocks, if anything does
 
 
 class Bottleneck(nn.Module):
@@ -110,9 +112,17 @@ def _vit(size: vit.ViTSize) -> Case:
 
 
 def _resnet(size: resnet.ResNetSize, batch: int, pixels: int) -> Case:
+    def build() -> nn.Module:
+        """Return the yardstick's, with its bottlenecks in stages, as in most other ResNets."""
+        net = resnet.ResNet(size)
+        blocks = iter(net.blocks)
+        stages = (nn.Sequential(*islice(blocks, depth)) for depth in size.depths)
+        net.blocks = nn.Sequential(*stages)
+        return net
+
     images = ImageSize(batch, pixels, num_batches=1)
     title = f"{sum(size.depths)} bottlenecks of four widths, {batch} x {pixels} x {pixels}"
-    return Case(title, partial(resnet.ResNet, size), partial(_images, images), classification_loss)
+    return Case(title, build, partial(_images, images), classification_loss, ("blocks.*",))
 
 
 def _tokens(vocabulary: int, batch: int, length: int) -> Batch:

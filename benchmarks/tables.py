@@ -213,6 +213,8 @@ TABLES: dict[str, tuple[str, Table]] = {
     "offload training": ("offload_training_CARD.json", memory_tables.offload_training),
     "offload update": ("offload_update_CARD.json", memory_tables.offload_update),
     "largest": ("largest_CARD.json", memory_tables.largest),
+    "fragmentation": ("fragmentation_CARD.json", memory_tables.fragmentation),
+    "out of memory": ("out_of_memory_CARD.json", memory_tables.out_of_memory),
     "watching": ("watching_CARD.json", profiling_tables.watching),
     "first replay": ("first_replay_CARD.json", profiling_tables.first_replay),
     "graph events": ("graph_events_CARD.json", profiling_tables.graph_events),

@@ -62,11 +62,14 @@ def recompute():
     row |= {"planned_bytes": 300 << 20, "planned_cost": 1.275}
     row |= {"kept_bytes": 310 << 20, "peak_bytes": None}
     ways = [(False, True), ("blocks", True), ("selective", False)]
+    rows = [{**row, "mode": "graph", "recompute": w, "same_bits": same} for w, same in ways]
+    # The planner chooses among blocks.
+    stages = {"recompute": "stages", "planned_cost": None, "planned_bytes": None}
     return {
         "date": "2026-11-21",
         "command": "PYTHONPATH=. python benchmarks/recompute.py",
         "machine": dict(MACHINE),
-        "rows": [{**row, "mode": "graph", "recompute": w, "same_bits": same} for w, same in ways],
+        "rows": [*rows, {**rows[0], **stages}],
     }
 
 
@@ -169,6 +172,34 @@ def offload_update():
         "title": "Llama, made up",
         "rows": [{**row, "arm": "host", "same_bits": None, "counters": None, "waiting_ratio": None}]
         + [{**row, "arm": "host, overlap", "same_bits": same} for same in (True, False)],
+    }
+
+
+def fragmentation():
+    """Return what an allocator has reserved with a preset and without, once on a full device."""
+    row = {"after_steps": [50, 5000], "peak_bytes": 1_025_000_000}
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/fragmentation.py",
+        "machine": dict(MACHINE),
+        "settings": {"steps": 5000},
+        "rows": [
+            {**row, "arm": "torch's own settings", "reserved_by_peak": [1.18, 3.61], "retries": 2},
+            {**row, "arm": "variable-shapes", "reserved_by_peak": [1.07, 1.068], "retries": 0},
+        ],
+    }
+
+
+def out_of_memory():
+    """Return how near accounts were, of one that was and of one after which nothing trained."""
+    row = {"in_use_bytes": 156_264_448, "in_use_error": 0.0, "seen_error": -0.0123, "ms": 81.0}
+    row |= {"reserved_error": 0.0004, "goes_on": True}
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/out_of_memory.py",
+        "machine": dict(MACHINE),
+        "settings": {"room_bytes": 1, "asked": 2},
+        "rows": [{**row, "stage": "forward"}, {**row, "stage": "capture", "goes_on": False}],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import copy
+import itertools
 import math
 
 import pytest
@@ -83,9 +84,30 @@ def test_each_choice_is_timed_as_it_runs(monkeypatch):
     assert plan.is_eager
     assert "times are of eager steps" in str(plan)
     assert all(choice.is_measured for choice in plan.choices)
-    # What stood in the way in each step, behind the one that counts: none is first in each turn.
+    # What stood in the way in each step, behind the one that counts: none is first in each turn,
+    # and once more behind the first one, to tell how many steps are a turn.
     steps = [tuple(standing[n : n + 4]) for n in range(4, len(standing), 4)]
-    assert [any(step) for step in steps] == [False, *[True] * 6] * 3
+    turn = [False, *[True] * 6]
+    assert [any(step) for step in steps] == [*turn, False, *turn * 2]
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(0.05, 4), (0.001, 8), (0.3, 1)])
+def test_the_steps_of_a_turn_follow_one_another_without_a_wait(monkeypatch, step_s, steps):
+    clock, done = [0.0], []
+    monkeypatch.setattr("torchfast.memory.recompute_times.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("torchfast.memory.recompute_times.wait", lambda device: done.append("wait"))
+
+    class Slow(GPTBlock):
+        def forward(self, x):
+            if torch._C._current_graph_task_id() == -1:  # what runs again costs nothing here
+                clock[0] += step_s / 4
+                done.append("block")
+            return super().forward(x)
+
+    plan = plan_recompute(GPT(4, block=Slow), token_loss, tokens(), memory_gb=1.0, repeats=2)
+    assert all(choice.step_ms == pytest.approx(step_s * 1e3) for choice in plan.choices)
+    blocks = [len(list(run)) for word, run in itertools.groupby(done) if word == "block"]
+    assert blocks[-14:] == [4 * steps] * 14
 
 
 def test_a_choice_that_does_not_fit_into_the_device_is_estimated(monkeypatch):
@@ -163,7 +185,8 @@ def test_where_a_graph_will_hold_the_step_its_replays_are_timed(host_bound):
     assert all(choice.is_measured for choice in found.choices)
     # Each way by a graph of its own that holds what it recomputes, and none of the host's time.
     by_way = played[:7]
-    assert played == by_way * 4  # behind each capture, to warm up, and twice
+    # Behind each capture, to warm up, one that tells how many are a turn, and two turns.
+    assert played == [*by_way * 2, by_way[0], *by_way * 2]
     assert [choice.step_ms for choice in found.choices] == pytest.approx(sorted(by_way))
     assert by_way[0] == min(by_way)
     assert 1.0 < costs(found)["selective"] < costs(found)["blocks"] < 1.9
@@ -187,7 +210,7 @@ def test_what_does_not_fit_beside_graphs_is_estimated_in_their_measure(host_boun
     assert {name for name, choice in ways.items() if choice.is_measured} == {"blocks", "selective"}
     # Half of a launched step's time were forwards, and so it is taken to be in a replay.
     assert ways["none"].step_ms == pytest.approx(ways["blocks"].step_ms / 2)
-    assert len(played) == 3 * 2
+    assert len(played) == 3 * 2 + 1  # one more, to tell how many are a turn
 
 
 def test_a_step_that_cannot_be_captured_is_timed_as_it_will_run(host_bound, caplog):

@@ -38,8 +38,8 @@ def plan_recompute(
     """Measure a model and find the cheapest recompute with which its step fits into a memory.
 
     Args:
-        model: Run in training mode, forward and backward, ``repeats + 1`` times for each choice, on
-            a CUDA device twice more.
+        model: Run in training mode, forward and backward, once for each choice and then in
+            ``repeats`` turns of one to eight steps, on a CUDA device twice more.
             Its gradients, buffers and mode, and the random generators, are put back.
         loss_fn: As a `Trainer` takes it.
         batch: A batch, or a micro-batch where gradients are accumulated.
@@ -47,7 +47,8 @@ def plan_recompute(
         optimizer: Whose state takes memory too; before its first step it is estimated.
         autocast: The dtype of autocast, if the step is to train under it.
         device: Where to measure; None means where the parameters are.
-        repeats: How many steps of each choice are timed.
+        repeats: How many turns of each choice are timed, of as many steps as take 0.2 s, eight at
+            most.
         cuda_graph: What the plan will have: whether a graph will hold the step, and then replays
             are timed. They keep memory of their own, what a step needs at its peak.
 

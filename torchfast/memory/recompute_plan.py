@@ -153,7 +153,7 @@ def measure_recompute(
         optimizer: Whose state takes memory too.
         autocast: The dtype of autocast.
         device: Where.
-        repeats: How many steps of each choice are timed.
+        repeats: How many turns of each choice are timed.
         graphs: Makes what captures steps, where replays are to be timed.
     """
     check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")

@@ -1,9 +1,11 @@
 """What steps take that recompute in different ways, turn by turn.
 
 Each way runs a few steps, as it would in training, and all of them take turns, since a machine's
-pace wanders. Where a graph will hold the step, what is timed are replays of graphs of forward and
-backward: launched kernel by kernel, a model of small kernels waits for the host, which has the
-second forward to launch too, and recompute looks much dearer than it will be.
+pace wanders. The steps of a turn follow one another without a wait, as in training, where the host
+runs ahead of the device: waits around each step make it longer with recompute and without alike,
+and so recompute look cheaper. Where a graph will hold the step, what is timed are replays of graphs
+of forward and backward: launched kernel by kernel, a model of small kernels waits for the host,
+which has the second forward to launch too, and recompute looks much dearer than it will be.
 
 Only where a step does not fit into the device is its time estimated, from what the blocks' forwards
 take.
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +36,7 @@ from torchfast.memory.recompute_probe import BlockProbe
 logger = logging.getLogger(__name__)
 
 Step = Callable[[Any], object]
-Unit = Callable[[], object]
+Run = Callable[[int], None]  # so many steps
 Arm = list[BlockForward]
 
 
@@ -52,6 +55,10 @@ class Graphs(Protocol):
 
 
 MakeGraphs = Callable[[Step, Any], Graphs | None]  # None on a device that has no graphs
+
+# A turn is as many steps as take so long, and no more than so many.
+_TURN_MS = 200.0
+_MOST_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +95,7 @@ def timed(
         arms: What stands in the way of blocks: nothing in the first, all blocks whole in the last.
         probe: What times blocks one by one.
         device: Where.
-        repeats: How many steps of each are timed.
+        repeats: How many turns of each are timed.
         graphs: Makes what captures the step; None where no graph will hold it.
     """
     captures = None if graphs is None else graphs(step, batch)
@@ -168,48 +175,65 @@ def _replayed(
         captures.close()
 
 
-def _captured(captures: Graphs, arm: Arm) -> Unit | None:
-    """Return what replays a step in one way; None if it did not fit."""
+def _captured(captures: Graphs, arm: Arm) -> Run | None:
+    """Return what replays steps in one way; None if it did not fit."""
     outer = sys.exception()
+    replay = None
     try:
         with _standing(arm):
-            return captures.capture()
+            replay = captures.capture()
     except (torch.OutOfMemoryError, CaptureError) as error:
         if cause_of(error, outer) is None:
             raise
         let_go(error, outer)
-    gc.collect()
-    return None
+    if replay is None:
+        gc.collect()
+        return None
+    return partial(_repeated, replay)
 
 
-def _launched(step: Step, batch: Any, arm: Arm) -> Unit:
-    def unit() -> None:
+def _repeated(replay: Callable[[], object], steps: int) -> None:
+    for _ in range(steps):
+        replay()
+
+
+def _launched(step: Step, batch: Any, arm: Arm) -> Run:
+    def run(steps: int) -> None:
         with _standing(arm):
-            step(batch)
+            for _ in range(steps):
+                step(batch)
 
-    return unit
+    return run
 
 
-def _in_turns(
-    units: Sequence[Unit | None], device: torch.device, repeats: int
-) -> list[float | None]:
-    """Return what each unit takes, the first without recompute; None if it did not fit."""
-    turns: list[list[float] | None] = [None if unit is None else [] for unit in units]
-    for turn in range(repeats + 1):
-        for number, unit in enumerate(units):
-            taken = turns[number]
-            if taken is None or unit is None:
-                continue
-            wait(device)
-            start = time.perf_counter()
-            try:
-                unit()
-            except torch.OutOfMemoryError:
-                turns[number] = None
-                continue
-            wait(device)
-            if turn:  # the first one warms up, and is where selective chooses
-                taken.append((time.perf_counter() - start) * 1e3)
+def _in_turns(runs: Sequence[Run | None], device: torch.device, repeats: int) -> list[float | None]:
+    """Return what a step of each takes, the first without recompute; None if it did not fit."""
+    turns: list[list[float] | None] = [None if run is None else [] for run in runs]
+
+    def turn(number: int, steps: int) -> float | None:
+        """Return the ms of a step in a turn; None if it did not fit, now or before."""
+        run = runs[number]
+        if run is None or turns[number] is None:
+            return None
+        wait(device)
+        start = time.perf_counter()
+        try:
+            run(steps)
+        except torch.OutOfMemoryError:
+            turns[number] = None
+            return None
+        wait(device)
+        return (time.perf_counter() - start) * 1e3 / steps
+
+    for number in range(len(runs)):
+        turn(number, 1)  # which warms up, and is where selective chooses
+    once = next((ms for ms in (turn(number, 1) for number in range(len(runs))) if ms), _TURN_MS)
+    steps = max(1, min(_MOST_STEPS, round(_TURN_MS / once)))
+    for _ in range(repeats):
+        for number in range(len(runs)):
+            taken, ms = turns[number], turn(number, steps)
+            if taken is not None and ms is not None:
+                taken.append(ms)
     # By the quotients of turns: it is what stays the same while a machine's pace wanders. Nothing
     # is faster than to recompute nothing; what looks so is noise.
     base = next((taken for taken in turns if taken is not None), [])
