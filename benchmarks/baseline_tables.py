@@ -49,18 +49,43 @@ def headline(result: Result) -> list[str]:
         '`plan="fast"`': "torchfast fast",
     }
     lines = [
-        f"| ms a step | {' | '.join(kinds)} | `fast` to Lightning |",
-        f"|---|{'---:|' * (len(kinds) + 1)}",
+        f"| ms a step | {' | '.join(kinds)} | `fast` to best by hand | `fast` to Lightning |",
+        f"|---|{'---:|' * (len(kinds) + 2)}",
     ]
     for name, about in result["workloads"].items():
         if "torchfast fast" not in about["methods"]:
             continue
         best = [_best(about["methods"], pattern) for pattern in kinds.values()]
         cells = [figure(one["median_ms"]) if one else "–" for one in best]
-        peer, fast = best[0], best[-1]
-        # By the ratios to the reference of the same run: the two may be from different runs.
-        gain = f"{_to_reference(peer) / _to_reference(fast):.2f} ×" if peer and fast else "–"
-        lines.append(f"| {name} | {' | '.join(cells)} | {gain} |")
+        peer, hand, fast = best[0], best[3], best[-1]
+        own = f"{_quotient(fast, hand):.3f}" if hand and fast else "–"
+        gain = f"{_quotient(peer, fast):.2f} ×" if peer and fast else "–"
+        lines.append(f"| {name} | {' | '.join(cells)} | {own} | {gain} |")
+    return lines
+
+
+def searched(result: Result) -> list[str]:
+    """Return what compiling gains by hand, and what the search for a way to compile finds of it."""
+    kinds = {
+        "captured by hand": "by hand: graph",
+        "compiled too, the best": r"by hand: graph \+ compile .*",
+        '`plan="fast"`': "torchfast fast",
+        "searched": "torchfast fast, searched",
+    }
+    lines = [
+        f"| ms a step | {' | '.join(kinds)} | by hand compiling takes, of the captured | searched "
+        "takes, of the best by hand | search and cold start, s |",
+        f"|---|{'---:|' * (len(kinds) + 3)}",
+    ]
+    for name, about in result["workloads"].items():
+        best = [_best(about["methods"], pattern) for pattern in kinds.values()]
+        cells = [figure(one["median_ms"]) if one else "–" for one in best]
+        graph, hand, _, found = best
+        fastest = min((m for m in (graph, hand) if m), key=lambda m: m["median_ms"], default=None)
+        takes = [(hand, graph), (found, fastest)]
+        cells += [f"{_quotient(a, b):.3f}" if a and b else "–" for a, b in takes]
+        cells.append(figure(found["cold_start_s"]) if found else "–")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
@@ -70,8 +95,15 @@ def _best(methods: dict[str, Result], pattern: str) -> Result | None:
     return min(fitting, key=lambda method: float(method["median_ms"]), default=None)
 
 
-def _to_reference(method: Result) -> float:
-    return statistics.median(relative(method))
+def _quotient(one: Result, other: Result) -> float:
+    """Return what one takes in that of another, by what is the same in all runs if theirs differ.
+
+    Of one run round by round, of several by the ratios to the reference of each.
+    """
+    if one["run"] == other["run"]:
+        rounds = zip(one["blocks_ms"], other["blocks_ms"], strict=True)
+        return statistics.median(a / b for a, b in rounds)
+    return statistics.median(relative(one)) / statistics.median(relative(other))
 
 
 def summary(result: Result) -> list[str]:

@@ -192,6 +192,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "loader peers": (LOADER, loader_tables.peers),
     "loader timeline": (LOADER, loader_tables.timeline),
     "checkpoint cost": ("checkpoint_cost_CARD.json", checkpoint_cost),
+    "searched": ("searched_CARD.json", baseline_tables.searched),
     "compile cold": (COMPILE, compile_tables.cold),
     "compile warm": (COMPILE, compile_tables.warm),
     "compile curves": (COMPILE, compile_tables.curves),

@@ -20,6 +20,7 @@ from benchmarks.workloads import NAMES
 PAGES = tables.pages()
 FILES = {
     "baseline_CARD.json": benchmark_results.result_of_every_status,
+    "searched_CARD.json": benchmark_results.result_of_every_status,
     "below_bf16_CARD.json": program_results.below_bf16,
     "branches_CARD.json": program_results.branches,
     "checkpoint_cost_CARD.json": program_results.checkpoint_cost,

@@ -99,6 +99,15 @@ def calls_disabled(x):
     return y * 2
 
 
+KEPT_OUT = torch.compiler.disable(nn.Linear(4, 4), reason="it is slow to compile")
+
+
+def calls_a_disabled_module(x):
+    y = x.sin()
+    y = KEPT_OUT(y)  # the line
+    return y * 2
+
+
 def asks_for_a_break(x):
     y = x.sin()
     torch._dynamo.graph_break()  # the line
@@ -117,6 +126,7 @@ CAUSES = [
     (logs, "logging"),
     (warns, "logging"),
     (calls_disabled, "disabled"),
+    (calls_a_disabled_module, "disabled"),
     (asks_for_a_break, "asked for"),
 ]
 
@@ -163,8 +173,9 @@ def test_what_is_wanted_is_counted_apart():
     assert numbers["graph_breaks_on_purpose"] == 1
 
 
-def test_the_reason_given_to_disable_is_told():
-    [found] = record_of(calls_disabled, torch.randn(4)).graph_breaks
+@pytest.mark.parametrize("function", [calls_disabled, calls_a_disabled_module])
+def test_the_reason_given_to_disable_is_told(function):
+    [found] = record_of(function, torch.randn(4)).graph_breaks
     assert "it is slow to compile" in found.reason
 
 

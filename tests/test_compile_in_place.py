@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -299,10 +300,12 @@ class Three(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("wrapped", [lambda function: function, partial], ids=["", "partial"])
 @pytest.mark.parametrize("regions", ["auto", "whole", "blocks"])
-def test_a_loss_function_that_torch_is_told_to_leave_alone(regions):
+def test_a_loss_function_that_torch_is_told_to_leave_alone(regions, wrapped):
     ran = []
 
+    @wrapped
     @torch.compiler.disable
     def loss_fn(model, batch):
         ran.append(torch.compiler.is_compiling())

@@ -221,6 +221,7 @@ def test_a_dimension_that_changed_is_marked_in_the_next_batch(record, warnings_g
     assert watch.dimensions == (DynamicDimension("batch['ids']", 0),)
     assert len(watch.recompiles) == 2  # at 5, and once with the mark
     assert "marked as dynamic" in warnings_given()[0]
+    assert "mark_dynamic" not in warnings_given()[0]  # which is on already
     assert len(run(mark=False).recompiles) == 4
 
 

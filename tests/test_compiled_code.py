@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest.mock import MagicMock
 
 import pytest
@@ -67,8 +68,17 @@ def test_what_is_kept_from_compiling_is_not_compiled(value):
     assert leaves_of(block) == {}
 
 
+def test_a_partial_of_what_is_kept_from_compiling_is_too():
+    value = partial(torch.compiler.disable(lambda x, y: x), 1)
+    assert is_disabled(value)
+    assert is_disabled(partial(value, y=2))
+
+
 def test_what_is_compiled_is_not_kept_from_it():
-    assert not is_disabled(torch.compile(nn.Linear(2, 2), backend="eager"))
+    module = torch.compile(nn.Linear(2, 2), backend="eager")
+    assert not is_disabled(module)
+    assert not is_disabled(partial(module))
+    assert not is_disabled(partial(len))
 
 
 def test_a_block_that_holds_such_an_object_has_its_leaves():

@@ -38,9 +38,41 @@ def test_the_gain_is_by_the_reference_of_the_same_run(headline):
     result = benchmark_results.result(noise=0.0, busy=0.0, bias=0.0)
     slow = benchmark_results.result(machine_speed=2.0, noise=0.0, busy=0.0, bias=0.0)
     methods = result["workloads"]["mlp"]["methods"]
-    methods["Lightning"] = slow["workloads"]["mlp"]["methods"]["Lightning"]
+    methods["Lightning"] = {**slow["workloads"]["mlp"]["methods"]["Lightning"], "run": 1}
     row = headline(result)["mlp"]
     assert (row[0], row[-1]) == ("3.67", "1.22 ×")
+
+
+def test_what_one_run_measured_is_compared_round_by_round(headline):
+    """What the reference took in those rounds is not in it."""
+    result = benchmark_results.result(noise=0.0, busy=0.0, bias=0.0)
+    methods = result["workloads"]["mlp"]["methods"]
+    hand, fast = methods["by hand: graph + compile whole"], methods["torchfast fast"]
+    hand["blocks_ms"], fast["blocks_ms"] = [1.0, 2.0, 4.0], [1.1, 2.2, 2.0]
+    fast["reference_blocks_ms"] = hand["reference_blocks_ms"] = [10.0, 5.0, 5.0]
+    methods["Lightning"]["run"] = 2
+    assert headline(result)["mlp"][-2] == "1.100"
+    fast["run"] = 1
+    fast["reference_blocks_ms"] = [20.0, 20.0, 20.0]
+    assert headline(result)["mlp"][-2] == f"{(2.0 / 20) / (2.0 / 5):.3f}"
+
+
+def test_what_a_search_finds_is_beside_the_loop_by_hand(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    result = benchmark_results.result(noise=0.0, busy=0.0, bias=0.0)
+    methods = result["workloads"]["mlp"]["methods"]
+    for name, ms in (
+        ("by hand: graph", 2.0),
+        ("by hand: graph + compile whole", 1.0),
+        ("torchfast fast", 1.25),
+        ("torchfast fast, searched", 1.1),
+    ):
+        methods[name] = {**methods["by hand: graph"], "median_ms": ms, "blocks_ms": [ms] * 3}
+        methods[name] |= {"reference_blocks_ms": [9.0] * 3, "cold_start_s": 60.0}
+    result["workloads"] = {"mlp": result["workloads"]["mlp"]}
+    benchmark_results.written(tmp_path / benchmark_results.of_card("searched_CARD.json"), result)
+    lines = tables.render("searched").splitlines()
+    assert "| mlp | 2.00 | 1.00 | 1.25 | 1.10 | 0.500 | 1.100 | 60.0 |" in lines
 
 
 def test_what_was_not_done_has_a_dash_and_what_was_not_tried_no_row(headline):

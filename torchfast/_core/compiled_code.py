@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 
 def is_compiled_by_torch(value: object) -> bool:
     """Whether a value is what ``torch.compile`` returned for a function or a module."""
@@ -9,7 +11,9 @@ def is_compiled_by_torch(value: object) -> bool:
 
 
 def is_disabled(value: object) -> bool:
-    """Whether a value is what ``torch.compiler.disable`` returned for a function or a module."""
+    """Whether a value is what ``torch.compiler.disable`` returned, or a ``partial`` of that."""
+    while isinstance(value, partial):
+        value = value.func
     if not is_wrapped_by_torch(value):
         return False
     held = vars(value)

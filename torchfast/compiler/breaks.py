@@ -49,7 +49,8 @@ class _Cause(NamedTuple):
 _CAUSES = (
     _Cause(
         "disabled",
-        r"torch\.compiler\.disable\(?\)?`?d function|skip calling `torch\.compiler\.disable",
+        r"torch\.compiler\.disable\(?\)?`?d function|skip calling `torch\.compiler\.disable|"
+        r"is wrapped with `torch\.compiler\.disable",
         "the function is kept out of the graph by torch.compiler.disable",
         "",
         True,

@@ -131,9 +131,14 @@ class Recompile:
     guard: str
     seconds: float = 0.0
 
-    def __str__(self) -> str:
+    @property
+    def cause(self) -> str:
+        """What changed, and where, without what to do about it."""
         at = f" (used at {self.change.at})" if self.change.at else ""
-        return f"{self.code.name}: {self.change}{at}. {_capital(self.change.remedy)}"
+        return f"{self.code.name}: {self.change}{at}"
+
+    def __str__(self) -> str:
+        return f"{self.cause}. {_capital(self.change.remedy)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,10 +149,9 @@ class SteadyWatch:
         marked = cause.change.kind == "size" and self._mark_dynamic
         logger.warning(
             "torch.compile compiled a function again in the middle of the run, which took %.1f s: "
-            "%s%s. Further ones are counted, not warned of",
+            "%s. Further ones are counted, not warned of",
             cause.seconds,
-            cause,
-            ". It is marked as dynamic from now on" if marked else "",
+            f"{cause.cause}. It is marked as dynamic from now on" if marked else cause,
         )
 
     def _unexpected(self) -> Recompile | None:
