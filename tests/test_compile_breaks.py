@@ -179,6 +179,21 @@ def test_the_reason_given_to_disable_is_told(function):
     assert "it is slow to compile" in found.reason
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_script_in_a_model_is_told_as_one():
+    class HasScript(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = torch.jit.script(nn.Linear(4, 4))
+
+        def forward(self, x):
+            return self.part(x.sin()) * 2
+
+    [found] = record_of(HasScript(), torch.randn(4)).unwanted_breaks
+    assert found.kind == "TorchScript"
+    assert "the module there that the script was made of" in found.remedy
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how:UserWarning")
 def test_the_function_that_torch_cannot_look_into_is_named():
     [found] = record_of(sleeps, torch.randn(4)).unwanted_breaks

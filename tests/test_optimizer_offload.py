@@ -82,6 +82,31 @@ def test_an_optimizer_that_counts_its_steps_in_its_groups(device):
     assert offloaded.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_change_through_data_is_taken_once_it_is_told_of(device, is_told):
+    """Torch counts no write through ``.data``, so the copies would be updated as they are."""
+    expected = [nn.Parameter(v) for v in values()]
+    reference = MAKERS["adamw"](groups(expected))
+    with device:
+        parameters, optimizer = make_offloaded(device)
+        for seed in range(1, 4):
+            give(device, parameters, seed)
+            optimizer.step()
+            if seed == 2:
+                for parameter in parameters:
+                    parameter.data.mul_(2.0)
+                if is_told:
+                    optimizer.refresh()
+    for seed in range(1, 4):
+        for parameter, value in zip(expected, values(seed), strict=True):
+            parameter.grad = value
+        reference.step()
+        if seed == 2:
+            for parameter in expected:
+                parameter.data.mul_(2.0)
+    assert equal(read(device, parameters), expected) == is_told
+
+
 @pytest.mark.parametrize("late", ["out", "back", "main"])
 def test_no_stream_may_be_late(device, late):
     expected, _ = plain(MAKERS["adamw"])

@@ -63,6 +63,12 @@ _CAUSES = (
         True,
     ),
     _Cause(
+        "TorchScript",
+        r"torch\.jit\.script|wrapped around scriptmodules",
+        "a part that torch.jit.script made, which has no Python that torch could follow",
+        "put the module there that the script was made of, or torch.compiler.disable on it",
+    ),
+    _Cause(
         # The title is all that torch says of it.
         "no way back",
         r"^step_unsupported$",
