@@ -21,6 +21,7 @@ from torchfast._core.errors import ClosedError
 from torchfast.compiler import measuring, mode_search
 from torchfast.compiler.candidates import ModeChoice
 from torchfast.compiler.receipts import CandidateResult, Receipt
+from torchfast.compiler.store import CacheStore
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -40,6 +41,11 @@ def searching(monkeypatch):
         return [ModeChoice("eager", None, None), *ways]
 
     def search(candidates, work, *, key, budget_s, **kwargs):
+        # The reference first, and twice: at the second forward it is looked at calls of attention,
+        # and what is compiled meanwhile would be compiled again.
+        for _ in range(2):
+            with candidates[0].in_force():
+                work()
         for _ in range(2):
             for candidate in candidates:
                 with candidate.in_force():
@@ -110,6 +116,24 @@ def test_the_next_run_begins_with_the_answer(searching, tmp_path):
         assert counter(trainer, "graphs") == 1
         trainer.close()
         tried.clear()
+
+
+@pytest.mark.parametrize("wanted", ["eager", "whole: default", "blocks: default"])
+def test_only_the_choice_is_kept_in_the_cache(searching, tmp_path, monkeypatch, wanted):
+    """What this process compiled is all in its entry, and would be in each of the others' again."""
+    _, choice = searching
+    choice[0] = wanted
+    kept = []
+    monkeypatch.setattr(CacheStore, "save", lambda store, key: kept.append(dict(key.work)))
+    with make_trainer(
+        net=Deep, plan=Plan(compile=CompileOptions(mode="auto", cache=str(tmp_path)))
+    ) as trainer:
+        for batch in BATCHES * 4:
+            trainer.step(batch)
+    whole = ['"whole"' in str(work) for work in kept]
+    assert (
+        set(whole) == {"eager": set(), "whole: default": {True}, "blocks: default": {False}}[wanted]
+    )
 
 
 def weighted_loss(weight):

@@ -123,6 +123,10 @@ class CompileAccount(Closing):
         if self._store is not None:
             self._store.save(self._key)
 
+    def keep_nothing(self) -> None:
+        """Leave the cache as it is from now on."""
+        self._store = None
+
     def summary_of(self, code_names: Sequence[str]) -> list[CompileSummary]:
         """Return what became of each function."""
         summary = self._record.summary()

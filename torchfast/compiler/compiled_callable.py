@@ -117,6 +117,10 @@ class CompiledCallable(Closing):
             raise ClosedError("this CompiledCallable is closed; make another one to compile again")
         self._is_suspended = False
 
+    def keep_nothing(self) -> None:
+        """Leave the cache as it is from now on."""
+        self._account.keep_nothing()
+
     def close(self) -> None:
         """Call the function as it is from now on."""
         self._is_closed = True

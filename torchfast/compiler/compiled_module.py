@@ -346,6 +346,10 @@ class CompiledModule(Closing):
         if self._around is not None:
             self._around.is_in_force = bool(self._regions)
 
+    def keep_nothing(self) -> None:
+        """Leave the cache as it is from now on."""
+        self._account.keep_nothing()
+
     def close(self) -> None:
         """Give the eager model back, or what ``model.compile()`` had made of it."""
         if not self._is_closed:

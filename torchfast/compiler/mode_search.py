@@ -172,6 +172,10 @@ def search_mode(
         raise
     if options.cache is not None:
         save_receipt(options.cache, receipt)
+    for name, way in ways.items():
+        if way.compiled is not None and name != receipt.choice:
+            # The choice's entry has all that this process compiled.
+            way.compiled.keep_nothing()
     _close_all_but(receipt.choice, ways)
     _put_in_force(ways, receipt.choice)
     found = Found(receipt, when)
