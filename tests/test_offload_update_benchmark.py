@@ -1,4 +1,4 @@
-"""What the benchmark of an update on the host times: a step, its update, and the update that waits."""
+"""What the benchmark of an update on the host times: steps, updates, and updates that wait."""
 
 from __future__ import annotations
 
