@@ -49,7 +49,8 @@ def headline(result: Result) -> list[str]:
         '`plan="fast"`': "torchfast fast",
     }
     lines = [
-        f"| ms a step | {' | '.join(kinds)} | `fast` to best by hand | `fast` to Lightning |",
+        f"| ms a step | {' | '.join(kinds)} | `fast` takes, of the best by hand "
+        "| `fast` is faster than Lightning by |",
         f"|---|{'---:|' * (len(kinds) + 2)}",
     ]
     for name, about in result["workloads"].items():
@@ -73,8 +74,8 @@ def searched(result: Result) -> list[str]:
         "searched": "torchfast fast, searched",
     }
     lines = [
-        f"| ms a step | {' | '.join(kinds)} | by hand compiling takes, of the captured | searched "
-        "takes, of the best by hand | search and cold start, s |",
+        f"| ms a step | {' | '.join(kinds)} | compiled ÷ captured, by hand "
+        "| searched ÷ best by hand | search and cold start, s |",
         f"|---|{'---:|' * (len(kinds) + 3)}",
     ]
     for name, about in result["workloads"].items():
@@ -96,9 +97,9 @@ def _best(methods: dict[str, Result], pattern: str) -> Result | None:
 
 
 def _quotient(one: Result, other: Result) -> float:
-    """Return what one takes in that of another, by what is the same in all runs if theirs differ.
+    """Return one method's time divided by another's.
 
-    Of one run round by round, of several by the ratios to the reference of each.
+    Where both are of one run that is done round by round, else by the reference of each one's run.
     """
     if one["run"] == other["run"]:
         rounds = zip(one["blocks_ms"], other["blocks_ms"], strict=True)

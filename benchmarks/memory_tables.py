@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from benchmarks import baseline_tables
@@ -54,7 +55,7 @@ def offload_training(result: dict[str, Any]) -> list[str]:
         f"| of what the bus ({bus / 1e9:.0f} GB/s) allows | same bits, or losses apart by |",
         "|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
-    for row in result["rows"]:
+    for row in sorted(result["rows"], key=operator.itemgetter("mode")):  # eager first
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}"
         share, carried = (
             "" if row[key] is None else f"{row[key]:.0%}" for key in ("of_plain_peak", "of_allowed")
@@ -64,7 +65,8 @@ def offload_training(result: dict[str, Any]) -> list[str]:
             f"| {_ratio(row, 'time_ratio')} | {peak} | {share} "
             f"| {row['sent_bytes'] / 1e9:.2f} | {carried} | {_alike(row)} |"
         )
-    return lines + _left_out(result)
+    told = "Times plain are of the plain steps of the same run, of which the last run's stand here."
+    return [*lines, "", told, *_left_out(result)]
 
 
 def offload_update(result: dict[str, Any]) -> list[str]:
@@ -110,8 +112,8 @@ def fragmentation(result: dict[str, Any]) -> list[str]:
 def out_of_memory(result: dict[str, Any]) -> list[str]:
     """Return a line for each stage in which memory ran out."""
     lines = [
-        "| ran out in | in use, MB | lines in use apart from the allocator's figure "
-        "| from what was read just before | all lines apart from what is reserved "
+        "| ran out in | in use, MB | lines in use differ from the allocator's figure by "
+        "| from the figure read just before by | all lines differ from what is reserved by "
         "| account taken in, ms | next step trains |",
         "|---|---:|---:|---:|---:|---:|---|",
     ]

@@ -62,7 +62,7 @@ class Net(nn.Module):
 
     def ask(self, where: str) -> None:
         """Ask for what there is not, in one stage."""
-        if torch._C._cuda_isCurrentStreamCapturing():  # torch.cuda's function keeps it from us
+        if torch._C._cuda_isCurrentStreamCapturing():  # torch.cuda's function denies it
             where = "capture"
         if where == self.where:
             SEEN.put(torch.cuda.memory_allocated())
@@ -130,12 +130,13 @@ def measured(stage: str) -> dict[str, Any]:
                 trainer.step(x)
     except (OutOfMemoryError, CaptureError) as error:
         account = error.account
+        if account is None:
+            raise
     finally:
         AccountTaker.take = take  # type: ignore[method-assign]
         net.where = ""
-    if account is None:
-        raise RuntimeError(f"three steps asked for {SEEN.qsize()} x {ASKED} bytes, and had them")
-    seen = 0
+    if account is None or SEEN.empty():
+        raise RuntimeError(f"{stage}: nothing ran out of memory where {ASKED} bytes were asked for")
     while not SEEN.empty():  # asked again: the last one raised
         seen = SEEN.get()
     in_use = sum(line.num_bytes for line in account.in_use)

@@ -43,8 +43,8 @@ MODES = ("eager", "graph")
 
 def ways_of(case: Case) -> dict[bool | str, bool | str | RecomputeOptions]:
     """Return the ways to recompute, by what they are called."""
-    stages = {"stages": RecomputeOptions(regions=case.stages)} if case.stages else {}
-    return {**{way: way for way in WAYS}, **stages}
+    ways: dict[bool | str, bool | str | RecomputeOptions] = dict(zip(WAYS, WAYS, strict=True))
+    return ways | ({"stages": RecomputeOptions(regions=case.stages)} if case.stages else {})
 
 
 class Way(Arm):
@@ -135,6 +135,7 @@ def row(arm: Way, plain: Way, case: Case, mode: str, plan: RecomputePlan) -> dic
     pairs = zip(plain.times_ms, arm.times_ms, strict=True)
     cost, quartiles = median_and_quartiles([after / before for before, after in pairs])
     choices = {choice.recompute: choice for choice in plan.choices}
+    choice = choices.get(arm.way)  # it knows of blocks only
     return {
         "mode": mode,
         "shape": case.title,
@@ -145,10 +146,8 @@ def row(arm: Way, plain: Way, case: Case, mode: str, plan: RecomputePlan) -> dic
         "same_bits": all(map(torch.equal, plain.losses, arm.losses)),
         "kept_bytes": arm.kept_bytes,
         "peak_bytes": arm.peak_bytes,
-        "planned_bytes": choices[arm.way].saved_bytes if arm.way in choices else None,
-        "planned_cost": (
-            choices[arm.way].step_ms / choices[False].step_ms if arm.way in choices else None
-        ),
+        "planned_bytes": choice and choice.saved_bytes,
+        "planned_cost": choice and choice.step_ms / choices[False].step_ms,
         "turns_ms": arm.times_ms,
     }
 

@@ -169,6 +169,13 @@ def test_a_changed_figure_changes_the_page(made_up):
         ("largest", "| plain | 12 | 1.00 | 51,000 | 4.50B (20 layers) | 1.00 | 9,000 |"),
         ("largest", "| recompute | at least 42 | at least 3.50 | 43,210 | nothing fits |  |  |"),
         ("recompute", "| GPT | graph | none | 25.0 | 1.250 (1.200 to 1.300) | 1.275 | 310 | 300 |"),
+        ("recompute", "| GPT | graph | stages | 25.0 | 1.250 (1.200 to 1.300) |  | 310 |  |"),
+        ("fragmentation", "| after so many steps | 50 | 5,000 |"),
+        ("fragmentation", "| torch's own settings, device full 2 times | 1.18 | 3.61 |"),
+        ("fragmentation", "| variable-shapes | 1.07 | 1.07 |"),
+        ("fragmentation", "At the end tensors have needed 1.02 GB at most."),
+        ("out of memory", "| forward | 156.3 | 0.000% | 1.230% | 0.040% | 81.0 | yes |"),
+        ("out of memory", "| capture | 156.3 | 0.000% | 1.230% | 0.040% | 81.0 | **no** |"),
         ("slow scripts", "| one | it reads a number | sync-bound | host-sync | right |"),
         (
             "slow scripts",

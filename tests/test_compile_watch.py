@@ -240,8 +240,12 @@ def test_a_length_is_marked_in_blocks_of_which_the_first_needs_no_gradient(warni
             return handle.report().counters["graphs"]
 
     assert graphs_of(mark=True) < graphs_of(mark=False) == 8
-    for told in warnings_given():
+    marked, not_marked = warnings_given()
+    for told in (marked, not_marked):
         assert "dimension 1 of args[0] changed from 16 to 12" in told
+    assert "marked as dynamic from now on" in marked
+    assert "mark_dynamic" not in marked  # which is on already
+    assert "mark_dynamic" in not_marked
 
 
 RESHAPED = {"regions": "whole", "backend": "eager", "dynamic": False}
@@ -349,6 +353,20 @@ def test_nothing_is_marked_unasked(record, warnings_given):
     assert watch.dimensions == ()
     assert watch.mark({"batch": batch_of(6)}) == 0
     assert "marked as dynamic" not in warnings_given()[0]
+
+
+def test_a_single_sample_is_not_said_to_be_marked(record, warnings_given):
+    """Torch compiles a size of 1 apart, whatever is marked."""
+    model = compiled(Model(), dynamic=False)
+    model(batch_of(8))
+    watch = SteadyWatch(record, mark_dynamic=True)
+    watch.begin()
+    model(batch_of(1))
+    watch.check()
+    assert watch.mark({"batch": batch_of(1)}) == 0
+    [message] = warnings_given()
+    assert "marked as dynamic" not in message
+    assert "pad or drop the odd batch" in message.lower()
 
 
 def test_only_sizes_are_marked(record):

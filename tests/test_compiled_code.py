@@ -71,7 +71,10 @@ def test_what_is_kept_from_compiling_is_not_compiled(value):
 def test_a_partial_of_what_is_kept_from_compiling_is_too():
     value = partial(torch.compiler.disable(lambda x, y: x), 1)
     assert is_disabled(value)
-    assert is_disabled(partial(value, y=2))
+    value.tag = "with an attribute a partial of it stays one of a partial"
+    outer = partial(value, y=2)
+    assert outer.func is value
+    assert is_disabled(outer)
 
 
 def test_what_is_compiled_is_not_kept_from_it():

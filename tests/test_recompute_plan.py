@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import copy
-import itertools
 import math
 
 import pytest
@@ -88,10 +87,11 @@ def test_each_choice_is_timed_as_it_runs(monkeypatch):
     # and once more behind the first one, to tell how many steps are a turn.
     steps = [tuple(standing[n : n + 4]) for n in range(4, len(standing), 4)]
     turn = [False, *[True] * 6]
-    assert [any(step) for step in steps] == [*turn, False, *turn * 2]
+    turn_of_two = [is_recomputed for is_recomputed in turn for _ in range(2)]
+    assert [any(step) for step in steps] == [*turn, False, *turn_of_two * 2]
 
 
-@pytest.mark.parametrize(("step_s", "steps"), [(0.05, 4), (0.001, 8), (0.3, 1)])
+@pytest.mark.parametrize(("step_s", "steps"), [(0.05, 4), (0.001, 8), (0.3, 2)])
 def test_the_steps_of_a_turn_follow_one_another_without_a_wait(monkeypatch, step_s, steps):
     clock, done = [0.0], []
     monkeypatch.setattr("torchfast.memory.recompute_times.time.perf_counter", lambda: clock[0])
@@ -106,8 +106,8 @@ def test_the_steps_of_a_turn_follow_one_another_without_a_wait(monkeypatch, step
 
     plan = plan_recompute(GPT(4, block=Slow), token_loss, tokens(), memory_gb=1.0, repeats=2)
     assert all(choice.step_ms == pytest.approx(step_s * 1e3) for choice in plan.choices)
-    blocks = [len(list(run)) for word, run in itertools.groupby(done) if word == "block"]
-    assert blocks[-14:] == [4 * steps] * 14
+    turn = ["wait", *["block"] * 4 * steps, "wait"]
+    assert done[-14 * len(turn) :] == turn * 14
 
 
 def test_a_choice_that_does_not_fit_into_the_device_is_estimated(monkeypatch):
@@ -131,6 +131,15 @@ def test_a_choice_that_does_not_fit_into_the_device_is_estimated(monkeypatch):
     assert not found["blocks, one of 2"][0]
     assert str(plan).count("time estimated") == 5
 
+    # Where to wait for the device takes long, both are as if nobody waited for each step.
+    def wait(device):
+        clock[0] += 10.0
+
+    monkeypatch.setattr("torchfast.memory.recompute_times.wait", wait)
+    plan = plan_recompute(model, token_loss, tokens(), memory_gb=1.0, repeats=1)
+    found = {choice.name: choice.step_ms / 1e3 for choice in plan.choices}
+    assert found["none"] < found["blocks"] < 20
+
 
 # -- Where a graph will hold the step --------------------------------------------------------------
 
@@ -150,14 +159,14 @@ class HostBound(GPTBlock):
 
 @pytest.fixture
 def host_bound(tape, monkeypatch):
-    """A model whose blocks cost the host a second each, on a tape that plays 1,000 calls in one."""
+    """A model whose blocks cost the host a second each, on a tape with 10,000 calls in one."""
     clock = array.array("d", [0.0])
     monkeypatch.setattr("torchfast.memory.recompute_times.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("torchfast._core.reading.time.perf_counter", lambda: clock[0])
     played, play = [], TapeGraph.replay
 
     def replay(graph):
-        clock[0] += 1e-3 * len(graph.tape.calls)
+        clock[0] += 1e-4 * len(graph.tape.calls)
         played.append(len(graph.tape.calls))
         play(graph)
 
@@ -185,9 +194,13 @@ def test_where_a_graph_will_hold_the_step_its_replays_are_timed(host_bound):
     assert all(choice.is_measured for choice in found.choices)
     # Each way by a graph of its own that holds what it recomputes, and none of the host's time.
     by_way = played[:7]
-    # Behind each capture, to warm up, one that tells how many are a turn, and two turns.
-    assert played == [*by_way * 2, by_way[0], *by_way * 2]
-    assert [choice.step_ms for choice in found.choices] == pytest.approx(sorted(by_way))
+    # Behind each capture, to warm up, one that tells how many are a turn, and two turns of these.
+    steps = round(2000 / by_way[0])
+    assert steps == 7
+    turns = [way for way in by_way for _ in range(steps)]
+    assert played == [*by_way * 2, by_way[0], *turns * 2]
+    expected = [calls / 10 for calls in sorted(by_way)]
+    assert [choice.step_ms for choice in found.choices] == pytest.approx(expected)
     assert by_way[0] == min(by_way)
     assert 1.0 < costs(found)["selective"] < costs(found)["blocks"] < 1.9
     assert [c.saved_bytes for c in sorted(found.choices, key=lambda c: c.name)] == [
@@ -210,7 +223,8 @@ def test_what_does_not_fit_beside_graphs_is_estimated_in_their_measure(host_boun
     assert {name for name, choice in ways.items() if choice.is_measured} == {"blocks", "selective"}
     # Half of a launched step's time were forwards, and so it is taken to be in a replay.
     assert ways["none"].step_ms == pytest.approx(ways["blocks"].step_ms / 2)
-    assert len(played) == 3 * 2 + 1  # one more, to tell how many are a turn
+    # Each way that fits behind its capture, to warm up and in a turn; one more tells its length.
+    assert len(played) == 2 * 2 + 1 + 2 * round(2000 / played[0])
 
 
 def test_a_step_that_cannot_be_captured_is_timed_as_it_will_run(host_bound, caplog):

@@ -15,6 +15,7 @@ from benchmarks import (
     compare_check,
     figures,
     first_replay,
+    fragmentation,
     graph_events,
     largest,
     largest_tries,
@@ -32,6 +33,7 @@ from benchmarks import (
 from benchmarks.methods import METHODS
 from benchmarks.result_rows import ResultRows
 from benchmarks.workloads import workload
+from torchfast.memory.recompute import chosen_blocks
 
 
 @pytest.fixture
@@ -60,6 +62,20 @@ def test_recompute(run):
     foretold = {row["recompute"] for row in rows if row["planned_bytes"] and row["planned_cost"]}
     assert foretold == {False, "selective", "blocks"}
     assert "OTHER" not in printed
+
+
+def test_the_stages_of_a_resnet_are_recomputed_as_wholes():
+    case = recompute.CASES["smoke"]["ResNet-50"]
+    ways = recompute.ways_of(case)
+    assert list(ways) == [*recompute.WAYS, "stages"]
+    blocks = chosen_blocks(case.build(), ways["stages"])
+    assert [path for path, _ in blocks] == ["blocks.0", "blocks.1"]
+
+
+def test_a_run_is_looked_at_early_and_at_its_end():
+    assert fragmentation.marked(5000)[:2] == [50, 100]
+    assert fragmentation.marked(5000)[-1] == 5000
+    assert fragmentation.marked(1) == [1]
 
 
 def test_recompute_measures_what_is_asked_for_beside_what_there_is(run, tmp_path):

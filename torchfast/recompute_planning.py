@@ -38,8 +38,9 @@ def plan_recompute(
     """Measure a model and find the cheapest recompute with which its step fits into a memory.
 
     Args:
-        model: Run in training mode, forward and backward, once for each choice and then in
-            ``repeats`` turns of one to eight steps, on a CUDA device twice more.
+        model: Run in training mode, forward and backward: once for each choice, once more for the
+            first, in ``repeats`` turns of two to eight steps for each, and on a CUDA device twice
+            more.
             Its gradients, buffers and mode, and the random generators, are put back.
         loss_fn: As a `Trainer` takes it.
         batch: A batch, or a micro-batch where gradients are accumulated.
@@ -47,8 +48,8 @@ def plan_recompute(
         optimizer: Whose state takes memory too; before its first step it is estimated.
         autocast: The dtype of autocast, if the step is to train under it.
         device: Where to measure; None means where the parameters are.
-        repeats: How many turns of each choice are timed, of as many steps as take 0.2 s, eight at
-            most.
+        repeats: How many turns of each choice are timed. A turn is as many steps, two to eight, as
+            take 0.2 s with the first choice.
         cuda_graph: What the plan will have: whether a graph will hold the step, and then replays
             are timed. They keep memory of their own, what a step needs at its peak.
 

@@ -75,7 +75,7 @@ class CompileAccount(Closing):
     def __init__(self, model: nn.Module | None, options: CompileOptions, context: str = "") -> None:
         keys = work_out_keys() if options.backend == "inductor" else []
         self._record = CompileRecord(before=partial(wait_for_keys, keys))
-        self._watch = SteadyWatch(self._record)
+        self._watch = SteadyWatch(self._record, mark_dynamic=options.mark_dynamic)
         self._num_steps = 0
         self._is_closed = False
         with _LOCK:

@@ -24,6 +24,10 @@ from torchfast.compiler.record import CompileRecord
 logger = logging.getLogger(__name__)
 
 _MODES = ("training", "global state")
+_MARKED = (
+    "Of an argument it is marked as dynamic from now on; elsewhere, as in an attribute, keep it "
+    "fixed"
+)
 
 
 @final
@@ -146,12 +150,14 @@ class SteadyWatch:
         if cause is None:
             return
         self._has_warned = True
-        marked = cause.change.kind == "size" and self._mark_dynamic
+        change = cause.change
+        # A size of 0 or 1 is compiled apart, whatever is marked.
+        marked = self._mark_dynamic and change.kind == "size" and change.after not in ("0", "1")
         logger.warning(
             "torch.compile compiled a function again in the middle of the run, which took %.1f s: "
             "%s. Further ones are counted, not warned of",
             cause.seconds,
-            f"{cause.cause}. It is marked as dynamic from now on" if marked else cause,
+            f"{cause.cause}. {_MARKED}" if marked else cause,
         )
 
     def _unexpected(self) -> Recompile | None:

@@ -36,7 +36,7 @@ from torchfast.memory.recompute_probe import BlockProbe
 logger = logging.getLogger(__name__)
 
 Step = Callable[[Any], object]
-Run = Callable[[int], None]  # so many steps
+Run = Callable[[int], None]  # runs that many steps
 Arm = list[BlockForward]
 
 
@@ -56,9 +56,9 @@ class Graphs(Protocol):
 
 MakeGraphs = Callable[[Step, Any], Graphs | None]  # None on a device that has no graphs
 
-# A turn is as many steps as take so long, and no more than so many.
+# A turn is as many steps as take so long, within these bounds.
 _TURN_MS = 200.0
-_MOST_STEPS = 8
+_FEWEST_STEPS, _MOST_STEPS = 2, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +107,9 @@ def timed(
         return StepTimes(by_way=times, by_call=[], plain_ms=0.0, is_eager=is_eager)
     by_call, whole_ms = _of_blocks(step, batch, probe, device, repeats)
     plain_ms = max(whole_ms - sum(by_call), whole_ms / 10)
-    # They were launched. Where replays were timed, all is shorter in the measure that the step is.
-    scale = 1.0 if is_eager or times[-1] is None else times[-1] / whole_ms
+    # They were launched and waited for one by one. In replays, or in a row, all is shorter in the
+    # measure that the step is.
+    scale = 1.0 if times[-1] is None else times[-1] / whole_ms
     return StepTimes(
         by_way=times,
         by_call=[ms * scale for ms in by_call],
@@ -178,7 +179,6 @@ def _replayed(
 def _captured(captures: Graphs, arm: Arm) -> Run | None:
     """Return what replays steps in one way; None if it did not fit."""
     outer = sys.exception()
-    replay = None
     try:
         with _standing(arm):
             replay = captures.capture()
@@ -186,10 +186,10 @@ def _captured(captures: Graphs, arm: Arm) -> Run | None:
         if cause_of(error, outer) is None:
             raise
         let_go(error, outer)
-    if replay is None:
-        gc.collect()
-        return None
-    return partial(_repeated, replay)
+    else:
+        return partial(_repeated, replay)
+    gc.collect()
+    return None
 
 
 def _repeated(replay: Callable[[], object], steps: int) -> None:
@@ -227,8 +227,9 @@ def _in_turns(runs: Sequence[Run | None], device: torch.device, repeats: int) ->
 
     for number in range(len(runs)):
         turn(number, 1)  # which warms up, and is where selective chooses
-    once = next((ms for ms in (turn(number, 1) for number in range(len(runs))) if ms), _TURN_MS)
-    steps = max(1, min(_MOST_STEPS, round(_TURN_MS / once)))
+    again = (turn(number, 1) for number in range(len(runs)))
+    once = next((ms for ms in again if ms is not None), _TURN_MS)  # of the first that fits
+    steps = max(_FEWEST_STEPS, min(_MOST_STEPS, round(_TURN_MS / once)))
     for _ in range(repeats):
         for number in range(len(runs)):
             taken, ms = turns[number], turn(number, steps)
