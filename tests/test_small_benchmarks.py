@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import weakref
 from functools import partial
@@ -103,6 +104,7 @@ def test_recompute_measures_what_is_asked_for_beside_what_there_is(run, tmp_path
 
 def test_rows_that_do_not_say_their_run_keep_that_of_their_file(monkeypatch, tmp_path):
     out = tmp_path / "figures.json"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # however pytest was called
     monkeypatch.setattr("sys.argv", ["first.py"])
     results.write(out, {"settings": {}, "rows": [{"name": "a"}]})
     monkeypatch.setattr("sys.argv", ["second.py"])
