@@ -306,7 +306,8 @@ def told(
     raw = f"Raw figures in ``benchmarks/results/{file}``."
     if len(told_runs) == 1 and listed is None:
         return f"Measured on {where}: {told_runs[0]}. {raw}"
-    days = " and ".join(sorted({run["date"] for run in parts}))
+    *before, last = sorted({run["date"] for run in parts})
+    days = f"{', '.join(before)} and {last}" if before else last
     summary = f"Measured on {where}, in {len(told_runs)} runs on {days}"
     if listed is not None:
         return f"{summary}, by the commands [listed here]({listed}). {raw}"
