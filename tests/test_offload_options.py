@@ -21,6 +21,7 @@ from torchfast.memory import (
     host_pool,
     optimizer_offload,
 )
+from torchfast.memory.step_offload import StepOffload
 
 ALL = OffloadOptions(min_bytes=1, window_bytes=0)
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
@@ -303,3 +304,17 @@ def test_what_is_refused():
     with pytest.raises(PlanError, match="does not go with shard='fsdp'"):
         Plan(offload="optimizer", shard="fsdp")
     Plan(offload="activations", nonfinite="skip", precision="fp16", shard="fsdp")
+
+
+def test_the_bound_of_what_is_taken_back_is_that_of_the_optimizer():
+    offload = OffloadOptions(activations=False, optimizer=True, overlap=True, max_undo_bytes=0)
+    assert "max_undo_bytes=0" in repr(offload)
+    assert Plan.from_json(Plan(offload=offload).to_json()).offload == offload
+    model = nn.Linear(4, 4)
+    make = StepOffload(offload).source(partial(torch.optim.SGD, lr=0.1))
+    assert make.keywords["max_undo_bytes"] == 0
+    make(list(model.parameters()))
+    with pytest.raises(PlanError, match=r"max_undo_bytes=0 .* goes with overlap=True only"):
+        OffloadOptions(optimizer=True, max_undo_bytes=0)
+    with pytest.raises(ValueError, match="max_undo_bytes must be >= 0"):
+        OffloadOptions(optimizer=True, overlap=True, max_undo_bytes=-1)

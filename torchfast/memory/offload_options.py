@@ -17,6 +17,7 @@ from torchfast._core.errors import PlanError
 from torchfast._core.option_fields import call_of, changed_fields
 from torchfast._core.selection import checked_regions
 from torchfast.memory.recompute_options import Regions, ordered
+from torchfast.memory.undo import UNDO_BYTES
 
 
 @explain_init_keywords
@@ -30,6 +31,8 @@ class OffloadOptions:
         optimizer: The optimizer's state, with its update; see `OffloadedOptimizer`.
         overlap: Begin that update in the backward, on the guess that gradients stay as they are,
             and take back what was wrong. A step is then not captured in a graph.
+        max_undo_bytes: With ``overlap``, the most memory of the host, not pinned, for taking back;
+            with 0 gradients are copied in the backward and nothing begins there.
         min_bytes: Smaller activations stay.
         window_bytes: The newest activations that stay; None takes what one block saves.
         max_bytes: The most to send of one forward; None sends all.
@@ -46,8 +49,8 @@ class OffloadOptions:
     Raises:
         TypeError: A value of the wrong type.
         ValueError: A number that is too small; and as `PlanError`: nothing to offload, a
-            ``max_slowdown`` of activations that are not chosen by measurement, or an ``overlap``
-            of an update that is not on the host.
+            ``max_slowdown`` of activations that are not chosen by measurement, an ``overlap`` of
+            an update that is not on the host, or ``max_undo_bytes`` without ``overlap``.
 
     Example:
         >>> OffloadOptions(window_bytes=1 << 28)
@@ -68,6 +71,7 @@ class OffloadOptions:
     max_resident_blocks: int = 2
     max_slowdown: float = 0.0
     overlap: bool = False
+    max_undo_bytes: int = UNDO_BYTES
 
     CHOICES: ClassVar[tuple[str, ...]] = ("activations", "auto", "optimizer", "all", "parameters")
 
@@ -94,6 +98,12 @@ class OffloadOptions:
             raise PlanError(
                 "overlap=True has the update on the host begin in the backward, so it goes with "
                 "optimizer=True only, got optimizer=False"
+            )
+        check_int("max_undo_bytes", self.max_undo_bytes, minimum=0)
+        if self.max_undo_bytes != UNDO_BYTES and not self.overlap:
+            raise PlanError(
+                f"max_undo_bytes={self.max_undo_bytes} bounds what is kept of an update that "
+                "begins in the backward, so it goes with overlap=True only, got overlap=False"
             )
         if slowdown and self.activations != "auto":
             raise PlanError(

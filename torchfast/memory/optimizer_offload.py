@@ -29,9 +29,9 @@ from torchfast._core.errors import UnsupportedOptimizerError
 from torchfast.memory.copy_streams import copy_streams_for
 from torchfast.memory.host_update import HostUpdate
 from torchfast.memory.mirrored_optimizer import Mirrored
+from torchfast.memory.undo import UNDO_BYTES
 
 _BUCKET_BYTES: Final = 1 << 26
-_UNDO_BYTES: Final = 1 << 32
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
@@ -86,7 +86,7 @@ class OffloadedOptimizer(Optimizer):
         *,
         bucket_bytes: int = _BUCKET_BYTES,
         overlap: bool = False,
-        max_undo_bytes: int = _UNDO_BYTES,
+        max_undo_bytes: int = UNDO_BYTES,
     ) -> None:
         check_callable("make", make, "make(parameters)")
         self._hosts: dict[Tensor, nn.Parameter] = {}

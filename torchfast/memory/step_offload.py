@@ -47,7 +47,8 @@ class StepOffload:
         from torchfast.memory.optimizer_offload import offloaded
 
         assert self._options is not None
-        return offloaded(source, overlap=self._options.overlap)
+        options = self._options
+        return offloaded(source, overlap=options.overlap, max_undo_bytes=options.max_undo_bytes)
 
     @property
     def no_graph(self) -> str | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+UNDO_BYTES: Final = 1 << 32  # unless the user says otherwise
 
 
 @final
