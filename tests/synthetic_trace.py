@@ -182,6 +182,18 @@ def report(made, tmp_path, lines=None):
     return analyse_trace(path, lines=lined)
 
 
+def replayed(num=150, *, every_us=1000.0):
+    """A step that is one graph of small kernels, with which the host is late."""
+    made = SyntheticTrace()
+    for step in range(STEPS):
+        begin = step * every_us
+        made.step(step, begin - 6, begin + every_us - 7)
+        number = made.kernel(begin, begin + 3, call="cudaGraphLaunch")
+        for i in range(1, num):
+            made.more_of(number, begin + 4 * i, begin + 4 * i + 3)
+    return made
+
+
 def tiny(num=150):
     made = SyntheticTrace()
     for step in range(STEPS):

@@ -81,6 +81,7 @@ class Figures:
         num_kernels: How many there were.
         num_launches: The launches of the host; a graph is one.
         num_tiny: The kernels below ``kernels.TINY_US``.
+        num_replayed: The kernels of replays of CUDA graphs.
         by_category: Kernel time by what the kernels do.
         cast_us: Kernel time that changes one type into another.
         arithmetic_us: Kernel time of products, convolutions and attention.
@@ -118,6 +119,7 @@ class Figures:
     num_kernels: int = 0
     num_launches: int = 0
     num_tiny: int = 0
+    num_replayed: int = 0
     by_category: dict[str, float] = field(default_factory=dict)
     cast_us: float = 0.0
     arithmetic_us: float = 0.0
@@ -229,6 +231,7 @@ def _device_figures(
         num_kernels=len(run),
         num_launches=len({e.work.correlation for e in launched}),
         num_tiny=sum(map(is_tiny, run)),
+        num_replayed=sum(each.phase == "replay" for each in run),
         by_category=dict(sorted(by_category.items(), key=lambda item: -item[1])),
         cast_us=casts,
         arithmetic_us=sum(by_cores.values()),

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 from torchfast.profiling.figures import BY_HOST, Figures
-from torchfast.profiling.findings import Finding
+from torchfast.profiling.findings import Finding, is_replayed
 from torchfast.profiling.gaps import Gap
 
 Class = Literal[
@@ -69,6 +69,11 @@ _LEVERS: Final[dict[str, str]] = {
     "compute-bound": "lower precision (plan='fast' for bf16, float8 where the device has it)",
     "fine": "nothing: the device computes all the time, on its fastest units",
 }
+# The host launches one graph a step, and is late with that: what is left is to launch fewer.
+_REPLAYED_LEVER: Final = (
+    "run several steps in each replay: trainer.fit(unroll=8), or trainer.steps over "
+    "trainer.prefetch(loader, unroll=8); or give the device more work in a step"
+)
 _UNKNOWN_LEVER: Final = (
     "look at the gaps in the timeline of the page: work that waits for another stream or device, "
     "or kernels so short that the time between them counts (fuse them: plan='fast')"
@@ -165,7 +170,16 @@ def judge(figures: Figures, findings: Sequence[Finding]) -> Verdict:
         if not moves_data and not findings:
             name = "fine"
     found = _verdict(name, evidence, _text(name, f, classes), findings)
+    if name == "launch-bound" and is_replayed(f):
+        found = found._replace(lever=_lever_of_replays(findings))
     return found if found.line else found._replace(line=_line_of_most(f, _CAUSES.get(name, ())))
+
+
+def _lever_of_replays(findings: Sequence[Finding]) -> str:
+    """Return what to try where the host is late with replays: to do less else, or fewer of them."""
+    others = ("recompiles", "slow-python")
+    own = next((finding.lever for finding in findings if finding.kind in others), None)
+    return _REPLAYED_LEVER if own is None else f"{own}; or {_REPLAYED_LEVER}"
 
 
 def _line_of_most(figures: Figures, causes: Sequence[str]) -> str | None:
