@@ -12,8 +12,8 @@ from torch import nn, optim
 from models import make_batches, mean_loss
 from test_parity import OPTIMIZERS
 from torchfast import Plan, PlanError, PrecisionOptions, Trainer, TrainStep
+from torchfast._core.fp32_switches import fp32_precision
 from torchfast.precision import PrecisionPolicy
-from torchfast.precision.policy import fp32_precision
 
 CPU = torch.device("cpu")
 
@@ -421,14 +421,18 @@ def test_a_nested_evaluation_does_not_leave_autocast_on():
 
 
 def test_an_inherited_fp32_switch_stays_inherited():
+    holder = torch.backends.cuda.matmul
+    before = holder.fp32_precision
     try:
+        holder.fp32_precision = "none"  # though another test has left a value
         torch.backends.fp32_precision = "tf32"
         with fp32_precision("ieee", "cuda"):
             pass
         torch.backends.fp32_precision = "none"
-        assert torch.backends.cuda.matmul.fp32_precision == "none"
+        assert holder.fp32_precision == "none"
     finally:
         torch.backends.fp32_precision = "none"
+        holder.fp32_precision = before
 
 
 def test_channels_last_leaves_shared_storage_tied():

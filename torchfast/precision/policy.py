@@ -11,8 +11,7 @@ next forward would see old weights, silently: `after_update` drops them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from torchfast._core.decisions import Decision
 from torchfast._core.device import has_fast_bf16, has_tf32
 from torchfast._core.errors import PlanError
+from torchfast._core.fp32_switches import fp32_precision
 from torchfast.precision.options import PrecisionOptions
 
 _NOTHING = nullcontext()  # holds nothing, so one serves every step
@@ -71,34 +71,6 @@ class PrecisionPolicy:
     def after_update() -> None:
         """Drop casts of weights that the update has just changed."""
         torch.clear_autocast_cache()
-
-
-@contextmanager
-def fp32_precision(value: str, kind: str) -> Iterator[None]:
-    """Set how fp32 products and convolutions are computed; put the old values back after.
-
-    Args:
-        value: ``"ieee"`` or ``"tf32"``.
-        kind: ``"cuda"`` or ``"cpu"``.
-    """
-    # The new interface alone: mixing it with allow_tf32 makes torch raise.
-    backends: Any = torch.backends
-    holders = (
-        (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)
-        if kind == "cuda"
-        else (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
-    )
-    old = [holder.fp32_precision for holder in holders]
-    try:
-        for holder in holders:
-            holder.fp32_precision = value
-        yield
-    finally:
-        for holder, before in zip(holders, old, strict=True):
-            # What was inherited goes back to being inherited, not to a value of its own.
-            holder.fp32_precision = "none"
-            if holder.fp32_precision != before:
-                holder.fp32_precision = before
 
 
 def _resolve(options: PrecisionOptions, device: torch.device) -> tuple[str, Decision]:

@@ -15,6 +15,7 @@ from typing import Any, Final, final
 import torch
 
 from torchfast._core.errors import UnsupportedDeviceError
+from torchfast._core.fp32_switches import fp32_precision
 
 _SIZE: Final = 8192
 _COPY_BYTES: Final = 1 << 30
@@ -71,23 +72,19 @@ def measure_ceilings(device: torch.device | str | int | None = None) -> Ceilings
     size = _SIZE
     while 3 * 4 * size * size > room and size > 512:
         size //= 2
-    precision = torch.backends.cuda.matmul.fp32_precision
     flops: dict[str, float] = {}
     with torch.cuda.device(where):
-        try:
-            for name, dtype, allowed in (
-                ("float32", torch.float32, "ieee"),
-                ("tf32", torch.float32, "tf32"),
-                ("bfloat16", torch.bfloat16, "ieee"),
-                ("float16", torch.float16, "ieee"),
-            ):
-                torch.backends.cuda.matmul.fp32_precision = allowed
+        for name, dtype, allowed in (
+            ("float32", torch.float32, "ieee"),
+            ("tf32", torch.float32, "tf32"),
+            ("bfloat16", torch.bfloat16, "ieee"),
+            ("float16", torch.float16, "ieee"),
+        ):
+            with fp32_precision(allowed, "cuda"):
                 one = torch.randn(size, size, device=where, dtype=dtype)
                 product = partial(torch.mm, one, one, out=torch.empty_like(one))
                 flops[name] = 2.0 * size**3 / _best_s(product)
                 del one, product
-        finally:
-            torch.backends.cuda.matmul.fp32_precision = precision
         if torch.cuda.get_device_capability(where) >= _FLOAT8_CAPABILITY:
             for name, dtype in _FLOAT8.items():
                 flops[name] = 2.0 * size**3 / _best_s(float8_product(size, dtype, where))
