@@ -253,7 +253,6 @@ def _predicted(
     passed.update(key for call in probe.calls for key in call.outputs)
     shared: Storages = dict(probe.outside)
     own_bytes, more_ms = 0, 0.0
-    first = {call.kind: call for call in reversed(probe.calls)}
     for call, ms in zip(probe.calls, times or [0.0] * len(probe.calls), strict=True):
         cost = probe.costs[call.kind]
         if call.path in chosen:
@@ -273,7 +272,7 @@ def _predicted(
                         more_ms -= min(result.ms, ms)
         else:
             own_bytes += _own_bytes(cost.saved, passed, probe.outside)
-            shared.update(_saved_by(call, first[call.kind], cost))
+            shared.update(_saved_by(call, probe.looked_into[call.kind], cost))
     return sum(shared.values()) + own_bytes, max(0.0, more_ms)
 
 
@@ -282,13 +281,13 @@ def _own_bytes(held: Storages, passed: set[int], outside: Storages) -> int:
     return sum(size for key, size in held.items() if key not in passed and key not in outside)
 
 
-def _saved_by(call: ProbedCall, first: ProbedCall, cost: BlockCosts) -> Storages:
-    """Return what goes in and out of a call and is saved in it, as in the first of its kind."""
+def _saved_by(call: ProbedCall, known: ProbedCall, cost: BlockCosts) -> Storages:
+    """Return what goes in and out of a call and is saved in it, as in the known one of its kind."""
     saved: Storages = {}
     for place, held in enumerate(call.inputs):
-        if place >= len(first.inputs) or any(key in cost.saved for key in first.inputs[place]):
+        if place >= len(known.inputs) or any(key in cost.saved for key in known.inputs[place]):
             saved.update(held)
-    if any(key in cost.saved for key in first.outputs):
+    if any(key in cost.saved for key in known.outputs):
         saved.update(call.outputs)
     return saved
 

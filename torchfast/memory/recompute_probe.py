@@ -2,7 +2,9 @@
 
 So a model is measured in little more memory than it needs with recompute. The first call of each
 kind of block runs as it is and is looked into: what it saves, and what its expensive operations
-take. Of the other calls the inputs are noted, which is all that recompute keeps of them.
+take. Of a call that is given the batch it cannot be seen whether it saves that, which is no
+activation; so a later one that is given an activation there is looked into in its place. Of the
+other calls the inputs are noted, which is all that recompute keeps of them.
 
 Tensors that a count is about stay alive until the count is done, or another would get their memory
 and be taken for them.
@@ -70,7 +72,9 @@ class BlockProbe:
         }
         self._meter = CostMeter(model, device, tensors(batch))
         self.costs: dict[int, BlockCosts] = {}
+        self.looked_into: dict[int, ProbedCall] = {}  # by kind
         self._costs: dict[int, Callable[[], BlockCosts]] = {}
+        self._num_activations: dict[int, int] = {}  # among the inputs of these
         self._alive: list[Tensor] = []
         self._marks = Marks(device)
         self._spans: list[tuple[Mark, Mark]] = []
@@ -135,7 +139,7 @@ class BlockProbe:
                 return run(*args, **kwargs)
             args, kwargs = without_cache(args, kwargs)
             call = ProbedCall(path, kind)
-            if self._counts and kind not in self._costs:
+            if self._counts and self._tells_more(call, tensors_in((args, kwargs))):
                 result, self._costs[kind] = self._meter.run(block, run, args, kwargs)
             else:
                 was_inside, self._is_inside = self._is_inside, True
@@ -154,3 +158,11 @@ class BlockProbe:
             return result
 
         return forward
+
+    def _tells_more(self, call: ProbedCall, inputs: list[Tensor]) -> bool:
+        """Whether to look into a call, which is then that of its kind."""
+        num = sum(bool(self._meter.counted([tensor])) for tensor in inputs)
+        if num <= self._num_activations.get(call.kind, -1):
+            return False
+        self._num_activations[call.kind], self.looked_into[call.kind] = num, call
+        return True
