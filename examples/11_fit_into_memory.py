@@ -62,7 +62,7 @@ def main() -> None:
     torch.manual_seed(0)
     on_gpu = torch.device(args.device).type == "cuda"
     width, depth, batch_size, length = (1024, 24, 16, 1024) if on_gpu else (64, 4, 8, 64)
-    memory_gb = args.memory_gb or (24.0 if on_gpu else 0.012)
+    memory_gb = (24.0 if on_gpu else 0.012) if args.memory_gb is None else args.memory_gb
     model = nn.Sequential(
         nn.Embedding(256, width),
         *(Block(width) for _ in range(depth)),

@@ -61,6 +61,10 @@ def test_the_steps_of_a_turn_follow_one_another_without_a_wait(monkeypatch, step
 
     plan = plan_recompute(GPT(4, block=Slow), token_loss, tokens(), memory_gb=1.0, repeats=2)
     assert all(choice.step_ms == pytest.approx(step_s * 1e3) for choice in plan.choices)
+    # All take the same: what is simplest comes first, and then what keeps least.
+    first, *others = plan.choices
+    assert first.name == "none"
+    assert [c.saved_bytes for c in others] == sorted(c.saved_bytes for c in others)
     turn = ["wait", *["block"] * 4 * steps, "wait"]
     assert done[-14 * len(turn) :] == turn * 14
 

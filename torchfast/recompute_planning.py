@@ -18,6 +18,7 @@ from torchfast._core.device import resolve_device
 from torchfast._core.errors import UnsupportedDeviceError
 from torchfast._core.reachable import held_by
 from torchfast.graphs import CUDAGraphOptions, GraphTrials
+from torchfast.memory.recompute_options import Regions
 from torchfast.memory.recompute_plan import RecomputePlan, measure_recompute
 from torchfast.memory.recompute_times import Graphs, Step
 
@@ -29,11 +30,12 @@ def plan_recompute(
     batch: Any,
     *,
     memory_gb: float,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     autocast: torch.dtype | None = None,
     device: torch.device | str | int | None = None,
     repeats: int = 3,
     cuda_graph: bool | CUDAGraphOptions = False,
+    regions: Regions = "blocks",
 ) -> RecomputePlan:
     """Measure a model and find the cheapest recompute with which its step fits into a memory.
 
@@ -45,13 +47,17 @@ def plan_recompute(
         loss_fn: As a `Trainer` takes it.
         batch: A batch, or a micro-batch where gradients are accumulated.
         memory_gb: What there is for a step, in GB of 10**9 bytes.
-        optimizer: Whose state takes memory too; before its first step it is estimated.
+        optimizer: Whose state takes memory too, or a callable that makes it of parameters. Before
+            its first step the state is that of a small parameter, scaled; of an optimizer that is
+            neither torch's nor ours it is guessed by its options.
         autocast: The dtype of autocast, if the step is to train under it.
         device: Where to measure; None means where the parameters are.
         repeats: How many turns of each choice are timed. A turn is as many steps, two to eight, as
             take 0.2 s with the first choice.
         cuda_graph: What the plan will have: whether a graph will hold the step, and then replays
             are timed. They keep memory of their own, what a step needs at its peak.
+        regions: What is recomputed, as `RecomputeOptions` names it: the blocks that the model
+            repeats, or modules by path or class.
 
     Returns:
         The choices, from the fastest. ``is_eager`` says of what the times are: on a device without
@@ -61,7 +67,7 @@ def plan_recompute(
         ``memory_gb`` is more than the device has.
 
     Raises:
-        TypeError: Not a module, or not a loss function.
+        TypeError: Not a module, not a loss function, not an optimizer, or not a dtype.
         ValueError: A model whose blocks cannot be recomputed, or that has none.
 
     Numerics: Changes nothing.
@@ -100,5 +106,6 @@ def plan_recompute(
         autocast=autocast,
         device=device,
         repeats=repeats,
+        regions=regions,
         graphs=graphs if wants_graphs else None,
     )

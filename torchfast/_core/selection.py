@@ -14,7 +14,7 @@ from torchfast._core.blocks import find_blocks
 from torchfast._core.errors import PlanError
 
 
-def checked_regions(value: Any, words: Sequence[str], nothing: str) -> Any:
+def checked_regions(value: Any, words: Sequence[str], nothing: str, option: str = "regions") -> Any:
     """Return regions as options hold them: a word, or a tuple of paths and module classes.
 
     Args:
@@ -29,24 +29,24 @@ def checked_regions(value: Any, words: Sequence[str], nothing: str) -> Any:
     if isinstance(value, str):
         if value not in words:
             raise PlanError(
-                f"regions must be one of {list(words)} or a tuple of paths and module classes, "
+                f"{option} must be one of {list(words)} or a tuple of paths and module classes, "
                 f"got {value!r}; for one path write ({value!r},)"
             )
         return value
     if not isinstance(value, tuple | list):
         raise TypeError(
-            f"regions must be one of {list(words)} or a tuple of paths and module classes, "
+            f"{option} must be one of {list(words)} or a tuple of paths and module classes, "
             f"got {value!r} ({type(value).__name__})"
         )
     for item in value:
         is_class = inspect.isclass(item) and issubclass(item, nn.Module)
         if not is_class and not isinstance(item, str):
             raise TypeError(
-                "regions must hold paths such as 'layers.*' and subclasses of torch.nn.Module, "
+                f"{option} must hold paths such as 'layers.*' and subclasses of torch.nn.Module, "
                 f"got {item!r} ({type(item).__name__})"
             )
     if not value:
-        raise PlanError(f"regions must name at least one region, got none; use {nothing}")
+        raise PlanError(f"{option} must name at least one region, got none; use {nothing}")
     return tuple(value)
 
 

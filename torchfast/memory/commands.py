@@ -61,10 +61,21 @@ def _env(arguments: argparse.Namespace) -> int:
     for other in beating:
         say(remove.format(name=other))
     say(assign.format(name=name, value=_quoted(text, arguments.shell)))
-    why = [f"{arguments.preset}: {PRESETS[arguments.preset][1]}"] if arguments.preset else []
+    why = _why(arguments)
     for line in (*why, *_notes(config, environment, name)):
         fail(f"# {line}", _TOLD)
     return 0
+
+
+def _why(arguments: argparse.Namespace) -> list[str]:
+    """Return why a preset sets what it does, and what of it this torch does not know yet."""
+    if not arguments.preset:
+        return []
+    settings, reason = PRESETS[arguments.preset]
+    written = AllocatorConfig.preset(arguments.preset, version=arguments.torch).settings
+    missing = [name for name in settings if name not in written]
+    left_out = f" ({', '.join(missing)} left out: a later torch knows it)" if missing else ""
+    return [f"{arguments.preset}: {reason}{left_out}"]
 
 
 def _config(arguments: argparse.Namespace) -> AllocatorConfig:

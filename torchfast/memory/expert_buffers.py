@@ -92,7 +92,8 @@ class ExpertBuffers:
 
         Args:
             tokens: ``(tokens, width)``.
-            experts: ``(tokens, choices)``, ints: the experts of each token.
+            experts: ``(tokens, choices)``, ints: the experts of each token, in
+                ``[0, num_experts)``, which is not checked, since that would wait for the device.
 
         Returns:
             ``(num_experts, capacity, width)``, zero where nobody is, differentiable in the tokens
@@ -118,6 +119,13 @@ class ExpertBuffers:
             raise ValueError(
                 f"outputs must be (num_experts={self.num_experts}, capacity={self.capacity}, "
                 f"width), got {tuple(outputs.shape)}"
+            )
+        if not isinstance(places, Places) or weights.shape != places.slots.shape:
+            shape = tuple(places.slots.shape) if isinstance(places, Places) else "(tokens, choices)"
+            raise ValueError(
+                "combine takes (outputs, places, weights), with places from dispatch and weights "
+                f"of shape {shape}, got {type(places).__name__} and "
+                f"{tuple(getattr(weights, 'shape', ()))}"
             )
         flat = outputs.flatten(0, 1)
         found = flat[places.slots.clamp(max=len(flat) - 1)]

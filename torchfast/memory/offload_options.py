@@ -86,7 +86,9 @@ class OffloadOptions:
         slowdown = check_not_negative("max_slowdown", self.max_slowdown)
         object.__setattr__(self, "max_slowdown", slowdown)
         if self.parameters is not None:
-            regions = checked_regions(ordered(self.parameters), ("blocks",), "parameters=None")
+            regions = checked_regions(
+                ordered(self.parameters), ("blocks",), "parameters=None", "parameters"
+            )
             object.__setattr__(self, "parameters", regions)
         if not (self.activations or self.optimizer or self.parameters):
             raise PlanError(

@@ -89,6 +89,11 @@ class OffloadedOptimizer(Optimizer):
         max_undo_bytes: int = UNDO_BYTES,
     ) -> None:
         check_callable("make", make, "make(parameters)")
+        if isinstance(parameters, nn.Module):
+            raise TypeError(
+                "parameters must be parameters or groups of them, got the module "
+                f"{type(parameters).__name__}; write model.parameters()"
+            )
         self._hosts: dict[Tensor, nn.Parameter] = {}
         self._inner: Optimizer | None = None
         self._update: HostUpdate | None = None  # None as long as no parameter is on a device

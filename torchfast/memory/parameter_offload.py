@@ -294,7 +294,7 @@ def offloaded_blocks(model: nn.Module, parameters: Any) -> list[tuple[str, nn.Mo
         TypeError: Something that names no modules.
         ValueError: A path or class that is not in the model, or no blocks that repeat.
     """
-    regions = checked_regions(parameters, ("blocks",), "None")
+    regions = checked_regions(parameters, ("blocks",), "None", "parameters")
     chosen = named_blocks(model, regions, "parameters")
     if not chosen:
         raise PlanError(

@@ -77,7 +77,12 @@ class Recompute(Closing):
 
     def __init__(self, model: nn.Module, what: Setting = "blocks") -> None:
         options = RecomputeOptions.of(what)
-        if options is None or options.budget is not None:
+        if options is None:
+            raise PlanError(
+                "recompute=False has nothing to do here, so leave it out, or name something: "
+                "'blocks', 'selective', paths or classes"
+            )
+        if options.budget is not None:
             raise PlanError(
                 f"recompute={what!r} has no meaning here: a memory budget is the compiler's, and "
                 "needs Plan(recompute=..., compile=True); use 'blocks' or 'selective'"
@@ -164,8 +169,13 @@ def chosen_blocks(model: nn.Module, options: RecomputeOptions) -> list[tuple[str
     return named_blocks(model, options.regions, "recompute")[:: options.every]
 
 
-def why_not(model: Any, options: RecomputeOptions) -> str | None:
+def why_not(model: Any, options: RecomputeOptions, keyword: str = "recompute") -> str | None:
     """Return why a model cannot be recomputed, and what to do; None if it can.
+
+    Args:
+        model: The model.
+        options: What of it.
+        keyword: By which modules can be named.
 
     Raises:
         TypeError: Not a module.
@@ -200,9 +210,8 @@ def why_not(model: Any, options: RecomputeOptions) -> str | None:
         there.undo()
     chosen = chosen_blocks(model, options)
     if not chosen:
-        return (
-            "no blocks of the model repeat; name modules instead: recompute=('encoder', 'decoder')"
-        )
+        names = tuple(name for name, _ in model.named_children())[:2] or ("encoder", "decoder")
+        return f"no blocks of the model repeat; name modules instead: {keyword}={names}"
     script = next((path for path, m in chosen if isinstance(m, torch.jit.ScriptModule)), None)
     if script is not None:
         return f"its module {script} is TorchScript, whose forward is compiled; name others"

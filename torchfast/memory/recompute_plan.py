@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,12 +32,13 @@ from torchfast._core.device import resolve_device
 from torchfast._core.loss import check_differentiable, unpack_loss
 from torchfast._core.modes import preserved_modes
 from torchfast._core.untouched import untouched
-from torchfast.memory.block_costs import BlockCosts, Storages, tensors_in
+from torchfast.memory.block_costs import BlockCosts, Storages
 from torchfast.memory.kept_results import choose_kept
 from torchfast.memory.recompute import block_forwards, chosen_blocks, why_not
-from torchfast.memory.recompute_options import RecomputeOptions
+from torchfast.memory.recompute_options import RecomputeOptions, Regions
 from torchfast.memory.recompute_probe import BlockProbe, ProbedCall
 from torchfast.memory.recompute_times import MakeGraphs, device_bytes, peak_rises, timed, wait
+from torchfast.memory.state_bytes import state_bytes
 
 _EVERY = (4, 2, 1)
 
@@ -137,10 +138,11 @@ def measure_recompute(
     batch: Any,
     *,
     memory_gb: float,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     autocast: torch.dtype | None,
     device: torch.device | str | int | None,
     repeats: int,
+    regions: Regions = "blocks",
     graphs: MakeGraphs | None = None,
 ) -> RecomputePlan:
     """Return what each choice saves and costs; see `torchfast.plan_recompute`.
@@ -150,20 +152,28 @@ def measure_recompute(
         loss_fn: Its loss.
         batch: What it is measured on.
         memory_gb: What there is.
-        optimizer: Whose state takes memory too.
+        optimizer: Whose state takes memory too, or what makes it.
         autocast: The dtype of autocast.
         device: Where.
         repeats: How many turns of each choice are timed.
+        regions: What is recomputed.
         graphs: Makes what captures steps, where replays are to be timed.
     """
     check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
     size = check_positive("memory_gb", memory_gb)
     check_int("repeats", repeats, minimum=1)
-    if reason := why_not(model, RecomputeOptions()):
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise TypeError(
+            "autocast must be a dtype such as torch.bfloat16, or None, got "
+            f"{autocast!r} ({type(autocast).__name__})"
+        )
+    asked = RecomputeOptions(regions=regions)
+    if reason := why_not(model, asked, "regions"):
         raise ValueError(f"model cannot be recomputed: {reason}")
+    made = _made(optimizer, model)
     where = resolve_device(device, model)
     moved = to_device(batch, where)
-    blocks = chosen_blocks(model, RecomputeOptions())
+    blocks = chosen_blocks(model, asked)
     probe = BlockProbe(model, blocks, where, moved)
 
     def step(inputs: Any) -> None:
@@ -179,13 +189,13 @@ def measure_recompute(
             with probe.counting():
                 step(moved)
                 wait(where)
-            ways = [None, *_options(len(blocks))]
+            ways = [None, *_options(asked, len(blocks))]
             arms = [
                 [] if way is None else block_forwards(blocks[:: way.every], way) for way in ways
             ]
             rises = peak_rises(step, moved, model, arms, where)
             times = timed(step, moved, arms, probe, where, repeats, graphs)
-    fixed, memory_bytes = fixed_bytes(model, optimizer), int(size * 1e9)
+    fixed, memory_bytes = fixed_bytes(model, made), int(size * 1e9)
     most_bytes = device_bytes(where)
     # The step makes the gradients, so that the peak has those that are there by then.
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -208,7 +218,8 @@ def measure_recompute(
                 needed_bytes=needed,
             )
         )
-    found.sort(key=lambda choice: choice.step_ms)
+    # Of those that take the same "none", which is simpler, and then what keeps least.
+    found.sort(key=lambda c: (c.step_ms, c.recompute is not False, c.saved_bytes))
     return RecomputePlan(
         choices=tuple(found),
         fixed_bytes=fixed,
@@ -228,11 +239,24 @@ def _peak(choice: RecomputeChoice) -> str:
     return f" {'-':>10}" if needed is None else f" {needed / 2**30:>10.4f}"
 
 
-def _options(num_blocks: int) -> Iterable[RecomputeOptions]:
+def _made(optimizer: object, model: nn.Module) -> Optimizer | None:
+    """Return an optimizer, made of the model's parameters if it is not there yet."""
+    made = optimizer
+    if callable(optimizer) and not isinstance(optimizer, Optimizer):
+        made = optimizer(list(model.parameters()))
+    if made is None or isinstance(made, Optimizer):
+        return made
+    raise TypeError(
+        "optimizer must be an Optimizer, a callable that makes one of parameters such as "
+        f"functools.partial(AdamW, lr=1e-3), or None, got {made!r} ({type(made).__name__})"
+    )
+
+
+def _options(asked: RecomputeOptions, num_blocks: int) -> Iterable[RecomputeOptions]:
     for selective in (True, False):
         for every in _EVERY:
             if every <= num_blocks:
-                yield RecomputeOptions(selective=selective, every=every)
+                yield replace(asked, selective=selective, every=every)
 
 
 def _name(options: RecomputeOptions | None) -> str:
@@ -297,15 +321,7 @@ def fixed_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
     parameters = list(model.parameters())
     total = sum(p.nbytes for p in (*parameters, *model.buffers()))
     total += sum(p.nbytes for p in parameters if p.requires_grad)
-    if optimizer is None:
-        return total
-    state = tensors_in(list(optimizer.state.values()))
-    if state:
-        return total + sum(t.nbytes for t in state)
-    for group in optimizer.param_groups:
-        copies = 2 if "betas" in group else 1 if group.get("momentum") else 0
-        total += copies * sum(p.nbytes for p in group["params"])
-    return total
+    return total if optimizer is None else total + state_bytes(optimizer)
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
