@@ -59,7 +59,8 @@ def test_the_report_in_words_and_as_data():
     assert report.backend == "math"
     assert report.num_bytes == 2 * 3 * 16 * 16 * 4
     assert str(report).startswith("attention on cpu runs math, which writes a matrix of 0.0 MB")
-    assert "not flash: on cpu torch tells no reasons" in str(report)
+    assert "not flash: Both fused kernels do not support non-zero dropout." in str(report)
+    assert "not cudnn: torch has no such kernel on cpu" in str(report)
     assert json.loads(json.dumps(report.to_dict()))["device"] == "cpu"
 
 
@@ -101,7 +102,35 @@ def test_where_nothing_can_run_the_report_says_so():
         attention._chosen(fails)
 
 
+REFUSED = {
+    "another width": lambda q: (q, torch.randn(2, 3, 16, 4), q),
+    "fewer heads": lambda q: (q, q[:, :1].expand(2, 2, 16, 8), q[:, :1].expand(2, 2, 16, 8)),
+    "ints": lambda q: (q.int(), q.int(), q.int()),
+    "another dtype": lambda q: (q, q.bfloat16(), q),
+    "a mask of another shape": lambda q: (q, q, q, {"attn_mask": torch.ones(3, 3)}),
+    "a mask of ints": lambda q: (q, q, q, {"attn_mask": torch.ones(16, 16, dtype=torch.int64)}),
+    "a dropout above one": lambda q: (q, q, q, {"dropout_p": 2.0}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_torch_refuses_has_no_back_end(case):
+    q, k, v, *more = REFUSED[case](query())
+    options = more[0] if more else {}
+    with pytest.raises((RuntimeError, ValueError)):
+        F.scaled_dot_product_attention(q, k, v, **options)
+    with pytest.raises(ValueError, match="scaled_dot_product_attention refuses this call: "):
+        attention_report(q, k, v, **options)
+
+
+def test_heads_that_share_keys_are_allowed_where_that_is_said():
+    q, kv = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
+    assert attention_report(q, kv, kv, enable_gqa=True).backend in ("flash", "math")
+
+
 def test_arguments():
+    with pytest.raises(TypeError, match="key must be a tensor, got 'k'"):
+        attention_report(query(), "k", query())
     with pytest.raises(ValueError, match="query, key and value must be"):
         attention_report(*[torch.ones(2, 3, 4)] * 3)
     with pytest.raises(ValueError, match="did you mean 'flash'"), attention_backends("flesh"):

@@ -129,6 +129,12 @@ def test_arguments():
     _, places = buffers.dispatch(good, experts)
     with pytest.raises(ValueError, match="outputs must be"):
         buffers.combine(torch.ones(4, 2, WIDTH), places, torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"weights of shape \(3, 1\), got Places and \(3, 2\)"):
+        buffers.combine(torch.ones(2, 4, WIDTH), places, torch.ones(3, 2))
+    with pytest.raises(
+        ValueError, match=r"combine takes \(outputs, places, weights\).* got Tensor"
+    ):
+        buffers.combine(torch.ones(2, 4, WIDTH), torch.ones(3, 1), places)
     with pytest.raises(ValueError, match="capacity must be >= 1"):
         ExpertBuffers(2, 0, WIDTH)
 

@@ -37,10 +37,11 @@ def test_a_preset(command):
 
 @pytest.mark.parametrize(("version", "knows"), [("2.12", False), ("2.13", True)])
 def test_a_preset_for_another_torch_has_what_that_one_knows(command, version, knows):
-    status, out, _ = command("--preset", "long-runs", "--torch", version)
+    status, out, err = command("--preset", "long-runs", "--torch", version)
     assert status == 0
     assert "expandable_segments:True" in out
     assert ("pinned_max_round_threshold_mb" in out) == knows
+    assert ("(pinned_max_round_threshold_mb left out: a later torch knows it)" in err) != knows
 
 
 def test_settings_are_added_to_a_preset(command):
@@ -132,6 +133,10 @@ def test_without_arguments_it_says_what_is(command):
         (["expandable_segments"], "write it as KEY=VALUE"),
         (["max_split_size_mb=12"], "must be >= large_segment_size_mb"),
         (["--torch", "2.12", "pinned_max_cached_size_mb=1"], "known to torch 2.13 and later"),
+        (["--torch", "2.10", "expandable_segments=True"], "version must be from 2.11 to 2.15"),
+        (["--torch", "2.9", "--preset", "graphs"], "version must be from 2.11 to 2.15"),
+        (["--torch", "abc"], "version must be written as '2.13'"),
+        (["roundup_power2_divisions=256:1,512:2"], "lists in brackets: key:[256:1,512:2]"),
     ],
 )
 def test_wrong_arguments(command, arguments, message):

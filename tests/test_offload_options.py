@@ -14,7 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from simulated_copies import PromptCopies
 from tape import Tape
-from torchfast import MicroBatches, Plan, PlanError, TrainStep
+from torchfast import (
+    MicroBatches,
+    OutOfMemoryOptions,
+    Plan,
+    PlanError,
+    RecomputeOptions,
+    TrainStep,
+)
 from torchfast.memory import (
     OffloadOptions,
     activation_offload,
@@ -304,6 +311,23 @@ def test_what_is_refused():
     with pytest.raises(PlanError, match="does not go with shard='fsdp'"):
         Plan(offload="optimizer", shard="fsdp")
     Plan(offload="activations", nonfinite="skip", precision="fp16", shard="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(OffloadOptions, optimizer=True, activations=False, max_bytes=5), "max_bytes=5"),
+        (partial(OffloadOptions, optimizer=True, activations=False, window_bytes=7), "window"),
+        (partial(OffloadOptions, max_resident_blocks=3), "max_resident_blocks=3 .*parameters"),
+        (partial(RecomputeOptions, share=0.3), "share=0.3 does nothing without selective=True"),
+        (partial(OutOfMemoryOptions, max_parts=2), "max_parts=2 .* action='split'"),
+        (partial(OutOfMemoryOptions, history=5), "history=5 does nothing without snapshot"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_option_of_what_was_not_asked_for_is_refused(make, said):
+    with pytest.raises(PlanError, match=said):
+        make()
 
 
 def test_the_bound_of_what_is_taken_back_is_that_of_the_optimizer():

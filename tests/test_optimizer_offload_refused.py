@@ -29,6 +29,11 @@ def hooks(parameter):
     return len(parameter._post_accumulate_grad_hooks or ())
 
 
+def test_a_module_is_no_parameters():
+    with pytest.raises(TypeError, match=r"got the module Linear; write model\.parameters\(\)"):
+        OffloadedOptimizer(nn.Linear(2, 2), torch.optim.SGD)
+
+
 def test_a_group_that_is_refused_leaves_no_hook_and_no_memory(device):
     def refuse(group):
         raise ValueError("not this one")

@@ -314,11 +314,11 @@ def test_plans_that_contradict_themselves(others, remedy):
 
 
 def test_what_is_refused():
-    with pytest.raises(PlanError, match="regions must be one of"):
+    with pytest.raises(PlanError, match="parameters must be one of"):
         OffloadOptions(parameters="experts")
-    with pytest.raises(PlanError, match="regions must name at least one region"):
+    with pytest.raises(PlanError, match="parameters must name at least one region"):
         OffloadOptions(parameters=())
-    with pytest.raises(TypeError, match="regions must hold paths"):
+    with pytest.raises(TypeError, match="parameters must hold paths"):
         OffloadOptions(parameters=(3,))
     with pytest.raises(ValueError, match="max_resident_blocks must be >= 1"):
         OffloadOptions(parameters="blocks", max_resident_blocks=0)

@@ -269,7 +269,7 @@ def test_what_is_refused(copies):
         ParameterOffload(model, ("block.*",))
     with pytest.raises(PlanError, match=r"names the blocks that a model repeats, and Linear has"):
         ParameterOffload(nn.Linear(2, 2))
-    with pytest.raises(PlanError, match="regions must be one of"):
+    with pytest.raises(PlanError, match="parameters must be one of"):
         ParameterOffload(model, "blocks.0")
     kept = ParameterOffload(model)
     with pytest.raises(ValueError, match=r"another ParameterOffload .* module 'blocks\.0'"):

@@ -97,7 +97,8 @@ def played(monkeypatch, *outcomes):
         (["in effect"], "applied"),
         (["unchanged"], "applied"),
         (["in effect", "too late"], "stepped aside"),
-        (["not here"], "left alone"),
+        (["not here"], "stepped aside"),
+        (["in effect", "not here"], "stepped aside"),
     ],
 )
 def test_the_report_says_what_became_of_it(monkeypatch, caplog, outcomes, expected):
@@ -147,9 +148,9 @@ def test_what_this_torch_does_not_know_is_an_error_of_the_plan(monkeypatch):
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has an allocator")
-def test_without_an_allocator_it_is_left_alone():
+def test_without_an_allocator_it_steps_aside():
     trainer = make_trainer(plan=Plan(allocator="long-runs"))
-    assert decision_of(trainer, "allocator").outcome == "left alone"
+    assert decision_of(trainer, "allocator").outcome == "stepped aside"
     assert "no allocator for devices" in decision_of(trainer, "allocator").detail
 
 

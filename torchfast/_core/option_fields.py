@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from torchfast._core.errors import PlanError
 
 
 def changed_fields(options: Any) -> dict[str, Any]:
@@ -13,6 +15,25 @@ def changed_fields(options: Any) -> dict[str, Any]:
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def refuse_unused(options: Any, names: Iterable[str], needs: str) -> None:
+    """Raise where fields are given that do nothing, as another one is not.
+
+    Args:
+        options: A dataclass.
+        names: Of the fields.
+        needs: What would have to be given, as it is written.
+
+    Raises:
+        PlanError: One of them is not as by default.
+    """
+    changed = changed_fields(options)
+    for name in names:
+        if name in changed:
+            raise PlanError(
+                f"{name}={changed[name]!r} does nothing without {needs}; give both, or leave it out"
+            )
 
 
 def call_of(options: object, shown: Mapping[str, Any]) -> str:

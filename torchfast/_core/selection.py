@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 from torchfast._core.blocks import find_blocks
 from torchfast._core.errors import PlanError
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole name of a path
+
 
 def checked_regions(value: Any, words: Sequence[str], nothing: str, option: str = "regions") -> Any:
     """Return regions as options hold them: a word, or a tuple of paths and module classes.
@@ -21,6 +24,7 @@ def checked_regions(value: Any, words: Sequence[str], nothing: str, option: str 
         value: What the user gave.
         words: The words that stand for a selection.
         nothing: What to write instead of an empty selection.
+        option: What it is called, for errors.
 
     Raises:
         PlanError: A word that has no meaning, or no region at all.
@@ -101,7 +105,8 @@ def named_blocks(model: nn.Module, regions: Any, option: str) -> list[tuple[str,
 def _instances(modules: dict[str, nn.Module], cls: type[nn.Module], option: str) -> list[str]:
     found = [path for path, module in modules.items() if isinstance(module, cls)]
     if not found:
-        known = list(dict.fromkeys(type(m).__name__ for m in modules.values()))
+        parts = [module for path, module in modules.items() if path and not _is_list(module)]
+        known = list(dict.fromkeys(type(module).__name__ for module in parts))
         raise ValueError(
             f"{option} names the class {cls.__name__}, of which the model has no module"
             f"{_nearest(cls.__name__, known)}"
@@ -114,18 +119,25 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
     if not found and (found := _of_class(modules, pattern)):
         return found
     if not found:
-        known = [path for path in modules if path]
+        known = [path for path, module in modules.items() if path and not _is_list(module)]
+        if "*" in pattern:
+            known = list(dict.fromkeys(_NUMBER.sub("*", path) for path in known))
         raise ValueError(
             f"{option} names {pattern!r}, which no module of the model matches"
             f"{_nearest(pattern, known)}"
         )
-    lists = [p for p in found if isinstance(modules[p], nn.ModuleList | nn.ModuleDict)]
+    lists = [path for path in found if _is_list(modules[path])]
     if lists:
         raise ValueError(
             f"{option} names {lists[0]!r}, a {type(modules[lists[0]]).__name__}, which cannot be "
             f"called; its members can: {lists[0] + '.*'!r}"
         )
     return found
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module only holds others, and cannot be called."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _of_class(modules: dict[str, nn.Module], name: str) -> list[str]:

@@ -28,7 +28,7 @@ from torchfast.memory.allocator_change import (
     settings_in_force,
 )
 from torchfast.memory.allocator_environment import AllocatorEnvironment, read_environment
-from torchfast.memory.allocator_keys import KEYS, LARGE_SEGMENT_MB
+from torchfast.memory.allocator_keys import KEYS, LARGE_SEGMENT_MB, NEWEST, OLDEST
 from torchfast.memory.allocator_text import read_settings, write_settings
 
 Preset = Literal["variable-shapes", "long-runs", "graphs"]
@@ -143,7 +143,7 @@ class AllocatorConfig:
         """
         check_choice("preset", name, PRESETS)
         settings, _ = PRESETS[name]
-        target = _running() if version is None else _version(version)
+        target = _target(version)
         known = {k: v for k, v in settings.items() if KEYS[k].since <= target}
         return cls(**(known | others))
 
@@ -207,7 +207,7 @@ class AllocatorConfig:
 
     def check_version(self, version: str | None = None) -> None:
         """Raise ValueError if torch ``version`` (None: this one) does not know a setting."""
-        target = _running() if version is None else _version(version)
+        target = _target(version)
         for name in self.settings:
             if KEYS[name].since > target:
                 since = ".".join(map(str, KEYS[name].since))
@@ -322,6 +322,20 @@ def _remarks(settings: dict[str, Any]) -> list[str]:
 
 def _running() -> tuple[int, int]:
     return _version(torch.__version__)
+
+
+def _target(version: str | None) -> tuple[int, int]:
+    """Return the version that was asked for, whose settings are known, or else this one."""
+    if version is None:
+        return _running()
+    asked = _version(version)
+    if not OLDEST <= asked <= NEWEST:
+        oldest, newest = (".".join(map(str, known)) for known in (OLDEST, NEWEST))
+        raise ValueError(
+            f"version must be from {oldest} to {newest}, of which the settings are known, got "
+            f"{version!r}"
+        )
+    return asked
 
 
 def _version(text: str) -> tuple[int, int]:

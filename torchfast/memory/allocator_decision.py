@@ -56,9 +56,8 @@ def _decision(change: AllocatorChange, *, has_begun: bool) -> Decision:
     if has_begun and "in effect" in outcomes:
         said.append("memory that torch had reserved before stays as it is laid out")
     detail = "; ".join([*said, *change.remarks]) or "no setting is asked for"
-    if "too late" in outcomes:
+    if outcomes & {"too late", "not here"}:
         return Decision(lever="allocator", outcome="stepped aside", detail=detail)
-    is_idle = not outcomes or outcomes == {"not here"}
     return Decision(
-        lever="allocator", outcome="left alone" if is_idle else "applied", detail=detail
+        lever="allocator", outcome="applied" if outcomes else "left alone", detail=detail
     )

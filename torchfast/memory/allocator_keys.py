@@ -28,6 +28,10 @@ from torchfast._core.arguments import check_choice, check_flag, check_int, sugge
 Moment = Literal["allocation", "import", "device", "first pinned"]
 Version = tuple[int, int]
 
+# The versions of torch whose settings are in the table.
+OLDEST: Final[Version] = (2, 11)
+NEWEST: Final[Version] = (2, 15)
+
 LARGE_SEGMENT_MB: Final = 20  # torch's default, below which blocks have to be splittable
 _MOST_MB: Final = 2**43  # torch multiplies by 2**20 in 64 bits, and wraps around silently
 _MOST_INTERVAL_MB: Final = 65536

@@ -33,7 +33,7 @@ def read_settings(text: str, place: str) -> dict[str, Any]:
         if item is None:
             raise ValueError(
                 f"{place} cannot be read from {packed[position:]!r} on; settings are written as "
-                "key:value, with commas between them"
+                "key:value, with commas between them, and lists in brackets: key:[256:1,512:2]"
             )
         name = known_name(item["key"], place)
         settings[name] = _value(item["value"], name, place)

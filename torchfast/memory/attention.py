@@ -17,6 +17,7 @@ from functools import cache, partial
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda as cuda_backends
 from torch.utils._python_dispatch import _disable_current_modes
@@ -98,7 +99,8 @@ def attention_report(
         enable_gqa: As in the call.
 
     Raises:
-        ValueError: Tensors that are not four-dimensional.
+        TypeError: Not tensors.
+        ValueError: Tensors that are not four-dimensional, or a call that torch refuses.
 
     Numerics: Nothing is changed.
     Synchronizes: Never.
@@ -108,11 +110,15 @@ def attention_report(
         >>> attention_report(query, query, query, is_causal=True).backend
         'flash'
     """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {tensor!r} ({type(tensor).__name__})")
     if not query.dim() == key.dim() == value.dim() == 4:
         raise ValueError(
             "query, key and value must be (batch, heads, length, width), got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
+    _check_call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     choose = partial(
         torch._fused_sdp_choice,
         query,
@@ -138,8 +144,10 @@ def attention_report(
                 reasons[name] = _why_not(name, choose) or ("torch gives no reason",)
     if not asked:
         usable = [backend] if backend in _QUESTIONS else []
-        others = f"on {query.device.type} torch tells no reasons and has no other kernel"
+        others = f"torch has no such kernel on {query.device.type}"
         reasons = {name: (others,) for name in _QUESTIONS if name != backend}
+        if "flash" in reasons and query.device.type == "cpu":  # which has that one
+            reasons["flash"] = _why_not("flash", choose) or ("torch gives no reason",)
     pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     return AttentionReport(
         backend=backend,
@@ -148,6 +156,43 @@ def attention_report(
         num_bytes=pairs * query.element_size(),
         device=query.device,
     )
+
+
+def _check_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> None:
+    """Raise where torch would, of which the choice of a back-end knows nothing."""
+
+    def alike(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="meta")
+
+    why = None
+    if not query.is_floating_point():
+        why = f"attention computes with floating-point numbers, got {query.dtype}"
+    elif len({tensor.device for tensor in (query, key, value)}) > 1:
+        why = f"its tensors are on {query.device}, {key.device} and {value.device}"
+    else:
+        try:
+            with torch.no_grad(), attention_backends("math"):
+                F.scaled_dot_product_attention(
+                    alike(query),
+                    alike(key),
+                    alike(value),
+                    attn_mask=None if attn_mask is None else alike(attn_mask),
+                    dropout_p=dropout_p,
+                    is_causal=is_causal and attn_mask is None,  # some kernels take both
+                    enable_gqa=enable_gqa,
+                )
+        except RuntimeError as error:
+            why, *_ = str(error).splitlines()
+    if why is not None:
+        raise ValueError(f"scaled_dot_product_attention refuses this call: {why}")
 
 
 @contextmanager

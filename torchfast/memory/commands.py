@@ -50,6 +50,7 @@ def add_commands(commands: Any) -> None:
 def _env(arguments: argparse.Namespace) -> int:
     environment = AllocatorConfig.environment()
     try:
+        AllocatorConfig().check_version(arguments.torch)
         if not (arguments.settings or arguments.preset or arguments.keep):
             return _show(environment)
         config = _config(arguments)

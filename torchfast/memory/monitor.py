@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch
 
-from torchfast._core.arguments import check_int, explain_init_keywords
+from torchfast._core.arguments import check_flag, check_int, explain_init_keywords
 from torchfast._core.decisions import Decision
 from torchfast._core.device import check_device, is_capturing
 from torchfast.memory.diagnosis import LEAST_SAMPLES, GrowingLine, MemoryDiagnosis, judge
@@ -74,7 +74,7 @@ class MemoryMonitor:
         check_int("history", history, minimum=LEAST_SAMPLES)
         self._samples: deque[MemorySample] = deque(maxlen=history)
         self._source = _source_of(check_device(device, data=False)) if source is None else source
-        self._find_lines = find_lines
+        self._find_lines = check_flag("find_lines", find_lines)
         self._step = 0
         self._told: set[str] = set()
         self._silent = False

@@ -14,7 +14,7 @@ from torchfast._core.arguments import (
     explain_init_keywords,
 )
 from torchfast._core.errors import PlanError
-from torchfast._core.option_fields import call_of, changed_fields
+from torchfast._core.option_fields import call_of, changed_fields, refuse_unused
 from torchfast._core.selection import checked_regions
 from torchfast.memory.recompute_options import Regions, ordered
 from torchfast.memory.undo import UNDO_BYTES
@@ -95,6 +95,11 @@ class OffloadOptions:
                 "OffloadOptions(activations=False, optimizer=False, parameters=None) leaves "
                 "nothing to offload; offload=None says so"
             )
+        if not self.activations:
+            sizes = ("min_bytes", "window_bytes", "max_bytes", "max_host_bytes")
+            refuse_unused(self, sizes, "activations")
+        if self.parameters is None:
+            refuse_unused(self, ("max_resident_blocks",), "parameters")
         check_flag("overlap", self.overlap)
         if self.overlap and not self.optimizer:
             raise PlanError(

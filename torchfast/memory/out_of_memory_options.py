@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, cast, final
 
 from torchfast._core.arguments import check_choice, check_flag, check_int, explain_init_keywords
 from torchfast._core.errors import PlanError
-from torchfast._core.option_fields import call_of, changed_fields
+from torchfast._core.option_fields import call_of, changed_fields, refuse_unused
 
 Action = Literal["raise", "split"]
 
@@ -52,8 +52,17 @@ class OutOfMemoryOptions:
         check_int("max_parts", self.max_parts, minimum=2)
         check_flag("lines", self.lines)
         check_int("history", self.history, minimum=1)
-        if self.snapshot is not None:
-            object.__setattr__(self, "snapshot", os.fspath(self.snapshot))
+        if self.action != "split":
+            refuse_unused(self, ("max_parts",), "action='split'")
+        if self.snapshot is None:
+            refuse_unused(self, ("history",), "snapshot")
+            return
+        if not isinstance(self.snapshot, str | os.PathLike):
+            raise TypeError(
+                "snapshot must be a folder, or None for no file, got "
+                f"{self.snapshot!r} ({type(self.snapshot).__name__})"
+            )
+        object.__setattr__(self, "snapshot", os.fspath(self.snapshot))
 
     @classmethod
     def of(cls, value: object) -> OutOfMemoryOptions:

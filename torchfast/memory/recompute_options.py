@@ -10,7 +10,7 @@ from torch import nn
 from torchfast._core.arguments import check_flag, check_int, explain_init_keywords
 from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.errors import PlanError
-from torchfast._core.option_fields import call_of, changed_fields
+from torchfast._core.option_fields import call_of, changed_fields, refuse_unused
 from torchfast._core.selection import checked_regions
 
 Regions: TypeAlias = (
@@ -68,6 +68,8 @@ class RecomputeOptions:
         check_flag("selective", self.selective)
         object.__setattr__(self, "share", _fraction("share", self.share))
         check_int("every", self.every, minimum=1)
+        if not self.selective and self.budget is None:
+            refuse_unused(self, ("share",), "selective=True")
         if self.budget is not None:
             object.__setattr__(self, "budget", _fraction("budget", self.budget))
             others = [name for name in changed_fields(self) if name != "budget"]
