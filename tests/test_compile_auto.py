@@ -125,15 +125,12 @@ def test_only_the_choice_is_kept_in_the_cache(searching, tmp_path, monkeypatch, 
     choice[0] = wanted
     kept = []
     monkeypatch.setattr(CacheStore, "save", lambda store, key: kept.append(dict(key.work)))
-    with make_trainer(
-        net=Deep, plan=Plan(compile=CompileOptions(mode="auto", cache=str(tmp_path)))
-    ) as trainer:
+    plan = Plan(compile=CompileOptions(mode="auto", cache=str(tmp_path)))
+    with make_trainer(net=Deep, plan=plan) as trainer:
         for batch in BATCHES * 4:
             trainer.step(batch)
-    whole = ['"whole"' in str(work) for work in kept]
-    assert (
-        set(whole) == {"eager": set(), "whole: default": {True}, "blocks: default": {False}}[wanted]
-    )
+    whole = {'"whole"' in str(work) for work in kept}
+    assert whole == {"eager": set(), "whole: default": {True}, "blocks: default": {False}}[wanted]
 
 
 def weighted_loss(weight):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from synthetic_trace import GEMM, STEPS, SyntheticTrace, healthy, replayed, report, tiny
+from synthetic_trace import GEMM, STEPS, SyntheticTrace, healthy, report, tiny
 from torchfast.profiling.places import is_users
 from torchfast.profiling.verdict import judge
 
@@ -104,30 +104,6 @@ def test_launch_bound(tmp_path):
     assert kinds(found) == {"tiny-kernels"}
     assert found.verdict.evidence["tiny_kernel_share"] == 1.0
     assert "CUDA graph" in found.verdict.lever
-
-
-def test_what_is_replayed_already_is_not_told_to_be_captured(tmp_path):
-    found = report(replayed(), tmp_path)
-
-    assert found.verdict.name == "launch-bound"
-    assert found.figures.num_replayed == found.figures.num_kernels == 150 * STEPS
-    assert "several steps in each replay: trainer.fit(unroll=8)" in found.verdict.lever
-    told = [found.verdict.lever, *(f"{each.text} {each.lever}" for each in found.findings)]
-    assert not [text for text in told if "CUDA graph" in text or "their launch" in text]
-    # What else the host does is told first.
-    assert kinds(found) == {"tiny-kernels", "slow-python"}
-    assert found.verdict.lever.startswith("move the line out of the loop")
-    assert judge(found.figures, ()).lever.startswith("run several steps in each replay")
-
-
-def test_a_few_replays_beside_many_launches_are_no_captured_step(tmp_path):
-    made = tiny()
-    for step in range(STEPS):
-        number = made.kernel(step * 3000.0 + 2990, step * 3000.0 + 2991, call="cudaGraphLaunch")
-        for i in range(1, 5):
-            made.more_of(number, step * 3000.0 + 2991 + i, step * 3000.0 + 2991.5 + i)
-
-    assert "launch the step as one CUDA graph" in report(made, tmp_path).verdict.lever
 
 
 @pytest.mark.parametrize(
