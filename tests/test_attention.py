@@ -108,6 +108,7 @@ REFUSED = {
     "ints": lambda q: (q.int(), q.int(), q.int()),
     "another dtype": lambda q: (q, q.bfloat16(), q),
     "a mask of another shape": lambda q: (q, q, q, {"attn_mask": torch.ones(3, 3)}),
+    "a mask of one dimension": lambda q: (q, q, q, {"attn_mask": torch.zeros(16)}),
     "a mask of ints": lambda q: (q, q, q, {"attn_mask": torch.ones(16, 16, dtype=torch.int64)}),
     "a dropout above one": lambda q: (q, q, q, {"dropout_p": 2.0}),
 }
@@ -117,7 +118,7 @@ REFUSED = {
 def test_what_torch_refuses_has_no_back_end(case):
     q, k, v, *more = REFUSED[case](query())
     options = more[0] if more else {}
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
         F.scaled_dot_product_attention(q, k, v, **options)
     with pytest.raises(ValueError, match="scaled_dot_product_attention refuses this call: "):
         attention_report(q, k, v, **options)

@@ -189,7 +189,7 @@ def _check_call(
                     is_causal=is_causal and attn_mask is None,  # some kernels take both
                     enable_gqa=enable_gqa,
                 )
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             why, *_ = str(error).splitlines()
     if why is not None:
         raise ValueError(f"scaled_dot_product_attention refuses this call: {why}")
