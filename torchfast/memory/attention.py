@@ -177,6 +177,8 @@ def _check_call(
         why = f"attention computes with floating-point numbers, got {query.dtype}"
     elif len({tensor.device for tensor in (query, key, value)}) > 1:
         why = f"its tensors are on {query.device}, {key.device} and {value.device}"
+    elif attn_mask is not None and attn_mask.dim() < 2:
+        why = f"attn_mask has {attn_mask.dim()} dimensions, got {tuple(attn_mask.shape)}"
     else:
         try:
             with torch.no_grad(), attention_backends("math"):
@@ -189,7 +191,7 @@ def _check_call(
                     is_causal=is_causal and attn_mask is None,  # some kernels take both
                     enable_gqa=enable_gqa,
                 )
-        except (RuntimeError, IndexError) as error:
+        except RuntimeError as error:
             why, *_ = str(error).splitlines()
     if why is not None:
         raise ValueError(f"scaled_dot_product_attention refuses this call: {why}")
