@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchfast.memory import attention, attention_backends, attention_report
 
@@ -122,6 +124,27 @@ def test_what_torch_refuses_has_no_back_end(case):
         F.scaled_dot_product_attention(q, k, v, **options)
     with pytest.raises(ValueError, match="scaled_dot_product_attention refuses this call: "):
         attention_report(q, k, v, **options)
+
+
+def test_under_autocast_torch_casts_first():
+    q = query()
+    with torch.autocast("cpu", torch.bfloat16):
+        F.scaled_dot_product_attention(q, q, q.bfloat16())
+        assert attention_report(q, q, q.bfloat16()).backend
+
+
+def test_a_mask_of_a_class_of_its_own_is_torchs_affair():
+    q = query()
+    mask = causal_lower_right(16, 16)
+    F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert attention_report(q, q, q, attn_mask=mask).backend
+
+
+def test_a_report_is_no_call_to_whoever_counts():
+    q = query()
+    with FlopCounterMode(display=False) as counter:
+        attention_report(q, q, q)
+    assert counter.get_total_flops() == 0
 
 
 def test_heads_that_share_keys_are_allowed_where_that_is_said():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recomputed import GPT, kept_with, make, token_loss, tokens
 from torchfast import (
@@ -20,10 +21,12 @@ from torchfast import (
     plan_recompute,
 )
 from torchfast._core.compare import differences
+from torchfast.memory.block_costs import CostMeter
 from torchfast.memory.kept_results import Result, choose_kept
 from torchfast.memory.recompute import block_forwards
 from torchfast.memory.recompute_plan import fixed_bytes
 from torchfast.memory.recompute_times import peak_rises
+from torchfast.memory.state_bytes import state_bytes
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt with dropout", "llama", "vit", "resnet"])
@@ -276,6 +279,69 @@ def test_the_state_that_there_will_be_is_known(name, dtype):
     model(torch.randn(4, 256, dtype=dtype)).sum().backward()
     optimizer.step()
     assert told == pytest.approx(fixed_bytes(model, optimizer), rel=0.01)
+
+
+def test_hooks_of_all_optimizers_and_groups_see_nothing_of_the_trial():
+    model = nn.Linear(256, 512)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    for group in optimizer.param_groups:
+        del group["fused"]
+    keys = [set(group) for group in optimizer.param_groups]
+    seen = []
+    hook = register_optimizer_step_pre_hook(lambda *_: seen.append("step"))
+    try:
+        told = state_bytes(optimizer)
+    finally:
+        hook.remove()
+    assert seen == []
+    assert [set(group) for group in optimizer.param_groups] == keys
+    assert told == 3 * model.weight.nbytes  # and nothing for what does not train
+
+
+def test_state_in_shards_is_what_this_rank_has():
+    class Meshed(torch.Tensor):  # as a DTensor says what it is made of
+        def __tensor_flatten__(self):
+            return ["part", "mesh"], None
+
+    state = torch.zeros(8).as_subclass(Meshed)
+    state.part, state.mesh = torch.zeros(2), object()
+    parameter = nn.Parameter(torch.zeros(8))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter] = {"momentum_buffer": state}
+    assert state_bytes(optimizer) == 8
+
+
+class Dense(nn.Module):
+    """Each block is called with all that came before it."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, *earlier):
+            return F.gelu(self.layer(sum(earlier)))
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(6))
+
+    def forward(self, x):
+        found = [x]
+        for block in self.blocks:
+            found.append(block(*found))
+        return found[-1]
+
+
+def test_calls_with_more_tensors_are_no_better_ones(monkeypatch):
+    looked = []
+    run = CostMeter.run
+    monkeypatch.setattr(CostMeter, "run", lambda self, *args: looked.append(1) or run(self, *args))
+    loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
+    plan_recompute(Dense(), loss_fn, torch.randn(4, 8), memory_gb=1.0, repeats=1)
+    in_the_probe = len(looked) - 3  # of the ways that are selective
+    assert in_the_probe == 1
 
 
 def test_the_state_of_an_optimizer_that_nobody_knows_is_guessed():

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.backends import cuda as cuda_backends
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -170,10 +170,17 @@ def _check_call(
     """Raise where torch would, of which the choice of a back-end knows nothing."""
 
     def alike(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="meta")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
+    given = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+    # Of other classes, and under autocast, torch does something else first.
+    is_plain = all(type(t) in (Tensor, nn.Parameter) and not t.is_nested for t in given)
+    if not is_plain or torch.is_autocast_enabled(query.device.type):
+        return
     why = None
-    if not query.is_floating_point():
+    if not 0.0 <= dropout_p <= 1.0:
+        why = f"dropout_p is a probability, got {dropout_p}"
+    elif not query.is_floating_point():
         why = f"attention computes with floating-point numbers, got {query.dtype}"
     elif len({tensor.device for tensor in (query, key, value)}) > 1:
         why = f"its tensors are on {query.device}, {key.device} and {value.device}"
@@ -181,7 +188,7 @@ def _check_call(
         why = f"attn_mask has {attn_mask.dim()} dimensions, got {tuple(attn_mask.shape)}"
     else:
         try:
-            with torch.no_grad(), attention_backends("math"):
+            with _disable_current_modes(), torch.no_grad(), attention_backends("math"):
                 F.scaled_dot_product_attention(
                     alike(query),
                     alike(key),

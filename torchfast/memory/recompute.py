@@ -160,13 +160,15 @@ def block_forwards(
     return found
 
 
-def chosen_blocks(model: nn.Module, options: RecomputeOptions) -> list[tuple[str, nn.Module]]:
+def chosen_blocks(
+    model: nn.Module, options: RecomputeOptions, keyword: str = "recompute"
+) -> list[tuple[str, nn.Module]]:
     """Return the modules that options name, with their paths; none if no blocks repeat.
 
     Raises:
         ValueError: A path or class that is not in the model.
     """
-    return named_blocks(model, options.regions, "recompute")[:: options.every]
+    return named_blocks(model, options.regions, keyword)[:: options.every]
 
 
 def why_not(model: Any, options: RecomputeOptions, keyword: str = "recompute") -> str | None:
@@ -208,7 +210,7 @@ def why_not(model: Any, options: RecomputeOptions, keyword: str = "recompute") -
                 "made it, first"
             )
         there.undo()
-    chosen = chosen_blocks(model, options)
+    chosen = chosen_blocks(model, options, keyword)
     if not chosen:
         names = tuple(name for name, _ in model.named_children())[:2] or ("encoder", "decoder")
         return f"no blocks of the model repeat; name modules instead: {keyword}={names}"

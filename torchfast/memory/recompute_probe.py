@@ -1,4 +1,4 @@
-"""Blocks of a model, measured in steps that recompute all of them but one of each kind.
+"""Blocks of a model, measured in steps that recompute all of them but one or two of each kind.
 
 So a model is measured in little more memory than it needs with recompute. The first call of each
 kind of block runs as it is and is looked into: what it saves, and what its expensive operations
@@ -74,7 +74,7 @@ class BlockProbe:
         self.costs: dict[int, BlockCosts] = {}
         self.looked_into: dict[int, ProbedCall] = {}  # by kind
         self._costs: dict[int, Callable[[], BlockCosts]] = {}
-        self._num_activations: dict[int, int] = {}  # among the inputs of these
+        self._looked_at: dict[int, tuple[int, int]] = {}  # its tensors, and activations of these
         self._alive: list[Tensor] = []
         self._marks = Marks(device)
         self._spans: list[tuple[Mark, Mark]] = []
@@ -162,7 +162,9 @@ class BlockProbe:
     def _tells_more(self, call: ProbedCall, inputs: list[Tensor]) -> bool:
         """Whether to look into a call, which is then that of its kind."""
         num = sum(bool(self._meter.counted([tensor])) for tensor in inputs)
-        if num <= self._num_activations.get(call.kind, -1):
+        known = self._looked_at.get(call.kind)
+        # One that is given more tensors is another call, and one more that keeps all it saves.
+        if known is not None and (len(inputs) != known[0] or num <= known[1]):
             return False
-        self._num_activations[call.kind], self.looked_into[call.kind] = num, call
+        self._looked_at[call.kind], self.looked_into[call.kind] = (len(inputs), num), call
         return True

@@ -3,14 +3,14 @@
 How much is kept of an element is the optimizer's own affair: AdamW keeps two numbers, with
 ``amsgrad`` three, in 8 bits a quarter of that, and factored moments are next to nothing. So a copy
 of the optimizer makes one update of a small parameter on the host, and its state is counted. Of an
-optimizer that is neither torch's nor ours the number is guessed by its options.
+optimizer that is neither torch's nor ours, or that needs a closure, it is guessed by its options.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -36,7 +36,8 @@ def state_bytes(optimizer: Optimizer) -> int:
     for group in optimizer.param_groups:
         numbers: Counter[torch.dtype] = Counter()
         for parameter in group["params"]:
-            numbers[parameter.dtype] += parameter.numel()
+            if parameter.requires_grad:
+                numbers[parameter.dtype] += parameter.numel()
         for dtype, number in numbers.items():
             total += number * _bytes_an_element(optimizer, group, dtype)
     return int(total)
@@ -60,14 +61,23 @@ def _bytes_an_element(optimizer: Optimizer, group: dict[str, Any], dtype: torch.
 def _tried(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> float:
     parameter = nn.Parameter(torch.ones(_SHAPE, dtype=dtype, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
-    twin = copy.copy(optimizer)  # without the hooks, and without what a scheduler has put around
+    twin = object.__new__(type(optimizer))
+    # Not what a scheduler has put around ``step``, and none of the hooks.
+    twin.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(twin, hooks, OrderedDict())
     # A rate on a device, and a form of the update for graphs, are for parameters there.
-    alike = {**group, "params": [parameter], "lr": 1e-3}
+    is_torchao = type(optimizer).__module__.startswith("torchao")
+    alike = {**group, "params": [parameter], "lr": torch.tensor(1e-3) if is_torchao else 1e-3}
     if type(optimizer).__module__.startswith("torch.optim"):
         alike |= {name: False for name in ("capturable", "fused") if name in group}
     twin.param_groups, twin.state = [alike], defaultdict(dict)
-    with torch.enable_grad():
-        type(twin).step(twin)
+    step: Any = type(twin).step
+    while getattr(step, "hooked", False):  # by torch, which calls hooks of all optimizers there
+        step = step.__wrapped__
+    eager = torch.compiler.set_stance("force_eager") if is_torchao else nullcontext()
+    with torch.enable_grad(), eager:
+        step(twin)
     kept = [t for t in tensors_in(list(twin.state.values())) if t.numel() > 1]  # but the count
     return sum(_nbytes(tensor) for tensor in kept) / parameter.numel()
 
@@ -78,4 +88,5 @@ def _nbytes(tensor: Tensor) -> int:
     if flatten is None:
         return tensor.nbytes
     names, _ = flatten()
-    return sum(_nbytes(getattr(tensor, name)) for name in names)
+    parts = (getattr(tensor, name) for name in names)  # of a DTensor the mesh is one
+    return sum(_nbytes(part) for part in parts if isinstance(part, Tensor))
