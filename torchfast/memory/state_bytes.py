@@ -68,7 +68,12 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> f
         setattr(twin, hooks, OrderedDict())
     # A rate on a device, and a form of the update for graphs, are for parameters there.
     is_torchao = type(optimizer).__module__.startswith("torchao")
-    alike = {**group, "params": [parameter], "lr": torch.tensor(1e-3) if is_torchao else 1e-3}
+    alike = {
+        **optimizer.defaults,
+        **group,
+        "params": [parameter],
+        "lr": torch.tensor(1e-3) if is_torchao else 1e-3,
+    }
     if type(optimizer).__module__.startswith("torch.optim"):
         alike |= {name: False for name in ("capturable", "fused") if name in group}
     twin.param_groups, twin.state = [alike], defaultdict(dict)
