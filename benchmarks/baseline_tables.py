@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import anchors
@@ -56,10 +57,9 @@ def headline(result: Result) -> list[str]:
     for name, about in result["workloads"].items():
         if "torchfast fast" not in about["methods"]:
             continue
-        best = [_best(about["methods"], pattern) for pattern in kinds.values()]
-        cells = [figure(one["median_ms"]) if one else "–" for one in best]
+        best, cells = _bests(about["methods"], kinds.values())
         peer, hand, fast = best[0], best[3], best[-1]
-        own = f"{_quotient(fast, hand):.3f}" if hand and fast else "–"
+        own = _share(fast, hand)
         gain = f"{_quotient(peer, fast):.2f} ×" if peer and fast else "–"
         lines.append(f"| {name} | {' | '.join(cells)} | {own} | {gain} |")
     return lines
@@ -79,21 +79,32 @@ def searched(result: Result) -> list[str]:
         f"|---|{'---:|' * (len(kinds) + 3)}",
     ]
     for name, about in result["workloads"].items():
-        best = [_best(about["methods"], pattern) for pattern in kinds.values()]
-        cells = [figure(one["median_ms"]) if one else "–" for one in best]
+        best, cells = _bests(about["methods"], kinds.values())
         graph, hand, _, found = best
         fastest = min((m for m in (graph, hand) if m), key=lambda m: m["median_ms"], default=None)
-        takes = [(hand, graph), (found, fastest)]
-        cells += [f"{_quotient(a, b):.3f}" if a and b else "–" for a, b in takes]
+        cells += [_share(hand, graph), _share(found, fastest)]
         cells.append(figure(found["cold_start_s"]) if found else "–")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
+
+
+def _bests(
+    methods: dict[str, Result], patterns: Iterable[str]
+) -> tuple[list[Result | None], list[str]]:
+    """Return the fastest of each kind, and its milliseconds as a cell."""
+    best = [_best(methods, pattern) for pattern in patterns]
+    return best, [figure(one["median_ms"]) if one else "–" for one in best]
 
 
 def _best(methods: dict[str, Result], pattern: str) -> Result | None:
     """Return the fastest of the methods whose name fits, of those that ran and trained."""
     fitting = [m for name, m in methods.items() if re.fullmatch(pattern, name) and trains(m)]
     return min(fitting, key=lambda method: float(method["median_ms"]), default=None)
+
+
+def _share(one: Result | None, other: Result | None) -> str:
+    """Return the cell of one method's time divided by another's."""
+    return f"{_quotient(one, other):.3f}" if one and other else "–"
 
 
 def _quotient(one: Result, other: Result) -> float:
