@@ -304,6 +304,10 @@ def test_state_in_shards_is_what_this_rank_has():
         def __tensor_flatten__(self):
             return ["part", "mesh"], None
 
+        @staticmethod
+        def __tensor_unflatten__(inner, context, size, stride):
+            raise NotImplementedError
+
     state = torch.zeros(8).as_subclass(Meshed)
     state.part, state.mesh = torch.zeros(2), object()
     parameter = nn.Parameter(torch.zeros(8))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfast._core.storages import plain_parts
 from torchfast.memory.block_costs import tensors_in
 
 # Enough for moments in few bits, which begin at 4,096 values, and for blocks of any size.
@@ -31,7 +33,7 @@ def state_bytes(optimizer: Optimizer) -> int:
     """
     if tensors := tensors_in(list(optimizer.state.values())):
         devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-        return sum(_nbytes(tensor) for tensor in tensors if tensor.device in devices)
+        return _nbytes(tensor for tensor in tensors if tensor.device in devices)
     total = 0.0
     for group in optimizer.param_groups:
         numbers: Counter[torch.dtype] = Counter()
@@ -84,14 +86,9 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> f
     with torch.enable_grad(), eager:
         step(twin)
     kept = [t for t in tensors_in(list(twin.state.values())) if t.numel() > 1]  # but the count
-    return sum(_nbytes(tensor) for tensor in kept) / parameter.numel()
+    return _nbytes(kept) / parameter.numel()
 
 
-def _nbytes(tensor: Tensor) -> int:
-    """Return what a tensor takes: torchao's in few bits say what they stand for."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return tensor.nbytes
-    names, _ = flatten()
-    parts = (getattr(tensor, name) for name in names)  # of a DTensor the mesh is one
-    return sum(_nbytes(part) for part in parts if isinstance(part, Tensor))
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return what tensors take: those of torchao in few bits say what they stand for."""
+    return sum(part.nbytes for tensor in tensors for part in plain_parts(tensor))
