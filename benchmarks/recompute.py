@@ -5,10 +5,11 @@
 
 A step is forward, backward and update by a `TrainStep`. All ways take turns, and a figure is the
 median of its turns; the cost is the median of the quotients to no recompute, turn by turn, with its
-quartiles. "stages" recomputes each stage of a ResNet as one. "planned" is what `plan_recompute`
-said before, which chooses among blocks: the cost, and what a forward keeps for the backward. "kept"
-is what the allocator holds more after such a forward, "peak" by how much it rises in an eager step.
-"same" says that the losses are those without recompute, bit for bit.
+quartiles. "stages" recomputes each stage of a ResNet as one; "early stages" does so with the first
+half of them, which hold most of the memory, and recomputes the others by blocks. "planned" is what
+`plan_recompute` said before, which chooses among blocks: the cost, and what a forward keeps for the
+backward. "kept" is what the allocator holds more after such a forward, "peak" by how much it rises
+in an eager step. "same" says that the losses are those without recompute, bit for bit.
 
 Each row is written as it comes, beside those of earlier runs (`benchmarks.result_rows`). What the
 limit leaves no time for is named in the file.
@@ -44,7 +45,7 @@ MODES = ("eager", "graph")
 def ways_of(case: Case) -> dict[bool | str, bool | str | RecomputeOptions]:
     """Return the ways to recompute, by what they are called."""
     ways: dict[bool | str, bool | str | RecomputeOptions] = dict(zip(WAYS, WAYS, strict=True))
-    return ways | ({"stages": RecomputeOptions(regions=case.stages)} if case.stages else {})
+    return ways | {name: RecomputeOptions(regions=paths) for name, paths in case.groups.items()}
 
 
 class Way(Arm):
@@ -170,7 +171,7 @@ def main() -> None:
     started_at = time.monotonic()
     rows = ResultRows(args.out, ("name", "mode", "recompute"), settings_of(args))
     print(
-        f"{'model':<14} {'mode':<6} {'recompute':<10} {'ms':>9} {'cost (quartiles)':>24} "
+        f"{'model':<14} {'mode':<6} {'recompute':<12} {'ms':>9} {'cost (quartiles)':>24} "
         f"{'planned':>8} {'planned MiB':>11} {'kept MiB':>10} {'peak MiB':>10}  bits"
     )
     modes = [mode for mode in args.modes if mode == "eager" or args.device == "cuda"]
@@ -190,7 +191,7 @@ def main() -> None:
                 planned_cost = found["planned_cost"]
                 foretold = "-" if planned_cost is None else f"{planned_cost:.3f}"
                 print(
-                    f"{name:<14} {mode:<6} {found['recompute'] or 'none':<10} {found['ms']:>9.3f} "
+                    f"{name:<14} {mode:<6} {found['recompute'] or 'none':<12} {found['ms']:>9.3f} "
                     f"{cost:>24} {foretold:>8} {mib(found['planned_bytes']):>11} "
                     f"{mib(found['kept_bytes']):>10} {mib(found['peak_bytes']):>10}  "
                     f"{'same' if found['same_bits'] else 'OTHER'}",

@@ -6,9 +6,10 @@ the yardstick, smaller, for three ways of recompute take turns and are in memory
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ class Case(NamedTuple):
     build: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     loss_fn: Callable[[nn.Module, Batch], Tensor]
-    stages: tuple[str, ...] = ()  # paths of what holds several blocks, if anything does
+    # What can be recomputed in place of the blocks, by name: paths, of what holds several as well.
+    groups: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 class Bottleneck(nn.Module):
@@ -122,7 +124,15 @@ def _resnet(size: resnet.ResNetSize, batch: int, pixels: int) -> Case:
 
     images = ImageSize(batch, pixels, num_batches=1)
     title = f"{sum(size.depths)} bottlenecks of four widths, {batch} x {pixels} x {pixels}"
-    return Case(title, build, partial(_images, images), classification_loss, ("blocks.*",))
+    early, num_stages = len(size.depths) // 2, len(size.depths)
+    groups = {
+        "stages": ("blocks.*",),
+        "early stages": (
+            *(f"blocks.{stage}" for stage in range(early)),
+            *(f"blocks.{stage}.*" for stage in range(early, num_stages)),
+        ),
+    }
+    return Case(title, build, partial(_images, images), classification_loss, groups)
 
 
 def _tokens(vocabulary: int, batch: int, length: int) -> Batch:

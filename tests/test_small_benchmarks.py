@@ -56,7 +56,7 @@ def test_recompute(run):
     rows, printed = run(recompute, "--block-s", "0.01")
     names = {"GPT-2 small", "GPT-2 medium", "Llama", "ViT", "bottlenecks", "ResNet-50"}
     ways = {(name, way) for name in names for way in (False, "selective", "blocks")}
-    ways.add(("ResNet-50", "stages"))
+    ways |= {("ResNet-50", "stages"), ("ResNet-50", "early stages")}
     assert {(row["name"], row["recompute"]) for row in rows} == ways
     assert all(row["same_bits"] and row["ms"] > 0 for row in rows)
     # The planner chooses among blocks.
@@ -68,9 +68,11 @@ def test_recompute(run):
 def test_the_stages_of_a_resnet_are_recomputed_as_wholes():
     case = recompute.CASES["smoke"]["ResNet-50"]
     ways = recompute.ways_of(case)
-    assert list(ways) == [*recompute.WAYS, "stages"]
+    assert list(ways) == [*recompute.WAYS, "stages", "early stages"]
     blocks = chosen_blocks(case.build(), ways["stages"])
     assert [path for path, _ in blocks] == ["blocks.0", "blocks.1"]
+    blocks = chosen_blocks(case.build(), ways["early stages"])
+    assert [path for path, _ in blocks] == ["blocks.0", "blocks.1.0", "blocks.1.1"]
 
 
 def test_a_run_is_looked_at_early_and_at_its_end():
