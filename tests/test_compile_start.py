@@ -85,15 +85,18 @@ def test_the_keys_are_worked_out_in_a_thread(monkeypatch):
 def as_with_cuda(monkeypatch):
     """Triton is there, whose key and driver are stand-ins, and something is on a GPU."""
     compat, driver = ModuleType("triton_compat"), ModuleType("driver")
+    workers = ModuleType("async_compile")
     compat.triton_key = lambda: b"triton"
+    workers.maybe_warm_pool = lambda: None
     driver.driver = SimpleNamespace(active=None)
     monkeypatch.setitem(sys.modules, "torch._inductor.runtime.triton_compat", compat)
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", workers)
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     monkeypatch.setitem(sys.modules, "triton.runtime", ModuleType("triton.runtime"))
     monkeypatch.setitem(sys.modules, "triton.runtime.driver", driver)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    return SimpleNamespace(compat=compat, driver=driver)
+    return SimpleNamespace(compat=compat, driver=driver, workers=workers)
 
 
 def test_both_keys_are_worked_out_at_the_same_time(as_with_cuda, monkeypatch):
@@ -130,9 +133,34 @@ def test_tritons_driver_is_started_beside_the_keys_and_not_waited_for(as_with_cu
     assert made.wait(30)
 
 
-def test_where_nothing_is_on_a_gpu_tritons_driver_is_left_alone(as_with_cuda, monkeypatch):
+def test_torchs_workers_are_started_once_their_key_is_there(as_with_cuda, monkeypatch):
+    from torch._inductor import codecache
+
+    done = []
+    monkeypatch.setattr(codecache, "torch_key", lambda: done.append("key"))
+    as_with_cuda.workers.maybe_warm_pool = lambda: done.append("workers")
+    early_keys.wait_for_keys(early_keys.work_out_keys())
+    assert done == ["key", "workers"]
+
+
+def test_workers_that_do_not_start_are_for_whoever_needs_them(as_with_cuda, monkeypatch):
+    from torch._inductor import codecache
+
+    def start():
+        asked.append(1)
+        raise OSError("no more processes")
+
+    asked = []
+    monkeypatch.setattr(codecache, "torch_key", lambda: b"torch")
+    as_with_cuda.workers.maybe_warm_pool = start
+    early_keys.wait_for_keys(early_keys.work_out_keys())
+    assert asked == [1]
+
+
+def test_where_nothing_is_on_a_gpu_nothing_is_started(as_with_cuda, monkeypatch):
+    assert len(early_keys._driver()) == len(early_keys._workers()) == 1
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert early_keys._driver() == []
+    assert early_keys._driver() == early_keys._workers() == []
 
 
 def test_a_second_owner_of_compiled_code_waits_for_what_the_first_has_begun(monkeypatch):

@@ -1,4 +1,4 @@
-"""What every lookup in a compile cache needs first, worked out before the model is traced.
+"""What every compilation needs first, worked out and started before the model is traced.
 
 Before torch finds a compiled graph on disk, it hashes its own source, some hundreds of files, and
 Triton hashes its, a library of hundreds of megabytes among them. That happens once a process, at
@@ -15,6 +15,13 @@ waits has something to do on a GPU, see `launch_early`.
 The first lookup also starts Triton's driver, for which Triton compiles a C file where it finds none
 in its own cache (``~/.triton``), as on a new machine or in a new container. A thread that waits for
 a C compiler needs no lock. So this one is not waited for, and goes on while the model is traced.
+
+**What is not in a cache is compiled by torch's worker processes, once they are there**; until then
+Triton compiles in this process, one kernel after the other. They take some seconds to import torch,
+and torch starts them when the first graph is traced: too late for a model that is compiled by
+blocks, whose kernels are wanted a second later. So where something is on a GPU they are started as
+soon as their key is known, that is torch's. It is torch's own call, which finds them there when it
+comes to it, with torch's own settings (``TORCH_WARM_POOL=0``, ``TORCHINDUCTOR_COMPILE_THREADS``).
 
 Torch and Triton remember the results themselves. If they are asked before it is done, they work
 them out once more, or wait.
@@ -43,6 +50,9 @@ _MOST_WAIT_S = 10.0
 def work_out_keys() -> list[threading.Thread]:
     """Begin with it; return the threads to wait for, none if there is nothing to do.
 
+    The workers are waited for until they are started, not until they are ready: torch would start
+    them a second time while another thread is at it.
+
     What is imported is imported here, and not in the threads. Nothing of it raises: what is amiss
     with the inductor or with Triton is told by whoever needs them.
     """
@@ -52,16 +62,16 @@ def work_out_keys() -> list[threading.Thread]:
     try:
         from torch._inductor import codecache
 
-        keys: list[Callable[[], object]] = [codecache.torch_key]
+        keys: list[Sequence[Callable[[], object]]] = [(codecache.torch_key, *_workers())]
         if torch.version.cuda is not None:
             # First, so that its compiler is at work while the hashes are waited for.
             if not _under_way(_DRIVER_NAME):
                 _begin(_DRIVER_NAME, _driver())
-            keys += _of_triton()
+            keys.append(_of_triton())
     except Exception as error:  # an installation that is amiss raises what it likes
         logger.debug("the keys of the compile caches are not worked out early: %s", error)
         return []
-    return [thread for key in keys for thread in _begin(_NAME, [key])]
+    return [thread for in_turn in keys for thread in _begin(_NAME, in_turn)]
 
 
 def wait_for_keys(threads: list[threading.Thread]) -> None:
@@ -95,6 +105,18 @@ def _of_triton() -> list[Callable[[], object]]:
     return [triton_key]
 
 
+def _workers() -> list[Callable[[], object]]:
+    # They compile for GPUs only.
+    if torch.version.cuda is None or not torch.cuda.is_initialized():
+        return []
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except Exception as error:
+        logger.debug("torch's worker processes are not started early: %s", error)
+        return []
+    return [maybe_warm_pool]
+
+
 def _driver() -> list[Callable[[], object]]:
     # Where nothing is on a GPU, nothing asks for it.
     if not torch.cuda.is_initialized():
@@ -114,4 +136,4 @@ def _ask(keys: Sequence[Callable[[], object]]) -> None:
             key()
         except Exception as error:
             # Whoever needs it meets the same error, where it can be answered.
-            logger.debug("a key of the compile caches could not be worked out: %s", error)
+            logger.debug("what a compilation needs first could not be had early: %s", error)
