@@ -133,6 +133,17 @@ def test_what_only_python_knows_has_its_shape(job):
     assert held.name == "ReluBackward0"
 
 
+def test_a_part_of_a_storage_is_told_as_one_and_the_largest_of_them_is_shown(job):
+    model, optimizer = job
+    whole = torch.zeros(6, 4)
+    parts = [whole[:2], whole[:4]]
+    known = known_owners(model, optimizer, parts, {}, CPU)
+    [owner] = [owner for owner in known if owner.category == "the batch"]
+    assert (owner.form, owner.num_bytes) == ("(4, 4) float32, a part of it", 96)
+    [owner] = [o for o in living_owners(CPU) if o.address == whole.data_ptr()]
+    assert owner.form == "(6, 4) float32"
+
+
 def test_lines_and_modules_by_the_frames_of_a_block(job):
     model, _ = job
     lines, start = inspect.getsourcelines(Net.forward)

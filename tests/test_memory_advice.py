@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
 
 from allocator_blocks import FAR, MB, block, moment_of, segment
@@ -13,10 +14,19 @@ from torchfast.memory.owners import Owner
 FACTS = {"precision": "as_given", "out_of_memory": "raise", "cuda_graph": True}
 
 
-def advised(*blocks, facts=FACTS, stage="forward", owners=(), model=None, pool=(0, 0), **figures):
+def advised(
+    *blocks,
+    facts=FACTS,
+    stage="forward",
+    owners=(),
+    model=None,
+    pool=(0, 0),
+    num_samples=None,
+    **figures,
+):
     now = moment_of(segment(*blocks, pool=pool), **figures)
     found = look(now, owners, [], model or nn.Identity())
-    return advice(found, now, stage, facts)
+    return advice(found, now, stage, facts, num_samples)
 
 
 def test_waste_comes_first():
@@ -48,6 +58,13 @@ def test_only_what_the_plan_has_is_advised():
     assert not any("bf16" in text for text in told)
     told = advised(block(FAR, MB), facts=FACTS | {"recompute": "selective"})
     assert any("not only what is cheap: Plan(recompute='blocks')" in text for text in told)
+
+
+@pytest.mark.parametrize(("num_samples", "is_told"), [(None, True), (2, True), (1, False)])
+def test_one_sample_is_not_to_be_halved(num_samples, is_told):
+    told = advised(block(FAR, MB), num_samples=num_samples)
+    assert any("accumulate=2 and half the batch" in text for text in told) == is_told
+    assert any("out_of_memory='split'" in text for text in told) == is_told
 
 
 def test_offloading_that_sends_more_is_advised():

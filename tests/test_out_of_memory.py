@@ -58,6 +58,21 @@ def test_the_error_says_where_and_is_torchs_too(where):
     assert "what to try" in str(error)
 
 
+@pytest.mark.parametrize(("num_samples", "is_told"), [(1, False), (2, True)])
+def test_a_batch_of_one_is_not_to_be_halved(num_samples, is_told):
+    trainer = make(Planted(0, "forward"))
+    with pytest.raises(OutOfMemoryError) as caught:
+        trainer.step(batch_of(num_samples))
+    assert any("half the batch size" in text for text in caught.value.account.advice) == is_told
+
+
+def test_lines_of_a_device_that_tells_none_are_said_not_to_be_had(tmp_path):
+    for options in (OutOfMemoryOptions(lines=True), OutOfMemoryOptions(snapshot=str(tmp_path))):
+        trainer = make(Planted(100, "forward"), plan=Plan(out_of_memory=options))
+        [decision] = [d for d in trainer.report().decisions if d.lever == "out_of_memory"]
+        assert decision.detail.endswith("lines and snapshots are not to be had on cpu")
+
+
 def test_an_update_that_fails_is_never_tried_again():
     trainer = make(Planted(99), plan=SPLIT, optimizer=lambda p: PlantedSGD(p))
     with pytest.raises(OutOfMemoryError, match="some parameters may be updated") as caught:

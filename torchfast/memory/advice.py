@@ -33,7 +33,11 @@ _A_LITTLE = 0.05  # of the step's time, as a beginning
 
 
 def advice(
-    found: Found, moment: MemoryMoment, stage: str, facts: Mapping[str, Any]
+    found: Found,
+    moment: MemoryMoment,
+    stage: str,
+    facts: Mapping[str, Any],
+    num_samples: int | None = None,
 ) -> tuple[str, ...]:
     """Return what to try, the most promising first.
 
@@ -42,12 +46,18 @@ def advice(
         moment: The allocator's figures.
         stage: Where memory ran out.
         facts: The plan's fields by name; what a plan does not have is not advised.
+        num_samples: Those of what was run at once, where that is known. One is not halved.
     """
-    return tuple(dict.fromkeys(_advice(found, moment, stage, facts)))[:_MOST]
+    told = _advice(found, moment, stage, facts, num_samples)
+    return tuple(dict.fromkeys(told))[:_MOST]
 
 
 def _advice(
-    found: Found, moment: MemoryMoment, stage: str, facts: Mapping[str, Any]
+    found: Found,
+    moment: MemoryMoment,
+    stage: str,
+    facts: Mapping[str, Any],
+    num_samples: int | None,
 ) -> Iterator[str]:
     total = moment.reserved_bytes or sum(line.num_bytes for line in found.in_use) or 1
     sizes = {line.name: line.num_bytes for line in (*found.in_use, *found.not_in_use)}
@@ -73,6 +83,8 @@ def _advice(
     in_activations = stage in ("forward", "backward", "capture", "step")
     if in_activations and (is_much(REST, GRAPHS) or not found.not_in_use):
         yield from _of_activations(found, facts)
+        if num_samples != 1:
+            yield from _of_the_batch(facts)
     if is_much(OPTIMIZER) or stage == "update":
         yield (
             "the optimizer's state: AdamW with less of it (Plan(optimizer='adamw8bit')), its state "
@@ -118,6 +130,9 @@ def _of_activations(found: Found, facts: Mapping[str, Any]) -> Iterator[str]:
         yield "activations on the host until the backward pass: Plan(offload='activations')"
     elif _offloaded(facts.get("offload")) == "auto":
         yield from _of_more_than_hides(OffloadOptions.of(facts["offload"]))
+
+
+def _of_the_batch(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "a smaller batch with more of them in a step: accumulate=2 and half the batch size"
     action = getattr(facts.get("out_of_memory"), "action", facts.get("out_of_memory"))
     if action == "raise":

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchfast._core.batches import count_samples
 from torchfast._core.user_code import owner_of
 from torchfast.memory.account import MemoryAccount, look
 from torchfast.memory.advice import advice
@@ -27,7 +28,9 @@ from torchfast.memory.memory_pool import living_pools
 from torchfast.memory.moment import MemoryMoment, MomentSource, requested_of
 from torchfast.memory.out_of_memory_options import OutOfMemoryOptions
 from torchfast.memory.owners import known_owners, living_owners
+from torchfast.memory.splitting import parts_of
 
+_REPEATABLE = ("forward", "backward")  # before which nothing has been updated
 _MOST_SNAPSHOTS = 3  # each may be hundreds of megabytes
 
 
@@ -123,7 +126,7 @@ class AccountTaker:
             not_in_use=found.not_in_use,
             largest=found.largest,
             modules=found.modules,
-            advice=advice(found, moment, stage, self._facts),
+            advice=advice(found, moment, stage, self._facts, _most_samples(pieces)),
             snapshot_path=path,
             remarks=tuple(remarks),
         )
@@ -146,6 +149,12 @@ class AccountTaker:
             remarks.append(f"the snapshot was not written: {problem}")
             return None
         return str(path)
+
+
+def _most_samples(pieces: tuple[Any, ...]) -> int | None:
+    """Return how many samples the largest of what ran at once has; None where nobody can tell."""
+    counts = [count_samples(part) for piece in pieces for part in parts_of(piece)]
+    return None if None in counts else max(filter(None, counts), default=None)
 
 
 def cause_of(
@@ -184,3 +193,18 @@ def let_go(error: BaseException, outer: BaseException | None) -> None:
             traceback.clear_frames(current.__traceback__)
         current.__traceback__ = None
         waiting += [current.__cause__, current.__context__]
+
+
+def why_never(account: MemoryAccount) -> str | None:
+    """Return why what has failed cannot be done again; None if nothing has been updated before."""
+    if account.stage in _REPEATABLE:
+        return None
+    return f"it happened in the {account.stage}, not in forward or backward"
+
+
+def why_alone(account: MemoryAccount | None, *, is_shared: bool) -> str:
+    """Return why the other ranks could not begin again."""
+    if account is not None and (never := why_never(account)) is not None:
+        return never
+    why = "it was beside forward and backward" if is_shared else "a step of this size has fitted"
+    return f"the other ranks could not be told, since {why}"

@@ -44,8 +44,8 @@ from torchfast._core.loss import LossParts
 from torchfast._core.ran_out import OtherRankRanOut
 from torchfast.memory.account import MemoryAccount
 from torchfast.memory.before_step import BeforeStep
-from torchfast.memory.failure import AccountTaker, cause_of, let_go
-from torchfast.memory.moment import MomentSource, moments_of
+from torchfast.memory.failure import AccountTaker, cause_of, let_go, why_alone, why_never
+from torchfast.memory.moment import MomentSource, NoMoments, moments_of
 from torchfast.memory.out_of_memory_options import OutOfMemoryOptions
 from torchfast.memory.split_ranks import (
     Counts,
@@ -70,8 +70,6 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 Group = tuple[Any, ...]
-
-_REPEATABLE = ("forward", "backward")  # before which nothing has been updated
 
 
 class _Failure(NamedTuple):
@@ -190,7 +188,7 @@ class OutOfMemoryGuard:
             account = failure.account
             if before is None or account is None:
                 raise self._error(account)
-            if account.stage in _REPEATABLE:
+            if why_never(account) is None:
                 before.put_back()
             del before
             smaller = self._smaller(group, pieces, account)
@@ -225,7 +223,7 @@ class OutOfMemoryGuard:
                 ranks.drop()
             self._clean_up(keeps_gradients=False)
             if not is_told:
-                raise self._error(account, _why_alone(account, is_shared=is_shared))
+                raise self._error(account, why_alone(account, is_shared=is_shared))
             before.put_back()
             del before
             wish = self._wish(group, pieces, counts, account)
@@ -264,6 +262,8 @@ class OutOfMemoryGuard:
             )
         if self._limit is not None:
             detail += f"; batches of {self._limit} elements and more run in parts"
+        if isinstance(self._moments, NoMoments) and (self._options.lines or self._options.snapshot):
+            detail += f"; lines and snapshots are not to be had on {self._device}"
         return [Decision(lever="out_of_memory", outcome="applied", detail=detail)]
 
     def counters(self) -> dict[str, int]:
@@ -390,7 +390,7 @@ class OutOfMemoryGuard:
 
     def _smaller(self, group: Group, pieces: Group, account: MemoryAccount) -> Group | str:
         """Return the group in smaller parts than those that failed, or why that cannot be."""
-        if (why := _why_never(account)) is not None:
+        if (why := why_never(account)) is not None:
             return why
         largest = max(num_elements(part) for piece in pieces for part in parts_of(piece))
         self._limit = largest
@@ -434,17 +434,3 @@ class OutOfMemoryGuard:
                 f"be tried out: {why}"
             )
         return notes
-
-
-def _why_never(account: MemoryAccount) -> str | None:
-    if account.stage in _REPEATABLE:
-        return None
-    return f"it happened in the {account.stage}, not in forward or backward"
-
-
-def _why_alone(account: MemoryAccount | None, *, is_shared: bool) -> str:
-    """Return why the other ranks could not begin again."""
-    if account is not None and (never := _why_never(account)) is not None:
-        return never
-    why = "it was beside forward and backward" if is_shared else "a step of this size has fitted"
-    return f"the other ranks could not be told, since {why}"

@@ -39,7 +39,8 @@ class Owner:
         num_bytes: Its size.
         category: Such as ``"parameters"``; empty where only Python knows of it.
         name: Such as ``"encoder.0.weight"``, or the operation that made it.
-        form: Shape and dtype, in words.
+        form: Shape and dtype, in words, and whether that is a part of the storage.
+        view_bytes: What a tensor of that shape takes.
     """
 
     address: int
@@ -47,6 +48,7 @@ class Owner:
     category: str
     name: str
     form: str
+    view_bytes: int = 0
 
 
 def known_owners(
@@ -68,7 +70,9 @@ def known_owners(
     found: dict[int, Owner] = {}
     for category, name, tensor in _known(model, optimizer, batch, others):
         for owner in _owners(category, name, tensor, device):
-            found.setdefault(owner.address, owner)
+            first = found.setdefault(owner.address, owner)
+            if first.category == owner.category and first.view_bytes < owner.view_bytes:
+                found[owner.address] = owner
     return list(found.values())
 
 
@@ -85,7 +89,8 @@ def living_owners(device: torch.device) -> list[Owner]:
         with suppress(Exception):
             operation = value.grad_fn.name() if value.grad_fn is not None else ""
             for owner in _owners("", operation, value, device):
-                found.setdefault(owner.address, owner)
+                if found.setdefault(owner.address, owner).view_bytes < owner.view_bytes:
+                    found[owner.address] = owner
     return list(found.values())
 
 
@@ -127,5 +132,8 @@ def _owners(category: str, name: str, tensor: Tensor, device: torch.device) -> I
             storage = plain.untyped_storage()
             if storage.nbytes():
                 dtype = str(plain.dtype).removeprefix("torch.")
-                form = f"{tuple(plain.shape)} {dtype}"
-                yield Owner(storage.data_ptr(), storage.nbytes(), category, name, form)
+                form, num_bytes = f"{tuple(plain.shape)} {dtype}", storage.nbytes()
+                if plain.nbytes < num_bytes:
+                    form += ", a part of it"
+                address = storage.data_ptr()
+                yield Owner(address, num_bytes, category, name, form, plain.nbytes)
