@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recomputed import GPT, kept_with, make, token_loss, tokens
 from torchfast import (
-    LowBitAdamW,
     RecomputeChoice,
     RecomputeOptions,
     RecomputePlan,
@@ -26,7 +24,6 @@ from torchfast.memory.kept_results import Result, choose_kept
 from torchfast.memory.recompute import block_forwards
 from torchfast.memory.recompute_plan import fixed_bytes
 from torchfast.memory.recompute_times import peak_rises
-from torchfast.memory.state_bytes import state_bytes
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt with dropout", "llama", "vit", "resnet"])
@@ -247,75 +244,6 @@ def test_what_is_there_besides():
     assert fixed_bytes(model, None) == 420
 
 
-OPTIMIZERS = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-3),
-    "adamw fused": partial(torch.optim.AdamW, lr=torch.tensor(1e-3), fused=True),
-    "amsgrad": partial(torch.optim.AdamW, lr=1e-3, amsgrad=True),
-    "sgd": partial(torch.optim.SGD, lr=0.1),
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
-    "rmsprop with momentum": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
-    "adadelta": torch.optim.Adadelta,
-    "rprop": torch.optim.Rprop,
-    "adafactor": torch.optim.Adafactor,
-    "8bit": partial(LowBitAdamW, state="8bit"),
-    "4bit": partial(LowBitAdamW, state="4bit"),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_that_there_will_be_is_known(name, dtype):
-    model = nn.Linear(256, 512, bias=False).to(dtype)
-    optimizer = OPTIMIZERS[name](model.parameters())
-    hooks, rng = [], torch.get_rng_state()
-    optimizer.register_step_pre_hook(lambda *_: hooks.append("step"))
-    torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)  # which wraps ``step``
-    told = fixed_bytes(model, optimizer)
-    assert not hooks
-    assert not optimizer.state
-    assert model.weight.grad is None
-    assert torch.equal(rng, torch.get_rng_state())
-    model(torch.randn(4, 256, dtype=dtype)).sum().backward()
-    optimizer.step()
-    assert told == pytest.approx(fixed_bytes(model, optimizer), rel=0.01)
-
-
-def test_hooks_of_all_optimizers_and_groups_see_nothing_of_the_trial():
-    model = nn.Linear(256, 512)
-    model.bias.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    for group in optimizer.param_groups:
-        del group["fused"]
-    keys = [set(group) for group in optimizer.param_groups]
-    seen = []
-    hook = register_optimizer_step_pre_hook(lambda *_: seen.append("step"))
-    try:
-        told = state_bytes(optimizer)
-    finally:
-        hook.remove()
-    assert seen == []
-    assert [set(group) for group in optimizer.param_groups] == keys
-    assert told == 3 * model.weight.nbytes  # and nothing for what does not train
-
-
-def test_state_in_shards_is_what_this_rank_has():
-    class Meshed(torch.Tensor):  # as a DTensor says what it is made of
-        def __tensor_flatten__(self):
-            return ["part", "mesh"], None
-
-        @staticmethod
-        def __tensor_unflatten__(inner, context, size, stride):
-            raise NotImplementedError
-
-    state = torch.zeros(8).as_subclass(Meshed)
-    state.part, state.mesh = torch.zeros(2), object()
-    parameter = nn.Parameter(torch.zeros(8))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    optimizer.state[parameter] = {"momentum_buffer": state}
-    assert state_bytes(optimizer) == 8
-
-
 class Dense(nn.Module):
     """Each block is called with all that came before it."""
 
@@ -356,7 +284,6 @@ def test_the_state_of_an_optimizer_that_nobody_knows_is_guessed():
     model = nn.Linear(10, 10, bias=False)
     assert fixed_bytes(model, Own(model.parameters())) == 800 + 800
     # One that cannot do without a closure is torch's, and guessed all the same.
-    assert fixed_bytes(model, torch.optim.LBFGS(model.parameters())) == 800
 
 
 def test_what_makes_the_optimizer_will_do():

@@ -1,9 +1,10 @@
 """What an optimizer's state takes, also before there is any.
 
 How much is kept of an element is the optimizer's own affair: AdamW keeps two numbers, with
-``amsgrad`` three, in 8 bits a quarter of that, and factored moments are next to nothing. So a copy
-of the optimizer makes one update of a small parameter on the host, and its state is counted. Of an
-optimizer that is neither torch's nor ours, or that needs a closure, it is guessed by its options.
+``amsgrad`` three, in 8 bits a quarter of that (of small tensors all of it), and factored moments
+are next to nothing, but for vectors. So a copy of the optimizer makes one update of a parameter on
+the host, of each shape, or of one like it that is small, and its state is counted. Of an optimizer
+that is neither torch's nor ours, or that needs a closure, it is guessed by its options.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from torch.optim import Optimizer
 from torchfast._core.storages import plain_parts
 from torchfast.memory.block_costs import tensors_in
 
-# Enough for moments in few bits, which begin at 4,096 values, and for blocks of any size.
-_SHAPE: Final = (64, 128)
+# For what has more values something smaller stands, of as many at most: enough for moments in few
+# bits, which begin at 4,096 values, and for blocks of any size.
+_MOST_TRIED: Final = 2**18
+_MATRIX: Final = (256, 1024)
+_SIDES: Final = (128, 64, 32, 16)
 _KNOWN: Final = ("torch", "torchao", "torchfast")
 
 
@@ -31,37 +35,61 @@ def state_bytes(optimizer: Optimizer) -> int:
 
     Numerics: Changes nothing.
     """
-    if tensors := tensors_in(list(optimizer.state.values())):
-        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-        return _nbytes(tensor for tensor in tensors if tensor.device in devices)
-    total = 0.0
-    for group in optimizer.param_groups:
-        numbers: Counter[torch.dtype] = Counter()
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                numbers[parameter.dtype] += parameter.numel()
-        for dtype, number in numbers.items():
-            total += number * _bytes_an_element(optimizer, group, dtype)
-    return int(total)
+    return sum(_of_group(optimizer, group) for group in optimizer.param_groups)
 
 
-def _bytes_an_element(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> float:
+def _of_group(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    parameters: list[Tensor] = group["params"]
+    devices = {parameter.device for parameter in parameters}
+    held = tensors_in([optimizer.state[p] for p in parameters if p in optimizer.state])
+    if held:  # the group has been updated
+        return _nbytes(tensor for tensor in held if tensor.device in devices)
+    numbers: Counter[tuple[torch.dtype, tuple[int, ...]]] = Counter()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            numbers[parameter.dtype, _tried_shape(parameter.shape)] += parameter.numel()
+    each = (
+        number * _bytes_an_element(optimizer, group, dtype, shape)
+        for (dtype, shape), number in numbers.items()
+    )
+    return int(sum(each))
+
+
+def _tried_shape(shape: torch.Size) -> tuple[int, ...]:
+    """Return a small shape of which as much is kept of each value; of matrices, about as much."""
+    if shape.numel() <= _MOST_TRIED:
+        return tuple(shape)
+    if len(shape) == 1:
+        return (_MOST_TRIED,)
+    # Factored moments of kernels are one for each row and column of each of them.
+    smaller = (torch.Size((side, side, *shape[2:])) for side in _SIDES)
+    fitting = (tuple(small) for small in smaller if small.numel() <= _MOST_TRIED)
+    return _MATRIX if len(shape) == 2 else next(fitting, _MATRIX)
+
+
+def _bytes_an_element(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+) -> float:
     if type(optimizer).__module__.partition(".")[0] in _KNOWN:
         generator = torch.get_rng_state()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return _tried(optimizer, group, dtype)
+                return _tried(optimizer, group, dtype, shape)
         except Exception:  # it needs a closure, a device, or is not made to be copied
             pass
         finally:
             torch.set_rng_state(generator)
     copies = 2 if "betas" in group else 1 if group.get("momentum") else 0
+    if "history_size" in group:  # LBFGS: as many steps and changes of gradients, and the last ones
+        copies = 2 * int(group["history_size"]) + 2
     return copies * dtype.itemsize
 
 
-def _tried(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> float:
-    parameter = nn.Parameter(torch.ones(_SHAPE, dtype=dtype, device="cpu"))
+def _tried(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]
+) -> float:
+    parameter = nn.Parameter(torch.ones(shape, dtype=dtype, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
     twin = object.__new__(type(optimizer))
     # Not what a scheduler has put around ``step``, and none of the hooks.
