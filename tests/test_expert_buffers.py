@@ -137,6 +137,10 @@ def test_arguments():
         buffers.combine(torch.ones(2, 4, WIDTH), torch.ones(3, 1), places)
     with pytest.raises(ValueError, match="capacity must be >= 1"):
         ExpertBuffers(2, 0, WIDTH)
+    with pytest.raises(TypeError, match=r"dtype must be torch's dtype, got 'bf16' \(str\)"):
+        ExpertBuffers(2, 1, WIDTH, dtype="bf16")
+    with pytest.raises(ValueError, match="did you mean 'cuda'"):
+        ExpertBuffers(2, 1, WIDTH, device="gpu")
 
 
 def test_compiled_it_is_the_same_in_one_graph(fresh_dynamo):

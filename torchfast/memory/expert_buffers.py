@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchfast._core.arguments import check_int, explain_keywords
+from torchfast._core.arguments import check_int, check_type, explain_keywords
+from torchfast._core.device import check_device
 
 
 class Places(NamedTuple):
@@ -42,14 +43,15 @@ class ExpertBuffers:
         capacity: Rows of each.
         width: Of a token.
         dtype: Of tokens.
-        device: Of tokens.
+        device: Of tokens; None is torch's default one.
 
     Attributes:
         num_dropped: A device tensor: token choices that found no room, since it was made.
 
     Raises:
-        TypeError: A count that is no int.
-        ValueError: A count below 1, or tensors that do not fit together.
+        TypeError: A count that is no int, or what is no dtype or device.
+        ValueError: A count below 1, a device that is not there, or tensors that do not fit together.
+        UnsupportedDeviceError: A kind of device that this machine or torch build has none of.
 
     Numerics: A token's output is that of its experts, weighted; tokens are in their order within
         each expert. Dropped ones add zero.
@@ -77,6 +79,9 @@ class ExpertBuffers:
         self.num_experts = check_int("num_experts", num_experts, minimum=1)
         self.capacity = check_int("capacity", capacity, minimum=1)
         self.width = check_int("width", width, minimum=1)
+        check_type("dtype", dtype, torch.dtype)
+        if device is not None:  # else torch's default one
+            device = check_device(device)
         self.num_dropped = torch.zeros((), dtype=torch.int64, device=device)
         # One row more, where tokens without room go: so their number need not be known.
         rows = self.num_experts * self.capacity + 1
