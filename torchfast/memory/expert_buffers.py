@@ -50,7 +50,7 @@ class ExpertBuffers:
 
     Raises:
         TypeError: A count that is no int, or what is no dtype or device.
-        ValueError: A count below 1, a device that is not there, or tensors that do not fit together.
+        ValueError: A count below 1, a device that is not there, tensors that do not fit together.
         UnsupportedDeviceError: A kind of device that this machine or torch build has none of.
 
     Numerics: A token's output is that of its experts, weighted; tokens are in their order within
