@@ -19,7 +19,7 @@ called: it runs the block that was copied. So do the replicas of ``nn.DataParall
 Under ``torch.compile`` the same object tells the compiler what to recompute, by torch's checkpoint,
 which the compiler understands; what it makes of it writes no buffer twice and draws nothing anew.
 By itself it would read a buffer as the block has left it (see `traced_writes`). A block that the
-compiler has to leave runs under torch's checkpoint eagerly, on stand-ins for what it writes to.
+compiler has to leave, because of a graph break, runs again as where nobody compiles.
 """
 
 from __future__ import annotations
@@ -142,6 +142,10 @@ class BlockForward(ForwardStandIn):
         if torch.compiler.is_compiling():
             self.kind.is_compiled = True
             return self._compiled(args, kwargs)
+        return self._recomputed(module, args, kwargs)
+
+    def _recomputed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run eagerly, so that it runs again in the backward."""
         kind = self.kind
         if kind.options.selective and kind.choice is None:
             return kind.measured(module, self._plain, args, kwargs)
@@ -157,18 +161,12 @@ class BlockForward(ForwardStandIn):
 
     def _compiled(self, args: Any, kwargs: Any) -> Any:
         """Run what is compiled, or stand where the compiler has to leave the block."""
-        found: list[Before] = []
         if self.kind.options.selective:
             result = checkpoint(
-                self._either,
-                found,
-                *args,
-                use_reentrant=False,
-                context_fn=_keep_expensive,
-                **kwargs,
+                self._either, *args, use_reentrant=False, context_fn=_keep_expensive, **kwargs
             )
         else:
-            result = checkpoint(self._either, found, *args, use_reentrant=False, **kwargs)
+            result = checkpoint(self._either, *args, use_reentrant=False, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             # It needs torch's compiler, whose import takes seconds.
             from torchfast.memory.traced_writes import keep_what_is_written
@@ -176,26 +174,22 @@ class BlockForward(ForwardStandIn):
             keep_what_is_written()
         return result
 
-    def _either(self, found: list[Before], *args: Any, **kwargs: Any) -> Any:
+    def _either(self, *args: Any, **kwargs: Any) -> Any:
         """Run within what is compiled, or, where the compiler has to leave the block, eagerly.
 
-        Args:
-            found: Empty in the first run, which leaves there what the second is to begin with.
-            args: Of the call.
-            kwargs: Of the call.
+        Then torch's checkpoint is around it, which puts back no generator of the block's own and
+        copies no object that it is called with. So what autograd saves does not come to it: it has
+        nothing to compute again, and the block is run as where nobody compiles.
         """
         if torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
-        module: Any = self._module()
-        if found:
-            with self._buffers.standing_in(found[0]):
-                return self._plain(*args, **kwargs)
-        before = self._buffers.before(module)
-        # For a backward within the forward, which comes before it is known what was written to.
-        found.append([kept for kept in before if kept.is_known])
-        result = self._plain(*args, **kwargs)
-        found[0] = self._buffers.written(module, before)
-        return result
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            module: Any = self._module()
+            return self._recomputed(module, args, kwargs)
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 # A module's children and buffers as they stand there, how many buffers, and which children.
