@@ -161,11 +161,11 @@ def test_a_compiled_module_measures_anew_for_another_loss(searching, tmp_path):
 
 
 def test_a_compiled_module_measures_anew_for_what_else_is_asked(searching, tmp_path):
-    """Of named regions and of the whole model the candidates have the same names."""
-    tried, _ = searching
+    tried, choice = searching
     named = {"regions": ("blocks.*",)}
     for options, is_known in (
         (named, False),
+        ({"regions": ("blocks.0",)}, False),
         ({"regions": "whole"}, False),
         ({"regions": "whole", "dynamic": True}, False),
         ({"regions": "whole", "budget_s": 900.0}, False),
@@ -173,10 +173,10 @@ def test_a_compiled_module_measures_anew_for_what_else_is_asked(searching, tmp_p
         (named | {"on_failure": "raise"}, True),
     ):
         torch.manual_seed(0)
-        model = Deep()
-        with CompiledModule(model, mode="auto", cache=tmp_path, **options) as compiled:
+        choice[0] = "whole: default" if options["regions"] == "whole" else "regions: default"
+        with CompiledModule(model := Deep(), mode="auto", cache=tmp_path, **options) as compiled:
             compiled.search(mean_loss, BATCHES[0])
-            assert bool(tried) != is_known, options
+            assert bool(tried) != is_known, (options, model)
         tried.clear()
 
 

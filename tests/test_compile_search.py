@@ -7,12 +7,14 @@ import copy
 import pytest
 import torch
 
+from compiled_training import Deep
 from models import BatchNormNet
 from search_lab import CPU, Lab, off_by, statuses
 from torchfast._core.compare import differences
 from torchfast._core.rng import get_rng_state
+from torchfast.compiler import CompileOptions, mode_search
 from torchfast.compiler.candidates import Candidate
-from torchfast.compiler.parity import ParityTolerance
+from torchfast.compiler.parity import Outcome, ParityTolerance, errors_between
 from torchfast.compiler.search import _peak_bytes
 
 
@@ -106,6 +108,39 @@ def test_a_buffer_that_is_written_twice_is_wrong(share, name):
 
     receipt = lab.search(lab.candidate("twice", 0.5, damage=twice))
     assert statuses(receipt)["twice"] == ("wrong" if share else "measured")
+
+
+def buffer_error(expected, actual):
+    def outcome(buffers):
+        held = {name: torch.full((8,), float(value)) for name, value in buffers.items()}
+        return Outcome(loss=1.0, gradients={}, buffers=held, precision="float32")
+
+    return errors_between(outcome(expected), outcome(actual)).buffer
+
+
+def test_an_average_that_is_zero_up_to_rounding_may_be_another_zero():
+    """As that of a norm behind another one, with nothing but a convolution between them."""
+    zero = {"norm.running_mean": 1e-9, "norm.running_var": 1.0}
+    assert buffer_error(zero, zero | {"norm.running_mean": -3e-9}) < 1e-6
+    # One that is not is far off, and so is the variance.
+    assert buffer_error(zero, zero | {"norm.running_mean": 1e-2}) > 0.1
+    assert buffer_error(zero, zero | {"norm.running_var": 0.9}) == pytest.approx(0.1, rel=1e-3)
+    # Nobody tells how large something else in another module is.
+    apart = {"norm.average": 1e-9, "table": 1.0}
+    assert buffer_error(apart, apart | {"norm.average": 2e-9}) == pytest.approx(1.0)
+
+
+def test_regions_that_are_named_are_no_whole_model():
+    model = Deep()
+
+    def names(regions):
+        options = CompileOptions(mode="auto", regions=regions)
+        choices = mode_search._choices(model, options, CPU, in_graph=False)
+        return {choice.name.partition(":")[0] for choice in choices}
+
+    assert names(("blocks.0",)) == {"eager", "regions"}
+    assert names("whole") == {"eager", "whole"}
+    assert names("blocks") == {"eager", "blocks"}
 
 
 def test_a_candidate_that_updates_parameters_is_wrong():

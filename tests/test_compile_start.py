@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import gc
 import sys
 import threading
@@ -87,7 +89,9 @@ def as_with_cuda(monkeypatch):
     compat, driver = ModuleType("triton_compat"), ModuleType("driver")
     workers = ModuleType("async_compile")
     compat.triton_key = lambda: b"triton"
-    workers.maybe_warm_pool = lambda: None
+    pool = functools.lru_cache(1)(list)
+    workers.AsyncCompile = SimpleNamespace(process_pool=pool)
+    workers.maybe_warm_pool = pool
     driver.driver = SimpleNamespace(active=None)
     monkeypatch.setitem(sys.modules, "torch._inductor.runtime.triton_compat", compat)
     monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", workers)
@@ -138,9 +142,70 @@ def test_torchs_workers_are_started_once_their_key_is_there(as_with_cuda, monkey
 
     done = []
     monkeypatch.setattr(codecache, "torch_key", lambda: done.append("key"))
-    as_with_cuda.workers.maybe_warm_pool = lambda: done.append("workers")
+    pool = as_with_cuda.workers.AsyncCompile.process_pool
+    as_with_cuda.workers.maybe_warm_pool = lambda: done.append("workers") or pool()
     early_keys.wait_for_keys(early_keys.work_out_keys())
     assert done == ["key", "workers"]
+    # Once they were there, those that have gone idle are not woken for nothing.
+    early_keys.wait_for_keys(early_keys.work_out_keys())
+    assert done == ["key", "workers", "key"]
+    pool.cache_clear()  # as in a process that was forked
+    early_keys.wait_for_keys(early_keys.work_out_keys(for_gpu=False))
+    assert done == ["key", "workers", "key", "key"]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_on_gpu", "starts"),
+    [({}, True, True), ({"mode": "auto"}, True, False), ({}, False, False)],
+)
+def test_only_what_is_compiled_for_a_gpu_has_workers_started(
+    options, is_on_gpu, starts, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(
+        "torchfast.compiler.account.work_out_keys",
+        lambda *, for_gpu: asked.append(for_gpu) or [],
+    )
+    monkeypatch.setattr(nn.Parameter, "is_cuda", is_on_gpu, raising=False)
+    CompiledModule(nn.Linear(2, 2), **options).close()
+    assert asked == [starts]
+
+
+def test_the_threads_see_the_settings_of_whoever_begins(monkeypatch):
+    from torch._inductor import codecache
+
+    setting, seen = contextvars.ContextVar("setting", default="torch's"), []
+    setting.set("the user's")
+    monkeypatch.setattr(codecache, "torch_key", lambda: seen.append(setting.get()))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    early_keys.wait_for_keys(early_keys.work_out_keys())
+    assert seen == ["the user's"]
+
+
+def test_all_who_wait_for_the_keys_wait():
+    go, waiting, done = threading.Event(), threading.Barrier(3), []
+
+    class Keys(threading.Thread):
+        def join(self, timeout=None):
+            waiting.wait(30)
+            super().join(timeout)
+
+    def wait():
+        early_keys.wait_for_keys(threads)
+        done.append(keys.is_alive())
+
+    keys = Keys(target=go.wait, args=(30,), daemon=True)
+    keys.start()
+    threads = [keys]
+    both = [threading.Thread(target=wait, daemon=True) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    waiting.wait(30)  # both have come
+    assert done == []
+    go.set()
+    for thread in both:
+        thread.join(30)
+    assert done == [False, False]
 
 
 def test_workers_that_do_not_start_are_for_whoever_needs_them(as_with_cuda, monkeypatch):
@@ -195,7 +260,7 @@ def test_a_compilation_begins_when_the_keys_are_there(monkeypatch):
 
     keys = Keys(target=go.wait, args=(30,), daemon=True)
     keys.start()
-    monkeypatch.setattr("torchfast.compiler.account.work_out_keys", lambda: [keys])
+    monkeypatch.setattr("torchfast.compiler.account.work_out_keys", lambda **_: [keys])
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", trace)
     model = nn.Linear(2, 2)
     with CompiledModule(model):
@@ -206,7 +271,9 @@ def test_a_compilation_begins_when_the_keys_are_there(monkeypatch):
 @pytest.mark.parametrize(("backend", "number"), [("inductor", 1), ("eager", 0)])
 def test_only_what_looks_them_up_has_them_worked_out(backend, number, monkeypatch):
     asked = []
-    monkeypatch.setattr("torchfast.compiler.account.work_out_keys", lambda: asked.append(1) or [])
+    monkeypatch.setattr(
+        "torchfast.compiler.account.work_out_keys", lambda **_: asked.append(1) or []
+    )
     model = nn.Linear(2, 2)
     CompiledModule(model, backend=backend).close()
     assert len(asked) == number

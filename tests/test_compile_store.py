@@ -14,10 +14,11 @@ from torch.utils._appending_byte_serializer import AppendingByteSerializer
 from compile_stores import Compiler, key, process, stored
 from faults import faulty
 from torchfast.compiler import store as store_module
+from torchfast.compiler.machine import _lasting
 from torchfast.compiler.store import CacheStore
 from torchfast.compiler.store_artifacts import join, merged, split
 from torchfast.compiler.store_contents import list_entries
-from torchfast.compiler.store_key import StoreKey, _lasting, machine_facts, store_key
+from torchfast.compiler.store_key import StoreKey, machine_facts, store_key
 
 # Products only: inductor has no C++ to build for them, so that it compiles in seconds.
 REAL = """

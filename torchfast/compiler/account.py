@@ -62,6 +62,10 @@ def measuring() -> Iterator[None]:
                     account._watch.pass_over()
 
 
+def _may_be_on_gpu(model: nn.Module | None) -> bool:
+    return model is None or any(parameter.is_cuda for parameter in model.parameters())
+
+
 @final
 class CompileAccount(Closing):
     """Knows what becomes of the code of some functions.
@@ -73,7 +77,11 @@ class CompileAccount(Closing):
     """
 
     def __init__(self, model: nn.Module | None, options: CompileOptions, context: str = "") -> None:
-        keys = work_out_keys() if options.backend == "inductor" else []
+        keys = []
+        if options.backend == "inductor":
+            # A search compiles by other accounts, and what is asked of nobody is compiled by none.
+            is_compiled_here = options.mode != "auto"
+            keys = work_out_keys(for_gpu=is_compiled_here and _may_be_on_gpu(model))
         self._record = CompileRecord(before=partial(wait_for_keys, keys))
         self._watch = SteadyWatch(self._record, mark_dynamic=options.mark_dynamic)
         self._num_steps = 0

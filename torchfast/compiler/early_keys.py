@@ -19,9 +19,11 @@ a C compiler needs no lock. So this one is not waited for, and goes on while the
 **What is not in a cache is compiled by torch's worker processes, once they are there**; until then
 Triton compiles in this process, one kernel after the other. They take some seconds to import torch,
 and torch starts them when the first graph is traced: too late for a model that is compiled by
-blocks, whose kernels are wanted a second later. So where something is on a GPU they are started as
-soon as their key is known, that is torch's. It is torch's own call, which finds them there when it
-comes to it, with torch's own settings (``TORCH_WARM_POOL=0``, ``TORCHINDUCTOR_COMPILE_THREADS``).
+blocks, whose kernels are wanted a second later. So for what is on a GPU they are started as soon as
+their key is known, that is torch's, once a process: those that have gone idle come back for what
+there is to compile. It is torch's own call, which finds them there when it comes to it, by torch's
+own settings (``TORCH_WARM_POOL=0``, ``TORCHINDUCTOR_COMPILE_THREADS``, ``inductor.config``, which
+each thread has for itself and is handed on).
 
 Torch and Triton remember the results themselves. If they are asked before it is done, they work
 them out once more, or wait.
@@ -29,6 +31,7 @@ them out once more, or wait.
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import logging
 import threading
@@ -47,7 +50,7 @@ _DRIVER_NAME = "torchfast-driver"
 _MOST_WAIT_S = 10.0
 
 
-def work_out_keys() -> list[threading.Thread]:
+def work_out_keys(*, for_gpu: bool = True) -> list[threading.Thread]:
     """Begin with it; return the threads to wait for, none if there is nothing to do.
 
     The workers are waited for until they are started, not until they are ready: torch would start
@@ -55,6 +58,10 @@ def work_out_keys() -> list[threading.Thread]:
 
     What is imported is imported here, and not in the threads. Nothing of it raises: what is amiss
     with the inductor or with Triton is told by whoever needs them.
+
+    Args:
+        for_gpu: Whether something is about to be compiled that may be on a GPU. No worker is
+            started for anything else.
     """
     # Somebody else of this process has begun: the same again would only take longer.
     if begun := _under_way(_NAME):
@@ -62,7 +69,9 @@ def work_out_keys() -> list[threading.Thread]:
     try:
         from torch._inductor import codecache
 
-        keys: list[Sequence[Callable[[], object]]] = [(codecache.torch_key, *_workers())]
+        keys: list[Sequence[Callable[[], object]]] = [
+            (codecache.torch_key, *(_workers() if for_gpu else ()))
+        ]
         if torch.version.cuda is not None:
             # First, so that its compiler is at work while the hashes are waited for.
             if not _under_way(_DRIVER_NAME):
@@ -79,8 +88,9 @@ def wait_for_keys(threads: list[threading.Thread]) -> None:
     deadline = time.monotonic() + _MOST_WAIT_S
     if any(thread.is_alive() for thread in threads):
         launch_early()
-    while threads:
-        threads.pop().join(max(0.0, deadline - time.monotonic()))
+    for thread in tuple(threads):  # another thread may wait for them, too
+        thread.join(max(0.0, deadline - time.monotonic()))
+    threads.clear()
 
 
 def _under_way(name: str) -> list[threading.Thread]:
@@ -91,7 +101,9 @@ def _begin(name: str, keys: Sequence[Callable[[], object]]) -> list[threading.Th
     """Start a thread if there is something for it."""
     if not keys:
         return []
-    thread = threading.Thread(target=_ask, args=(keys,), name=name, daemon=True)
+    # From torch 2.13 on settings of the inductor are variables of the context.
+    ask = contextvars.copy_context().run
+    thread = threading.Thread(target=ask, args=(_ask, keys), name=name, daemon=True)
     thread.start()
     return [thread]
 
@@ -110,11 +122,16 @@ def _workers() -> list[Callable[[], object]]:
     if torch.version.cuda is None or not torch.cuda.is_initialized():
         return []
     try:
-        from torch._inductor.async_compile import maybe_warm_pool
+        from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
     except Exception as error:
         logger.debug("torch's worker processes are not started early: %s", error)
         return []
-    return [maybe_warm_pool]
+
+    def start() -> None:
+        if not AsyncCompile.process_pool.cache_info().currsize:
+            maybe_warm_pool()
+
+    return [start]
 
 
 def _driver() -> list[Callable[[], object]]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import importlib.metadata
+import json
 import platform
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -18,6 +23,7 @@ def machine_of(device: torch.device) -> dict[str, str]:
         "cuda": str(torch.version.cuda or torch.version.hip),
         "python": platform.python_version(),
         "precision": _precision(device),
+        "settings": settings_hash("torch._dynamo"),
     }
     if device.type == "cpu":
         machine["capability"] = torch.backends.cpu.get_cpu_capability()
@@ -38,7 +44,10 @@ def _precision(device: torch.device) -> str:
     kind = device.type
     autocast = f"{torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else "none"
     exact = torch.are_deterministic_algorithms_enabled()
-    return f"autocast {autocast}, matmul {products}, deterministic {exact}"
+    measured = kind == "cuda" and torch.backends.cudnn.benchmark
+    return (
+        f"autocast {autocast}, matmul {products}, deterministic {exact}, cudnn.benchmark {measured}"
+    )
 
 
 def _version_of(*distributions: str) -> str:
@@ -54,3 +63,37 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def settings_hash(*more: str) -> str:
+    """Return a hash of the compiler's settings, as far as they are part of its own keys.
+
+    Args:
+        more: Packages whose public settings count as well.
+    """
+    found: dict[str, Any] = {}
+    for name in ("torch._inductor", "torch._functorch", *more):
+        config = importlib.import_module(f"{name}.config")
+        try:
+            settings = config.save_config_portable(ignore_private_configs=name in more)
+        except (AttributeError, TypeError):
+            continue  # this torch has another form of it; its own keys have the settings anyway
+        short = name.removeprefix("torch._")
+        found.update({f"{short}.{k}": _lasting(v) for k, v in settings.items()})
+    text = json.dumps(found, sort_keys=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
+
+
+def _lasting(value: Any) -> Any:
+    """Return a setting in a form that is the same in every process."""
+    if isinstance(value, Mapping):
+        return sorted((str(k), _lasting(v)) for k, v in value.items())
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(_lasting(v), sort_keys=True) for v in value)
+    if isinstance(value, list | tuple):
+        return [_lasting(v) for v in value]
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"

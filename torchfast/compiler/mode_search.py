@@ -193,7 +193,10 @@ def _choices(
         return found
     # As asked: one of the two, or the regions that were named.
     wanted = options.regions if options.regions == "blocks" and has_blocks else "whole"
-    return [choice for choice in found if choice.regions in (None, wanted)]
+    found = [choice for choice in found if choice.regions in (None, wanted)]
+    if isinstance(options.regions, str):
+        return found
+    return [c if c.mode is None else c._replace(name=f"regions: {c.mode}") for c in found]
 
 
 def _options_of(options: CompileOptions, choice: ModeChoice) -> CompileOptions:

@@ -6,7 +6,9 @@ found by looking at what the eager forward keeps for its backward: under autocas
 not tell it. The error of the gradients is that of all of them as one vector, relative to its
 length, since rounding has no respect for a single small tensor; and, ten times more generously,
 that of each tensor, relative to its own length but at least a hundredth of the whole, so that one
-missing or wrong gradient is found in a large model.
+missing or wrong gradient is found in a large model. That of a buffer is relative to its own length,
+but at least a hundredth of the longest in its module: the mean of a norm behind another norm is
+zero up to rounding, beside a variance that is not.
 
 Compiled code also draws its random numbers in another way: after the same seed other units are
 dropped, and the loss is another. That is no error. Such a step is judged twice:
@@ -199,8 +201,14 @@ def errors_between(expected: Outcome, actual: Outcome) -> Errors:
     gaps = {n: _gap(g, actual.gradients.get(n)) for n, g in expected.gradients.items()}
     tensor = {n: _over(gaps[n], max(lengths[n], _LEAST_SHARE * whole)) for n in gaps}
     worst = max(tensor, key=lambda n: _comparable(tensor[n]), default="")
+    long = {n: _length(b) for n, b in expected.buffers.items()}
+    least = _longest_of_a_module(expected.buffers, long)
     buffers = {
-        n: _over(_gap(b, actual.buffers.get(n)), _length(b)) for n, b in expected.buffers.items()
+        n: _over(
+            _gap(b, actual.buffers.get(n)),
+            max(long[n], _LEAST_SHARE * least.get(n.rpartition(".")[0], 0.0)),
+        )
+        for n, b in expected.buffers.items()
     }
     worst_buffer = max(buffers, key=lambda n: _comparable(buffers[n]), default="")
     return Errors(
@@ -211,6 +219,18 @@ def errors_between(expected: Outcome, actual: Outcome) -> Errors:
         buffers.get(worst_buffer, 0.0),
         worst_buffer,
     )
+
+
+def _longest_of_a_module(
+    buffers: Mapping[str, Tensor], lengths: Mapping[str, float]
+) -> dict[str, float]:
+    """Return by the module's name what the longest buffer of real numbers in it has."""
+    longest: dict[str, float] = {}
+    for name, buffer in buffers.items():
+        if buffer.is_floating_point() and math.isfinite(lengths[name]):
+            owner = name.rpartition(".")[0]
+            longest[owner] = max(longest.get(owner, 0.0), lengths[name])
+    return longest
 
 
 @contextmanager

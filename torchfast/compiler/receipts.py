@@ -42,7 +42,7 @@ from torchfast.compiler.machine import machine_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 Status = Literal["measured", "failed", "timed out", "wrong", "left out", "not now"]
 
 _STATUSES: Final = ("measured", "failed", "timed out", "wrong", "left out", "not now")

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from torchfast._core.fingerprint import batch_signature, model_fingerprint
+from torchfast.compiler.machine import settings_hash
 
 _FORMAT: Final = "1"
 _TRITON: Final = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
@@ -121,7 +122,7 @@ def machine_facts(device: torch.device) -> dict[str, str]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": str(device),
-        "settings": _settings_hash(),
+        "settings": settings_hash(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -166,37 +167,6 @@ def _cpu() -> tuple[str, str]:
     flags = first.get("flags", first.get("Features", ""))
     digest = hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:16]
     return first.get("model name", platform.machine()), digest
-
-
-def _settings_hash() -> str:
-    """Return a hash of the compiler's settings, as far as they are part of its own keys."""
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-
-    found: dict[str, Any] = {}
-    for name, config in (("inductor", inductor), ("functorch", functorch)):
-        try:
-            settings = config.save_config_portable(ignore_private_configs=False)
-        except (AttributeError, TypeError):
-            continue  # this torch has another form of it; its own keys have the settings anyway
-        found.update({f"{name}.{k}": _lasting(v) for k, v in settings.items()})
-    text = json.dumps(found, sort_keys=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
-
-
-def _lasting(value: Any) -> Any:
-    """Return a setting in a form that is the same in every process."""
-    if isinstance(value, Mapping):
-        return sorted((str(k), _lasting(v)) for k, v in value.items())
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_lasting(v), sort_keys=True) for v in value)
-    if isinstance(value, list | tuple):
-        return [_lasting(v) for v in value]
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if hasattr(value, "__qualname__"):
-        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _canonical(name: str, value: object) -> str:
