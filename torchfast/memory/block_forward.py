@@ -148,7 +148,10 @@ class BlockForward(ForwardStandIn):
         """Run eagerly, so that it runs again in the backward."""
         kind = self.kind
         if kind.options.selective and kind.choice is None:
-            return kind.measured(module, self._plain, args, kwargs)
+            before = self._buffers.before(module)
+            result = kind.measured(module, self._plain, args, kwargs)
+            self._buffers.written(module, before)
+            return result
         kind.num_recomputed += 1
         if self._parts is not None and not all(map(_is_as_it_was, self._parts)):
             # Others, which are looked at as in a first call; what has run goes on with the former.

@@ -17,14 +17,16 @@ Of a parameter that is replaced nothing is thought: sharding and offload do so.
 
 In its first call all of these are kept, and their values are compared behind it: a write through
 ``.data``, as codebooks and averages do, is not counted. One that is written for the first time in a
-later call (an observer that is switched on) is found behind that call by the count, whose second
-run then starts from what the first one left. While a graph is captured nothing can be compared: in
-a first call there, all buffers are taken for written, of the frozen parameters those whose count
-says so, and the next call decides.
+later call (an observer that is switched on) is found behind that call by the count. So small ones
+are kept in every call; of a large one the second run of that call starts from what the first one
+left, which is warned of. While a graph is captured nothing can be compared: in a first call there,
+all buffers are taken for written, of the frozen parameters those whose count says so, and the next
+call decides.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +38,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from torchfast._core.device import is_capturing
 
+logger = logging.getLogger(__name__)
+
 _Table = Literal["_buffers", "_parameters"]
+
+# Bytes of a buffer that is kept though nobody has written to it yet: averages and what observers
+# keep, and few tables of numbers that stay.
+_SMALL = 2**16
 
 # What norms and averages are of; torch has no launch for many tensors of each of its dtypes.
 _TOGETHER = (torch.float32, torch.int64, torch.bfloat16, torch.float16, torch.float64)
@@ -130,7 +138,12 @@ class WrittenBuffers:
                 continue
             if buffer.is_inference() or (table == "_parameters" and not _is_frozen(buffer)):
                 continue
-            is_kept = names is None or (id(owner), name) in names or _is_statistic(owner, name)
+            is_kept = (
+                names is None
+                or (id(owner), name) in names
+                or (table == "_buffers" and buffer.nbytes <= _SMALL)
+                or _is_statistic(owner, name)
+            )
             value = buffer.detach() if is_kept else None
             found.append(_Kept(owner, table, name, buffer, buffer._version, value))
         copies = _copies([kept.value for kept in found])
@@ -147,6 +160,9 @@ class WrittenBuffers:
             written += _changed([kept for kept in before if not kept.is_written])
             written += new
             before = [*before, *new]
+        for kept in written:
+            if not kept.is_known:
+                _warn(module, kept)
         names = self._names = set() if self._names is None else self._names
         names |= {kept.key for kept in written}
         return [kept.copied for kept in before if kept.key in names]
@@ -173,6 +189,17 @@ class WrittenBuffers:
         finally:
             for kept, own in there:
                 getattr(kept.owner, kept.table)[kept.name] = own
+
+
+def _warn(block: nn.Module, kept: _Kept) -> None:
+    path = next((path for path, m in block.named_modules() if m is kept.owner), "")
+    logger.warning(
+        "%s of %s, a block that is recomputed, was written to for the first time in a later call: "
+        "in the backward of that call the block reads what it wrote, so this one gradient may be "
+        "off; write to it in the first call as well, or leave the block out of recompute",
+        f"{path}.{kept.name}" if path else kept.name,
+        type(block).__name__,
+    )
 
 
 def _copies(tensors: list[Tensor | None]) -> list[Tensor | None]:
