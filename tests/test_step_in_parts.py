@@ -174,6 +174,30 @@ def test_batch_norm_is_told_of(caplog):
     assert "BatchNorm" not in caplog.text
 
 
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_metrics_that_are_no_means_are_told_of(is_weighted, caplog):
+    def loss_fn(model, batch):
+        inputs, labels = batch
+        outputs = model(inputs)
+        right = (outputs.argmax(1) == labels).float()
+        metrics = {"share": right.mean(), "number": float(len(labels)), "rate": 0.5}
+        if is_weighted:
+            return F.cross_entropy(outputs, labels, reduction="sum"), metrics, len(labels)
+        return F.cross_entropy(outputs, labels), metrics
+
+    trainer = make(Planted(4), plan=SPLIT, loss_fn=loss_fn)
+    trainer.step(batch_of(8))
+    told = "a metric is the mean of those of its parts, which is not that of the whole for number"
+    assert caplog.text.rstrip().endswith(told)
+    assert told in str(trainer.report())
+    with torch.no_grad():
+        twin = make(Planted(0), plan="eager", loss_fn=loss_fn)
+        metrics = loss_fn(twin.model.net, batch_of(8))[1]
+    torch.testing.assert_close(trainer.metrics["share"], metrics["share"])
+    assert metrics["number"] == 8
+    assert float(trainer.metrics["number"]) == 4  # in two parts
+
+
 def test_another_error_in_a_part_says_that_it_is_one():
     trainer = make(Planted(1), net=lambda: nn.Sequential(nn.BatchNorm1d(8)), plan=SPLIT)
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:

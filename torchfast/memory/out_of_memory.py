@@ -427,7 +427,13 @@ class OutOfMemoryGuard:
         norm = nn.modules.batchnorm._BatchNorm
         if any(isinstance(m, norm) and m.training for m in self._model.modules()):
             notes = "; BatchNorm in it then sees the statistics of a part, not of the batch"
-        why = self._verdicts and self._verdicts.latest.why_unknown
+        latest = self._verdicts.latest if self._verdicts is not None else None
+        if latest is not None and latest.other_metrics:
+            notes += (
+                "; a metric is the mean of those of its parts, which is not that of the whole for "
+                f"{', '.join(latest.other_metrics)}"
+            )
+        why = latest and latest.why_unknown
         if why is not None:
             notes += (
                 "; its loss must be a mean over samples or (sum, metrics, weight), which could not "

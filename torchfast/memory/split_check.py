@@ -52,11 +52,13 @@ class Verdict(NamedTuple):
         why_not: Why the parts do not make the whole; None if they do, or if nobody can tell.
         why_unknown: Why nobody can tell; None if somebody can.
         is_kept: Whether it holds for other batches whose samples are no more unlike.
+        other_metrics: Metrics of which the mean over the parts is not that of the whole.
     """
 
     why_not: str | None = None
     why_unknown: str | None = None
     is_kept: bool = True
+    other_metrics: tuple[str, ...] = ()
 
 
 def num_tried(num: int) -> int:
@@ -155,7 +157,7 @@ def _checked(
         return Verdict(
             why_unknown="gradients of shards are not compared, and the samples are not alike"
         )
-    return Verdict()
+    return Verdict(other_metrics=_other_metrics(whole, found, split.shares, close_loss))
 
 
 class _Draws(Exception):  # noqa: N818
@@ -165,6 +167,7 @@ class _Draws(Exception):  # noqa: N818
 class _Made(NamedTuple):
     loss: float
     weight: float | None
+    metrics: dict[str, float]
 
 
 class _Tried:
@@ -183,8 +186,12 @@ class _Tried:
     ) -> tuple[_Made, list[Tensor]]:
         """Run a part of samples that have this weight together; None takes that of the part."""
         with torch.set_grad_enabled(bool(self._parameters)):
-            loss, _, own = self._loss_of(batch)
-            made = _Made(float(loss.detach()), None if own is None else _number(own))
+            loss, metrics, own = self._loss_of(batch)
+            made = _Made(
+                float(loss.detach()),
+                None if own is None else _number(own),
+                {name: _number(value) for name, value in metrics.items()},
+            )
             if not self._parameters or not loss.requires_grad:
                 return made, []
             by = share if made.weight is None else 1.0 / (weight or made.weight or 1.0)
@@ -242,6 +249,24 @@ def _why_other_loss(
                 "(sum, metrics, weight)"
             )
     return None
+
+
+def _other_metrics(
+    whole: _Made, parts: Sequence[_Made], shares: Sequence[float], close: float
+) -> tuple[str, ...]:
+    """Return those that a step in parts, which averages them, gives another value."""
+    weights = [s if p.weight is None else p.weight for p, s in zip(parts, shares, strict=True)]
+    other = []
+    for name, value in whole.metrics.items():
+        pairs = [
+            (p.metrics[name], w) for p, w in zip(parts, weights, strict=True) if name in p.metrics
+        ]
+        weight = sum(w for _, w in pairs)
+        mean = sum(v * w for v, w in pairs) / weight if weight else math.nan
+        most = max((abs(v) for v in (value, *(v for v, _ in pairs))), default=0.0)
+        if math.isfinite(value) and not abs(value - mean) <= close * most:
+            other.append(name)
+    return tuple(other)
 
 
 def _number(value: Number) -> float:

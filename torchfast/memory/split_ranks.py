@@ -158,6 +158,7 @@ class SplitRanks:
             why_not=next((v.why_not for v in verdicts if v.why_not is not None), None),
             why_unknown=next((v.why_unknown for v in verdicts if v.why_unknown is not None), None),
             is_kept=all(v.is_kept for v in verdicts),
+            other_metrics=tuple(dict.fromkeys(n for v in verdicts for n in v.other_metrics)),
         )
 
 
