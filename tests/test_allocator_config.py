@@ -125,6 +125,22 @@ def test_what_torch_refuses_is_refused_before(text, torch_settings):
 
 
 @pytest.mark.parametrize(
+    "name", ["roundup_power2_divisions", "expandable_segments_reserve_by_class"]
+)
+def test_pairs_will_do_for_a_mapping_and_nothing_else(name):
+    pairs = [("side", 0.5)] if name.endswith("class") else [(256, 2), (">", 4)]
+    config = AllocatorConfig(**{name: pairs})
+    assert (
+        config == AllocatorConfig(**{name: dict(pairs)}) == AllocatorConfig(**{name: tuple(pairs)})
+    )
+    for wrong in (pairs[0], ["side"], [(1, 2, 3)]):
+        with pytest.raises(
+            TypeError, match=f"{name} must be a mapping such as .*, or its pairs, got"
+        ):
+            AllocatorConfig(**{name: wrong})
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("max_split_size_mb:-1", "must be >= 11, got -1"),

@@ -18,7 +18,7 @@ NOTHING_AROUND = (
 )
 AT_LIMIT = (
     "the recompile limit is reached, and what differs from the calls compiled so far runs eagerly: "
-    "give it fewer different sizes and values, or dynamic=True"
+    "report() names what that is; give it fewer different values, or, of sizes, dynamic=True"
 )
 HOOKED = (
     "global module hooks are registered, and while they are regions run eagerly: register hooks on "

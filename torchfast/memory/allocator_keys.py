@@ -115,9 +115,9 @@ def _threads(name: str, value: Any) -> int:
 
 
 def _divisions(name: str, value: Any) -> Any:
-    if not isinstance(value, Mapping | tuple):
+    if not isinstance(value, Mapping | tuple | list):
         return _power_of_two(name, value)
-    pairs = tuple(value.items() if isinstance(value, Mapping) else value)
+    pairs = _pairs(name, value, "{256: 2, '>': 4}")
     if not pairs:
         raise ValueError(f"{name} has no interval; name one, such as {{256: 2, '>': 4}}, or None")
     checked: list[tuple[int | str, int]] = []
@@ -133,6 +133,17 @@ def _divisions(name: str, value: Any) -> Any:
             "torch fills in from one to the next"
         )
     return tuple(checked)
+
+
+def _pairs(name: str, value: Any, example: str) -> tuple[tuple[Any, Any], ...]:
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    for pair in value:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2):
+            raise TypeError(
+                f"{name} must be a mapping such as {example}, or its pairs, got {value!r}"
+            )
+    return tuple((key, number) for key, number in value)
 
 
 def _backend(name: str, value: Any) -> str:
@@ -160,9 +171,9 @@ def _reserve(name: str, value: Any) -> float | str:
 
 
 def _reserves(name: str, value: Any) -> tuple[tuple[str, float | str], ...]:
-    if not isinstance(value, Mapping | tuple):
+    if not isinstance(value, Mapping | tuple | list):
         raise TypeError(f"{name} must be a mapping of classes to sizes, got {value!r}")
-    pairs = tuple(value.items() if isinstance(value, Mapping) else value)
+    pairs = _pairs(name, value, "{'side': '4G'}")
     for label, _ in pairs:
         if not (isinstance(label, str) and re.fullmatch(r"[^\s,:\[\]]+", label)):
             raise ValueError(
