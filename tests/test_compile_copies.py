@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 
 import pytest
@@ -254,3 +255,12 @@ def test_an_export_of_a_copy_is_one_of_its_own_parameters():
         twin = with_own_head(of_dict(model))
         exported = torch.export.export(twin, (tokens(),), strict=False)
         assert not exported.module()(tokens()).any()
+
+
+@pytest.mark.parametrize("use", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_stands_for_compiled_code_is_not_copied_but_its_model_is(use):
+    model = nn.Linear(2, 2)
+    with CompiledModule(model, backend="eager") as handle:
+        with pytest.raises(TypeError, match="copy or pickle the model"):
+            use(handle)
+        use(model)

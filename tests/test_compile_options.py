@@ -46,7 +46,7 @@ def test_what_is_changed_is_shown_and_json_ready():
         ({"regions": (3,)}, TypeError, "regions must hold paths such as"),
         ({"regions": (int,)}, TypeError, "regions must hold paths such as"),
         ({"regions": ()}, PlanError, "regions must name at least one region"),
-        ({"dynamic": 1}, TypeError, "dynamic must be True or False"),
+        ({"dynamic": 1}, TypeError, r"dynamic must be True or False, or None .*, got 1 \(int\)"),
         ({"fullgraph": None}, TypeError, "fullgraph must be True or False"),
         ({"backend": 3}, TypeError, "backend must be the name of a torch.compile backend"),
         ({"backend": "eager", "mode": "max-autotune"}, PlanError, "has a meaning for backend="),

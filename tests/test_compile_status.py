@@ -119,6 +119,8 @@ def test_past_the_limit_each_region_knows_of_itself(graphs):
         assert_eager(handle, "the recompile limit is reached", paths=("blocks.0",))
         assert handle.status["blocks.1"] == "compiled"
         assert "runs eagerly in part" in handle.decisions()[1].detail
+        # Of the fixture's three, and one for the second region.
+        assert "reached recompile_limit (4)" in str(handle.report())
 
 
 @pytest.mark.usefixtures("limit")

@@ -26,7 +26,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -360,6 +360,17 @@ class CompiledModule(Closing):
                 kind.close()
             if self._around is not None:
                 self._around.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied and pickled.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a CompiledModule stands for code of this process and cannot be copied or pickled: copy "
+            "or pickle the model, which is the same as without it, and compile the copy"
+        )
 
     def __repr__(self) -> str:
         """Return the model's class and what is compiled of it."""

@@ -93,8 +93,11 @@ class CompileOptions:
         check_choice("mode", self.mode, MODES, PlanError)
         regions = checked_regions(self.regions, _REGION_WORDS, "compile=False")
         object.__setattr__(self, "regions", regions)
-        if self.dynamic is not None:
-            check_flag("dynamic", self.dynamic)
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
+            raise TypeError(
+                "dynamic must be True or False, or None for the sizes seen and any where one "
+                f"varies, got {self.dynamic!r} ({type(self.dynamic).__name__})"
+            )
         check_flag("fullgraph", self.fullgraph)
         if not isinstance(self.backend, str) and not callable(self.backend):
             raise TypeError(

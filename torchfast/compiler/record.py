@@ -272,7 +272,8 @@ class CompileRecord(Closing):
         code, within, key = function
         message = str(entry.fail_reason or "")
         name = re.search(r"(\w*(?:recompile|cache_size)_limit)", message)
-        limit = self._torch.setting(name[1] if name else "recompile_limit")
+        reasons = self._reasons_of(entry)
+        limit = self._torch.setting(name[1] if name else "recompile_limit", len(reasons))
         is_limit = name or entry.recompile_reason or "RecompileLimit" in str(entry.fail_type)
         reason = f"{limit} was reached" if is_limit else shortened(f"{entry.fail_type}: {message}")
         outcome: FrameOutcome = "limit reached" if is_limit else "given up"
@@ -280,7 +281,6 @@ class CompileRecord(Closing):
             FrameEvent(code=code, within=within, outcome=outcome, seconds=seconds, reason=reason)
         )
         if is_limit:
-            reasons = self._reasons_of(entry)
             change = self._read(reasons, entry, key)[0] if reasons else None
             self._events.limits.append(
                 LimitReached(code=code, within=within, limit=limit, change=change)

@@ -139,12 +139,18 @@ class TorchEvents:
                 found[version] = str(reason)
         return list(reversed(found.values()))
 
-    def setting(self, name: str) -> str:
-        """Return one of torch's limits with its value, such as ``"recompile_limit (8)"``."""
+    def setting(self, name: str, least: int = 0) -> str:
+        """Return one of torch's limits with its value, such as ``"recompile_limit (8)"``.
+
+        Args:
+            name: Of the setting.
+            least: What it must have been at the time: while a function is compiled that several
+                regions share, the limit is higher.
+        """
         from torch._dynamo import config
 
         value = getattr(config, name, None)
-        return name if value is None else f"{name} ({value})"
+        return f"{name} ({max(value, least)})" if isinstance(value, int) else name
 
     def _count(self) -> None:
         now = self._read_counters()
