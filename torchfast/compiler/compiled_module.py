@@ -368,8 +368,8 @@ class CompiledModule(Closing):
             TypeError: Always.
         """
         raise TypeError(
-            "a CompiledModule stands for code of this process and cannot be copied or pickled: copy "
-            "or pickle the model, which is the same as without it, and compile the copy"
+            "a CompiledModule stands for code of this process and cannot be copied or pickled: "
+            "copy or pickle the model, which is the same as without it, and compile the copy"
         )
 
     def __repr__(self) -> str:
