@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import logging
 import multiprocessing
@@ -435,13 +434,3 @@ def test_the_number_formats_in_force_count():
     torch.use_deterministic_algorithms(False)
     assert len({each["precision"] for each in found}) == 4
     assert machine_of(CPU) == found[0]
-
-
-@pytest.mark.parametrize("name", ["_inductor", "_dynamo"])
-def test_the_compilers_settings_count(name):
-    config = importlib.import_module(f"torch.{name}.config")
-    setting = {"_inductor": "epilogue_fusion", "_dynamo": "capture_scalar_outputs"}[name]
-    before = make_key()
-    with config.patch(setting, not getattr(config, setting)):
-        assert make_key().file_name != before.file_name
-    assert make_key().file_name == before.file_name

@@ -123,7 +123,11 @@ def test_an_average_that_is_zero_up_to_rounding_may_be_another_zero():
     zero = {"norm.running_mean": 1e-9, "norm.running_var": 1.0}
     assert buffer_error(zero, zero | {"norm.running_mean": -3e-9}) < 1e-6
     # One that is not is far off, and so is the variance.
-    assert buffer_error(zero, zero | {"norm.running_mean": 1e-2}) > 0.1
+    assert buffer_error(zero, zero | {"norm.running_mean": 1e-2}) == pytest.approx(1.0, rel=1e-3)
+    # The mean has the scale of deviations and not of variances, and counters have none.
+    wide = {"norm.running_mean": 0.1, "norm.running_var": 900.0, "norm.num_batches_tracked": 1}
+    assert buffer_error(wide, wide | {"norm.running_mean": 0.0}) > 0.3
+    assert buffer_error(wide, wide | {"norm.num_batches_tracked": 2}) == 1.0
     assert buffer_error(zero, zero | {"norm.running_var": 0.9}) == pytest.approx(0.1, rel=1e-3)
     # Nobody tells how large something else in another module is.
     apart = {"norm.average": 1e-9, "table": 1.0}

@@ -6,8 +6,9 @@ nor what an object held that it was called with: that is the negative control.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -107,6 +108,57 @@ def test_what_needs_no_gradient_may_come_first(what):
     expected = trained(IntoADictionary, has_stem=False)
     found = trained(IntoADictionary, what, regions="whole", has_stem=False)
     torch.testing.assert_close(found["grads"], expected["grads"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+def test_a_backward_within_a_compiled_function(what):
+    """There the compiler would take the second run, and not the first one, for its own."""
+
+    class Products(Layers):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return x + self.second(self.first(x))
+
+    def step(model, x):
+        square(model, x).backward()
+
+    def gradients(recomputes):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), *(Products() for _ in range(3))).double()
+        x = torch.randn(8, 8, dtype=torch.float64)
+        with Recompute(model, what) if recomputes else nullcontext():
+            for _ in range(3):
+                model.zero_grad()
+                torch.compile(step, backend="aot_eager")(model, x)
+        return [p.grad for p in model.parameters()]
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-9, atol=1e-12)
+
+
+def test_an_argument_may_be_called_as_one_of_torchs_checkpoint():
+    class Named(Layers):
+        def forward(self, x, debug=0.0, preserve_rng_state=0.0):
+            torch._dynamo.graph_break()
+            return x + self.branch(x) * (1 + debug + preserve_rng_state)
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Named() for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x, debug=1.0, preserve_rng_state=2.0)
+            return x
+
+    for what in ("blocks", "selective"):
+        model = Calls().double()
+        x = torch.randn(4, 8, dtype=torch.float64)
+        expected = train(copy.deepcopy(model), square, x)
+        with Recompute(model, what), CompiledModule(model, backend="aot_eager", regions="whole"):
+            found = train(model, square, x)
+        torch.testing.assert_close(found["grads"], expected["grads"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("recomputes", [True, False])

@@ -39,58 +39,6 @@ def three(make):
     return nn.Sequential(*(make() for _ in range(3)))
 
 
-# --- what is written to in some calls only -------------------------------------------------------
-
-
-class Sometimes(nn.Module):
-    """Writes to a buffer, and reads it, in every second call of its own."""
-
-    def __init__(self, first, width=8):
-        super().__init__()
-        self.line, self.writes = nn.Linear(8, 8), first
-        self.register_buffer("scale", torch.ones(width))
-
-    def forward(self, x):
-        if self.writes:
-            with torch.no_grad():
-                self.scale.mul_(0.5).add_(0.5 * x.abs().mean())
-        return x + torch.tanh(self.line(x)) * self.scale[:8].clone()
-
-
-def gradients(model, num=4):
-    found = []
-    for _ in range(num):
-        model.zero_grad()
-        square(model, torch.linspace(-1, 1, 32).view(4, 8)).backward()
-        found.append([p.grad.clone() for p in model.parameters()])
-        for block in model:
-            block.writes = not block.writes
-    return found
-
-
-@BOTH
-@pytest.mark.parametrize("first", [True, False])
-def test_a_buffer_that_some_calls_write_to(first, what, caplog):
-    model = three(partial(Sometimes, first))
-    expected = gradients(copy.deepcopy(model))
-    with Recompute(model, what):
-        assert differences(expected, gradients(model)) == []
-    assert caplog.records == []
-
-
-@BOTH
-def test_a_large_one_that_a_later_call_is_the_first_to_write_to_is_warned_of(what, caplog):
-    model = three(partial(Sometimes, False, width=2**15))
-    expected = gradients(copy.deepcopy(model), num=5)
-    with Recompute(model, what):
-        found = gradients(model, num=5)
-    off = [bool(differences(a, b)) for a, b in zip(expected, found, strict=True)]
-    assert off == [False, True, False, False, False]
-    assert [record.message.partition(",")[0] for record in caplog.records] == [
-        "scale of Sometimes"
-    ] * 3
-
-
 # --- parts that are put there later --------------------------------------------------------------
 
 

@@ -132,3 +132,17 @@ def test_what_needs_a_closure_is_guessed_by_its_history():
     inputs, targets = torch.randn(64, 50), torch.randn(64, 20)
     optimizer.step(closure)
     assert told == pytest.approx(state_bytes(optimizer), rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "8bit", "4bit"])
+@pytest.mark.parametrize(
+    "shape", [(1001, 999), (300_001,), (2**18 + 128,), (400_000, 1), (2, 300_000), (4, 512, 512)]
+)
+def test_large_shapes_that_blocks_do_not_divide(shape, name):
+    parameter = nn.Parameter(torch.ones(shape))
+    optimizer = OPTIMIZERS[name]([parameter])
+    told = state_bytes(optimizer)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    slack = 0.02 * parameter.nbytes if name == "adafactor" else 8
+    assert told == pytest.approx(state_bytes(optimizer), rel=0.01, abs=slack)

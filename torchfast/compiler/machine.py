@@ -23,7 +23,6 @@ def machine_of(device: torch.device) -> dict[str, str]:
         "cuda": str(torch.version.cuda or torch.version.hip),
         "python": platform.python_version(),
         "precision": _precision(device),
-        "settings": settings_hash("torch._dynamo"),
     }
     if device.type == "cpu":
         machine["capability"] = torch.backends.cpu.get_cpu_capability()
@@ -44,10 +43,7 @@ def _precision(device: torch.device) -> str:
     kind = device.type
     autocast = f"{torch.get_autocast_dtype(kind)}" if torch.is_autocast_enabled(kind) else "none"
     exact = torch.are_deterministic_algorithms_enabled()
-    measured = kind == "cuda" and torch.backends.cudnn.benchmark
-    return (
-        f"autocast {autocast}, matmul {products}, deterministic {exact}, cudnn.benchmark {measured}"
-    )
+    return f"autocast {autocast}, matmul {products}, deterministic {exact}"
 
 
 def _version_of(*distributions: str) -> str:
@@ -65,17 +61,13 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def settings_hash(*more: str) -> str:
-    """Return a hash of the compiler's settings, as far as they are part of its own keys.
-
-    Args:
-        more: Packages whose public settings count as well.
-    """
+def settings_hash() -> str:
+    """Return a hash of the compiler's settings, as far as they are part of its own keys."""
     found: dict[str, Any] = {}
-    for name in ("torch._inductor", "torch._functorch", *more):
+    for name in ("torch._inductor", "torch._functorch"):
         config = importlib.import_module(f"{name}.config")
         try:
-            settings = config.save_config_portable(ignore_private_configs=name in more)
+            settings = config.save_config_portable(ignore_private_configs=False)
         except (AttributeError, TypeError):
             continue  # this torch has another form of it; its own keys have the settings anyway
         short = name.removeprefix("torch._")

@@ -6,9 +6,9 @@ found by looking at what the eager forward keeps for its backward: under autocas
 not tell it. The error of the gradients is that of all of them as one vector, relative to its
 length, since rounding has no respect for a single small tensor; and, ten times more generously,
 that of each tensor, relative to its own length but at least a hundredth of the whole, so that one
-missing or wrong gradient is found in a large model. That of a buffer is relative to its own length,
-but at least a hundredth of the longest in its module: the mean of a norm behind another norm is
-zero up to rounding, beside a variance that is not.
+missing or wrong gradient is found in a large model. That of a buffer is relative to its own length;
+of the mean that a norm keeps to a hundredth of its deviations at least, since behind another norm
+it is zero up to rounding.
 
 Compiled code also draws its random numbers in another way: after the same seed other units are
 dropped, and the loss is another. That is no error. Such a step is judged twice:
@@ -201,13 +201,8 @@ def errors_between(expected: Outcome, actual: Outcome) -> Errors:
     gaps = {n: _gap(g, actual.gradients.get(n)) for n, g in expected.gradients.items()}
     tensor = {n: _over(gaps[n], max(lengths[n], _LEAST_SHARE * whole)) for n in gaps}
     worst = max(tensor, key=lambda n: _comparable(tensor[n]), default="")
-    long = {n: _length(b) for n, b in expected.buffers.items()}
-    least = _longest_of_a_module(expected.buffers, long)
     buffers = {
-        n: _over(
-            _gap(b, actual.buffers.get(n)),
-            max(long[n], _LEAST_SHARE * least.get(n.rpartition(".")[0], 0.0)),
-        )
+        n: _over(_gap(b, actual.buffers.get(n)), max(_length(b), _least_mean(n, expected.buffers)))
         for n, b in expected.buffers.items()
     }
     worst_buffer = max(buffers, key=lambda n: _comparable(buffers[n]), default="")
@@ -221,16 +216,13 @@ def errors_between(expected: Outcome, actual: Outcome) -> Errors:
     )
 
 
-def _longest_of_a_module(
-    buffers: Mapping[str, Tensor], lengths: Mapping[str, float]
-) -> dict[str, float]:
-    """Return by the module's name what the longest buffer of real numbers in it has."""
-    longest: dict[str, float] = {}
-    for name, buffer in buffers.items():
-        if buffer.is_floating_point() and math.isfinite(lengths[name]):
-            owner = name.rpartition(".")[0]
-            longest[owner] = max(longest.get(owner, 0.0), lengths[name])
-    return longest
+def _least_mean(name: str, buffers: Mapping[str, Tensor]) -> float:
+    """Return the least length that a buffer counts with: that of means beside variances."""
+    owner, _, last = name.rpartition("running_mean")
+    variance = buffers.get(f"{owner}running_var") if not last else None
+    if variance is None or not variance.is_floating_point():
+        return 0.0
+    return _LEAST_SHARE * _length(variance.to(_accumulated(variance)).clamp(min=0.0).sqrt())
 
 
 @contextmanager

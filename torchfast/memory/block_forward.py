@@ -24,8 +24,10 @@ compiler has to leave, because of a graph break, runs again as where nobody comp
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -41,6 +43,13 @@ from torchfast.memory.own_generators import OwnGenerators
 from torchfast.memory.recompute_options import RecomputeOptions
 from torchfast.memory.second_run import TwiceRun
 from torchfast.memory.written_buffers import Before, WrittenBuffers
+
+# What torch's checkpoint takes for itself, and a block may be called with, too.
+_OF_CHECKPOINT = frozenset(inspect.signature(checkpoint).parameters) - {
+    "function",
+    "args",
+    "kwargs",
+}
 
 
 def _keep_expensive() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -147,15 +156,16 @@ class BlockForward(ForwardStandIn):
     def _recomputed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run eagerly, so that it runs again in the backward."""
         kind = self.kind
-        if kind.options.selective and kind.choice is None:
-            before = self._buffers.before(module)
-            result = kind.measured(module, self._plain, args, kwargs)
-            self._buffers.written(module, before)
-            return result
-        kind.num_recomputed += 1
         if self._parts is not None and not all(map(_is_as_it_was, self._parts)):
             # Others, which are looked at as in a first call; what has run goes on with the former.
             self._buffers, self._generators, self._parts = WrittenBuffers(), OwnGenerators(), None
+        if kind.options.selective and kind.choice is None and not _is_checkpointed():
+            before = self._buffers.before(module)
+            result = kind.measured(module, self._plain, args, kwargs)
+            self._buffers.written(module, before)
+            self._parts = _parts_of(module)
+            return result
+        kind.num_recomputed += 1
         call = _Call(module, self._plain, self._buffers, kind)
         result = call.run(self._generators, args, kwargs)
         if self._parts is None:
@@ -164,12 +174,15 @@ class BlockForward(ForwardStandIn):
 
     def _compiled(self, args: Any, kwargs: Any) -> Any:
         """Run what is compiled, or stand where the compiler has to leave the block."""
+        run: Callable[..., Any] = self._either
+        if not _OF_CHECKPOINT.isdisjoint(kwargs):
+            run, kwargs = partial(run, **kwargs), {}
         if self.kind.options.selective:
             result = checkpoint(
-                self._either, *args, use_reentrant=False, context_fn=_keep_expensive, **kwargs
+                run, *args, use_reentrant=False, context_fn=_keep_expensive, **kwargs
             )
         else:
-            result = checkpoint(self._either, *args, use_reentrant=False, **kwargs)
+            result = checkpoint(run, *args, use_reentrant=False, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             # It needs torch's compiler, whose import takes seconds.
             from torchfast.memory.traced_writes import keep_what_is_written
@@ -193,6 +206,12 @@ class BlockForward(ForwardStandIn):
             return self._recomputed(module, args, kwargs)
         finally:
             torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _is_checkpointed() -> bool:
+    """Whether torch's checkpoint is around, in whose second run as much has to be saved as now."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 # A module's children and buffers as they stand there, how many buffers, and which children.

@@ -19,6 +19,9 @@ it holds or is called with, are noted before each call, in which a copy of 5 kB 
 are less than to find out whether any are drawn; those of Python and NumPy only where the block's
 first call has drawn from them. Autocast, ``torch.device`` contexts and the back-ends that attention
 may take are as they were.
+
+No run is compiled, wherever it is called from: of a backward that stands within a compiled function
+torch would compile the second run alone, which saves other tensors than the first one.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, final
+from functools import partial
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchfast._core.autocast import autocast_as, autocast_state
@@ -39,6 +44,8 @@ from torchfast.memory.attention import attention_as, attention_state
 from torchfast.memory.deferred import Deferred, fail_written
 from torchfast.memory.held_arguments import HeldArgument, is_held
 from torchfast.memory.saved_tensor import Packed, Saved, keep_end, keep_returned
+
+R = TypeVar("R")
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -105,7 +112,7 @@ class TwiceRun:
         last: list[Packed] = []
         self._last = last
         try:
-            result = run(*args, **kwargs)
+            result = _uncompiled(partial(run, *args, **kwargs))
         finally:
             self._is_first, self._last = False, None
             torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -166,7 +173,7 @@ class TwiceRun:
             return kept
         value = saved.value
         if value is None:
-            self._run_again()
+            _uncompiled(self._run_again)
             value = saved.value
             assert value is not None
         # Another backward computes it again: what is kept for one would be kept for none as well.
@@ -205,6 +212,17 @@ class TwiceRun:
             deferred = reference()
             if deferred is not None:
                 deferred.computed()
+
+
+def _uncompiled(run: Callable[[], R]) -> R:
+    """Call a run, with nothing in it compiled for the sake of a compiled function around."""
+    # In this order: the compiler, if it follows this function, knows the first alone.
+    if not torch.compiler.is_compiling() and get_eval_frame_callback() is None:
+        return run()
+    from torch._dynamo import disable
+
+    alone: Callable[[], R] = disable(run)
+    return alone()
 
 
 @final

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, Final
 
@@ -23,10 +23,13 @@ from torchfast._core.storages import plain_parts
 from torchfast.memory.block_costs import tensors_in
 
 # For what has more values something smaller stands, of as many at most: enough for moments in few
-# bits, which begin at 4,096 values, and for blocks of any size.
+# bits, which begin at 4,096 values.
 _MOST_TRIED: Final = 2**18
-_MATRIX: Final = (256, 1024)
-_SIDES: Final = (128, 64, 32, 16)
+# By 256, by 128 alone, and by neither.
+_MATRICES: Final = ((256, 1024), (2047, 128), (511, 513))
+_SHORT: Final = 64
+_SIDES: Final = range(128, 15, -1)
+_MOST_IN_A_KERNEL: Final = 343  # of 7 x 7 x 7
 _KNOWN: Final = ("torch", "torchao", "torchfast")
 
 
@@ -59,12 +62,30 @@ def _tried_shape(shape: torch.Size) -> tuple[int, ...]:
     """Return a small shape of which as much is kept of each value; of matrices, about as much."""
     if shape.numel() <= _MOST_TRIED:
         return tuple(shape)
-    if len(shape) == 1:
-        return (_MOST_TRIED,)
-    # Factored moments of kernels are one for each row and column of each of them.
-    smaller = (torch.Size((side, side, *shape[2:])) for side in _SIDES)
-    fitting = (tuple(small) for small in smaller if small.numel() <= _MOST_TRIED)
-    return _MATRIX if len(shape) == 2 else next(fitting, _MATRIX)
+    wanted = _divisible(shape.numel())
+    found = (one for one in _smaller(shape) if _divisible(torch.Size(one).numel()) == wanted)
+    return next(found, _MATRICES[0])
+
+
+def _smaller(shape: torch.Size) -> Iterator[tuple[int, ...]]:
+    if len(shape) > 2 and shape[2:].numel() > _MOST_IN_A_KERNEL:
+        shape = shape[-2:]  # matrices beside each other
+    if len(shape) > 2:
+        # Factored moments of kernels are one for each row and column of each of them.
+        sides = (torch.Size((side, side, *shape[2:])) for side in _SIDES)
+        yield from (tuple(size) for size in sides if size.numel() <= _MOST_TRIED)
+    elif len(shape) == 2 and min(shape) > _SHORT:
+        yield from _MATRICES
+    else:
+        short = min(shape) if len(shape) == 2 else 1
+        for long in range(_MOST_TRIED // short, _MOST_TRIED // short - 257, -1):
+            sizes = (long, short) if shape[0] == max(shape) else (short, long)
+            yield sizes[: len(shape)]
+
+
+def _divisible(number: int) -> tuple[bool, bool]:
+    """Return what decides whether moments in few bits are kept of so many: blocks of 128 or 256."""
+    return number % 256 == 0, number % 128 == 0
 
 
 def _bytes_an_element(

@@ -97,7 +97,15 @@ class _Kept(NamedTuple):
         now = self.now
         if self.is_known or now is None:
             return self
-        return self._replace(value=now.detach().clone())
+        there = self.buffer if self.is_replaced else now
+        assert there is not None
+        return self._replace(value=there.detach().clone())
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another tensor stands there now, and the one that stood there is what it was."""
+        buffer = self.buffer
+        return buffer is not None and self.now is not buffer and buffer._version == self.version
 
     def stand_in(self, value: Tensor | None) -> None:
         """Put a copy there of what stood there."""
@@ -141,7 +149,7 @@ class WrittenBuffers:
             is_kept = (
                 names is None
                 or (id(owner), name) in names
-                or (table == "_buffers" and buffer.nbytes <= _SMALL)
+                or (table == "_buffers" and _is_small(buffer))
                 or _is_statistic(owner, name)
             )
             value = buffer.detach() if is_kept else None
@@ -161,7 +169,7 @@ class WrittenBuffers:
             written += new
             before = [*before, *new]
         for kept in written:
-            if not kept.is_known:
+            if not (kept.is_known or kept.is_replaced):
                 _warn(module, kept)
         names = self._names = set() if self._names is None else self._names
         names |= {kept.key for kept in written}
@@ -275,6 +283,11 @@ def _places(module: nn.Module) -> Iterator[_Place]:
         for name, parameter in owner._parameters.items():
             if parameter is not None and _is_frozen(parameter):
                 yield _Place(reference, "_parameters", name)
+
+
+def _is_small(buffer: Tensor) -> bool:
+    """Whether it is kept in every call: with all others like it that is one launch."""
+    return buffer.dtype in _TOGETHER and _is_plain(buffer) and buffer.nbytes <= _SMALL
 
 
 def _is_frozen(parameter: Tensor) -> bool:
