@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -129,6 +130,8 @@ def test_an_average_that_is_zero_up_to_rounding_may_be_another_zero():
     assert buffer_error(wide, wide | {"norm.running_mean": 0.0}) > 0.3
     assert buffer_error(wide, wide | {"norm.num_batches_tracked": 2}) == 1.0
     assert buffer_error(zero, zero | {"norm.running_var": 0.9}) == pytest.approx(0.1, rel=1e-3)
+    lost = {"norm.running_mean": 1.0, "norm.running_var": math.inf}
+    assert buffer_error(lost, lost | {"norm.running_mean": 500.0}) > 100
     # Nobody tells how large something else in another module is.
     apart = {"norm.average": 1e-9, "table": 1.0}
     assert buffer_error(apart, apart | {"norm.average": 2e-9}) == pytest.approx(1.0)

@@ -136,11 +136,12 @@ def test_a_backward_within_a_compiled_function(what):
     torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-9, atol=1e-12)
 
 
-def test_an_argument_may_be_called_as_one_of_torchs_checkpoint():
+@pytest.mark.parametrize("name", ["debug", "preserve_rng_state", "function", "early_stop"])
+def test_an_argument_may_be_called_as_one_of_torchs_checkpoint(name):
     class Named(Layers):
-        def forward(self, x, debug=0.0, preserve_rng_state=0.0):
+        def forward(self, x, **factors):
             torch._dynamo.graph_break()
-            return x + self.branch(x) * (1 + debug + preserve_rng_state)
+            return x + self.branch(x) * (1 + factors.get(name, 0.0))
 
     class Calls(nn.Module):
         def __init__(self):
@@ -149,7 +150,7 @@ def test_an_argument_may_be_called_as_one_of_torchs_checkpoint():
 
         def forward(self, x):
             for layer in self.layers:
-                x = layer(x, debug=1.0, preserve_rng_state=2.0)
+                x = layer(x, **{name: 2.0})
             return x
 
     for what in ("blocks", "selective"):

@@ -92,6 +92,58 @@ def test_a_large_one_that_a_later_call_replaces_is_what_it_was(what, caplog):
 
 
 @BOTH
+def test_a_large_one_that_a_later_call_takes_away_is_what_it_was(what, caplog):
+    class TakesAway(Sometimes):
+        def forward(self, x):
+            scale = 1.0 if self.scale is None else self.scale[:8] * 3
+            if self.writes:
+                self.scale = None
+            return x + torch.tanh(self.line(x)) * scale
+
+    model = three(partial(TakesAway, False, width=2**15))
+    expected = gradients(copy.deepcopy(model))
+    with Recompute(model, what):
+        assert differences(expected, gradients(model)) == []
+    assert caplog.records == []
+
+
+@BOTH
+def test_a_large_one_whose_memory_a_later_call_writes_to_is_warned_of(what, caplog):
+    class ThroughData(Sometimes):
+        def forward(self, x):
+            if self.writes:
+                self.scale = self.scale.data
+                self.scale.mul_(0.5)
+            return x + torch.tanh(self.line(x)) * self.scale[:8].clone()
+
+    model = three(partial(ThroughData, False, width=2**15))
+    with Recompute(model, what):
+        gradients(model, num=2)
+    assert len(caplog.records) == 3
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.uint8, torch.complex64], ids=str)
+def test_a_small_one_of_any_dtype_is_what_it_was(dtype, what, caplog):
+    class Flags(Sometimes):
+        def __init__(self):
+            super().__init__(False)
+            self.register_buffer("flags", torch.ones(8, dtype=dtype))
+
+        def forward(self, x):
+            on = self.flags.abs() if dtype.is_complex else self.flags.clone()
+            if self.writes:
+                self.flags.zero_()
+            return x + torch.tanh(self.line(x)) * on
+
+    model = three(Flags)
+    expected = gradients(copy.deepcopy(model))
+    with Recompute(model, what):
+        assert differences(expected, gradients(model)) == []
+    assert caplog.records == []
+
+
+@BOTH
 def test_buffers_of_any_form_may_stand_in_a_block(what):
     class Holds(nn.Module):
         def __init__(self):

@@ -136,7 +136,17 @@ def test_what_needs_a_closure_is_guessed_by_its_history():
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "8bit", "4bit"])
 @pytest.mark.parametrize(
-    "shape", [(1001, 999), (300_001,), (2**18 + 128,), (400_000, 1), (2, 300_000), (4, 512, 512)]
+    "shape",
+    [
+        (128, 1001, 3, 3),
+        (128, 2049, 1),
+        (1001, 999),
+        (300_001,),
+        (2**18 + 128,),
+        (400_000, 1),
+        (2, 300_000),
+        (4, 512, 512),
+    ],
 )
 def test_large_shapes_that_blocks_do_not_divide(shape, name):
     parameter = nn.Parameter(torch.ones(shape))

@@ -222,7 +222,9 @@ def _least_mean(name: str, buffers: Mapping[str, Tensor]) -> float:
     variance = buffers.get(f"{owner}running_var") if not last else None
     if variance is None or not variance.is_floating_point():
         return 0.0
-    return _LEAST_SHARE * _length(variance.to(_accumulated(variance)).clamp(min=0.0).sqrt())
+    deviations = variance.to(_accumulated(variance)).clamp(min=0.0).sqrt()
+    length = _LEAST_SHARE * _length(deviations)
+    return length if math.isfinite(length) else 0.0
 
 
 @contextmanager

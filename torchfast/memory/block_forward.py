@@ -45,11 +45,7 @@ from torchfast.memory.second_run import TwiceRun
 from torchfast.memory.written_buffers import Before, WrittenBuffers
 
 # What torch's checkpoint takes for itself, and a block may be called with, too.
-_OF_CHECKPOINT = frozenset(inspect.signature(checkpoint).parameters) - {
-    "function",
-    "args",
-    "kwargs",
-}
+_OF_CHECKPOINT = frozenset({*inspect.signature(checkpoint).parameters, "preserve_rng_state"})
 
 
 def _keep_expensive() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -20,8 +20,9 @@ are less than to find out whether any are drawn; those of Python and NumPy only 
 first call has drawn from them. Autocast, ``torch.device`` contexts and the back-ends that attention
 may take are as they were.
 
-No run is compiled, wherever it is called from: of a backward that stands within a compiled function
-torch would compile the second run alone, which saves other tensors than the first one.
+Neither run is compiled for the sake of a function around it: of a backward that stands within a
+compiled function torch would compile the second run alone, which saves other tensors than the
+first.
 """
 
 from __future__ import annotations

@@ -72,8 +72,9 @@ def _smaller(shape: torch.Size) -> Iterator[tuple[int, ...]]:
         shape = shape[-2:]  # matrices beside each other
     if len(shape) > 2:
         # Factored moments of kernels are one for each row and column of each of them.
-        sides = (torch.Size((side, side, *shape[2:])) for side in _SIDES)
-        yield from (tuple(size) for size in sides if size.numel() <= _MOST_TRIED)
+        pairs = [*((side, side) for side in _SIDES), *((128, side) for side in _SIDES)]
+        kernels = (torch.Size((*pair, *shape[2:])) for pair in pairs)
+        yield from (tuple(size) for size in kernels if size.numel() <= _MOST_TRIED)
     elif len(shape) == 2 and min(shape) > _SHORT:
         yield from _MATRICES
     else:

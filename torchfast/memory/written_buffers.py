@@ -94,18 +94,20 @@ class _Kept(NamedTuple):
     @property
     def copied(self) -> _Kept:
         """With what the second run starts from: what stands there now, if no more is known."""
-        now = self.now
-        if self.is_known or now is None:
+        there = self.buffer if self.is_replaced else self.now
+        if self.is_known or there is None:
             return self
-        there = self.buffer if self.is_replaced else now
-        assert there is not None
         return self._replace(value=there.detach().clone())
 
     @property
     def is_replaced(self) -> bool:
         """Whether another tensor stands there now, and the one that stood there is what it was."""
-        buffer = self.buffer
-        return buffer is not None and self.now is not buffer and buffer._version == self.version
+        buffer, now = self.buffer, self.now
+        if buffer is None or now is buffer or buffer._version != self.version:
+            return False
+        # ``self.buffer = self.buffer.data`` is the same memory with a count of its own.
+        are_plain = now is not None and _is_plain(now) and _is_plain(buffer)
+        return not (are_plain and _address(now) == _address(buffer))
 
     def stand_in(self, value: Tensor | None) -> None:
         """Put a copy there of what stood there."""
@@ -285,9 +287,13 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 yield _Place(reference, "_parameters", name)
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().data_ptr()
+
+
 def _is_small(buffer: Tensor) -> bool:
-    """Whether it is kept in every call: with all others like it that is one launch."""
-    return buffer.dtype in _TOGETHER and _is_plain(buffer) and buffer.nbytes <= _SMALL
+    """Whether it is kept in every call."""
+    return _is_plain(buffer) and buffer.nbytes <= _SMALL
 
 
 def _is_frozen(parameter: Tensor) -> bool:
