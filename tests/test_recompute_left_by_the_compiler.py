@@ -86,9 +86,6 @@ def trained(block, what=None, *, regions=None, has_stem=True):
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     if what is None:
         return train(model, square, x)
-    if regions is None:
-        with Recompute(model, what):
-            return train(model, square, x)
     with Recompute(model, what), CompiledModule(model, backend="aot_eager", regions=regions):
         return train(model, square, x)
 

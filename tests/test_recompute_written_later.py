@@ -53,14 +53,18 @@ def gradients(model, num=4):
     return found
 
 
-@BOTH
-@pytest.mark.parametrize("first", [True, False])
-def test_a_buffer_that_some_calls_write_to(first, what, caplog):
-    model = three(partial(Sometimes, first))
+def assert_as_without(model, what, caplog):
+    """Compare the gradients with those of a copy without recompute; nothing is warned of."""
     expected = gradients(copy.deepcopy(model))
     with Recompute(model, what):
         assert differences(expected, gradients(model)) == []
     assert caplog.records == []
+
+
+@BOTH
+@pytest.mark.parametrize("first", [True, False])
+def test_a_buffer_that_some_calls_write_to(first, what, caplog):
+    assert_as_without(three(partial(Sometimes, first)), what, caplog)
 
 
 @BOTH
@@ -84,11 +88,7 @@ def test_a_large_one_that_a_later_call_replaces_is_what_it_was(what, caplog):
                 self.scale = self.scale * 0.5
             return x + torch.tanh(self.line(x)) * self.scale[:8]
 
-    model = three(partial(Replaces, False, width=2**15))
-    expected = gradients(copy.deepcopy(model))
-    with Recompute(model, what):
-        assert differences(expected, gradients(model)) == []
-    assert caplog.records == []
+    assert_as_without(three(partial(Replaces, False, width=2**15)), what, caplog)
 
 
 @BOTH
@@ -100,11 +100,7 @@ def test_a_large_one_that_a_later_call_takes_away_is_what_it_was(what, caplog):
                 self.scale = None
             return x + torch.tanh(self.line(x)) * scale
 
-    model = three(partial(TakesAway, False, width=2**15))
-    expected = gradients(copy.deepcopy(model))
-    with Recompute(model, what):
-        assert differences(expected, gradients(model)) == []
-    assert caplog.records == []
+    assert_as_without(three(partial(TakesAway, False, width=2**15)), what, caplog)
 
 
 @BOTH
@@ -136,11 +132,7 @@ def test_a_small_one_of_any_dtype_is_what_it_was(dtype, what, caplog):
                 self.flags.zero_()
             return x + torch.tanh(self.line(x)) * on
 
-    model = three(Flags)
-    expected = gradients(copy.deepcopy(model))
-    with Recompute(model, what):
-        assert differences(expected, gradients(model)) == []
-    assert caplog.records == []
+    assert_as_without(three(Flags), what, caplog)
 
 
 @BOTH

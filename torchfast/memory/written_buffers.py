@@ -105,9 +105,10 @@ class _Kept(NamedTuple):
         buffer, now = self.buffer, self.now
         if buffer is None or now is buffer or buffer._version != self.version:
             return False
+        if now is None or not (_is_plain(now) and _is_plain(buffer)):
+            return True
         # ``self.buffer = self.buffer.data`` is the same memory with a count of its own.
-        are_plain = now is not None and _is_plain(now) and _is_plain(buffer)
-        return not (are_plain and _address(now) == _address(buffer))
+        return now.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
 
     def stand_in(self, value: Tensor | None) -> None:
         """Put a copy there of what stood there."""
@@ -285,10 +286,6 @@ def _places(module: nn.Module) -> Iterator[_Place]:
         for name, parameter in owner._parameters.items():
             if parameter is not None and _is_frozen(parameter):
                 yield _Place(reference, "_parameters", name)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.untyped_storage().data_ptr()
 
 
 def _is_small(buffer: Tensor) -> bool:
