@@ -67,7 +67,7 @@ def test_norms_that_nobody_waits_for_do_not_run_again(
     pixels, labels = on_gpu()
     batch = pixels.to(memory_format=layout), labels
     # So small that what norms save of each channel is not little.
-    options = RecomputeOptions(selective=what == "selective", share=0.6)
+    options = RecomputeOptions(selective=True, share=0.6) if what == "selective" else what
     with Recompute(model, options):
         for _ in range(3):
             with torch.autocast("cuda", precision, enabled=precision is not None):
