@@ -4,7 +4,8 @@
     PYTHONPATH=. python benchmarks/compile_cost.py --device cpu --size smoke
 
 Each training runs under the plan ``fast`` in a process of its own, whose compiler finds nothing in
-its cache. What it imports, the weights and the data are there before the clock starts.
+its cache. What it imports, the weights and the data are there before the clock starts. Where Python
+keeps no compiled files of torch, as in some images, they are made before the run, as pip makes them.
 
 - **cold**: a GPT of 24 blocks, compiled by blocks, compiled whole and not compiled: the seconds
   until the first step is done, and the milliseconds of a step, taken in turns. By blocks has to
@@ -40,6 +41,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.compile_work import DEEP, Failed, Row, Training, Work
+from benchmarks.python_files import keep_python_files
 from benchmarks.sweep_processes import start_server
 from benchmarks.workloads import NAMES, Size, workload
 from torchfast import CompileOptions, Plan
@@ -388,6 +390,8 @@ def main(command_line: Iterable[str] | None = None) -> Row:
 
     names = [name for name in SHARES if name in args.sections]
     with tempfile.TemporaryDirectory(prefix="compile-cost-", ignore_cleanup_errors=True) as folder:
+        if keep_python_files(Path(folder, "python")):
+            print("Python's compiled files of torch were made first: there were none", flush=True)
         bench = Bench(settings, Path(folder), args.workloads)
         try:
             for number, name in enumerate(names):

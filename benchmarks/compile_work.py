@@ -133,7 +133,7 @@ def _run(work: Work, pipe: connection.Connection, scratch: Path) -> None:
 
 
 def _train(work: Work, pipe: connection.Connection) -> None:
-    _import_compiler()  # before the clock starts
+    import_compiler()  # before the clock starts
     device = torch.device(work.device)
     if work.size == "smoke":
         torch.set_num_threads(1)  # threads that compete for few cores take the time of a test
@@ -173,7 +173,7 @@ def _train(work: Work, pipe: connection.Connection) -> None:
         pipe.send({"ms": (time.perf_counter() - started) / steps * 1e3})
 
 
-def _import_compiler() -> None:
+def import_compiler() -> None:
     """Import what torch imports of its compiler, some of it in the middle of the first compilation.
 
     A cold start and a warm one have that in common, and it is no part of either: where Python keeps
