@@ -1,4 +1,4 @@
-"""Python's compiled files of torch, which pip leaves behind an installation and some images do not."""
+"""Python's compiled files of torch, which pip makes when it installs it, and some images lack."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from pathlib import Path
 
 import torch
 
-# What a training by torch.compile and its workers import, some of it in the middle of a step.
+# What a compiled training and torch's workers import, some of it in the middle of a step.
 _IMPORTS = """
 import torch._inductor.compile_worker.__main__
 from benchmarks.compile_work import import_compiler
+from torchfast import Trainer
 import_compiler()
 if torch.cuda.is_available():
     layer = torch.nn.Linear(64, 64, device="cuda")
-    torch.compile(layer)(torch.ones(64, 64, device="cuda")).relu().sum().backward()
+    optimizer = torch.optim.AdamW(layer.parameters())
+    trainer = Trainer(layer, optimizer, lambda model, x: model(x).relu().sum(), "fast")
+    for _ in range(8):
+        trainer.step(torch.ones(64, 64, device="cuda"))
 """
 
 

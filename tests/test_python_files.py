@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import torch
+
 from benchmarks import python_files
 
 
