@@ -385,7 +385,7 @@ def trained(plan, size, steps, limit=None):
     trainer = Trainer(net, optim.SGD(net.parameters(), lr=0.1, momentum=0.9), loss_fn, plan)
     trainer.step(batch(64))
     if limit is not None:
-        limit(1000)  # a whole step of 2**15 needs 1.1 GiB, a graph of its halves 0.85
+        limit(1000)  # a whole step of 2**15 needs more than 1100, a graph of its halves 870
     losses = [trainer.step(batch(size, seed)).item() for seed in range(steps)]
     return trainer, losses
 
