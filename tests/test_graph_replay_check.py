@@ -78,6 +78,54 @@ def test_eager_steps_that_differ_by_themselves_depend_on_something():
     assert "replays do not differ" in judged(1e-2, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "with_gradients", "name"),
+    [
+        ("weight", False, "0.weight"),
+        ("buffer", False, "1.running_mean"),
+        ("state", False, "momentum_buffer of 0.bias"),
+        ("rate", False, "lr of parameter group 0"),
+        ("loose", False, "a tensor of shape (2,)"),
+        ("attribute", False, "1.seen"),
+        ("gradient", True, "the gradient of 0.bias"),
+        ("output", False, "what it returns"),
+    ],
+)
+def test_what_differs_most_is_named(wrong, with_gradients, name):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model[1].seen, loose = torch.zeros(3), torch.zeros(2)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    model(torch.randn(4, 2)).square().sum().backward()
+    optimizer.step()
+    changed = {
+        "weight": model[0].weight.data,
+        "buffer": model[1].running_mean,
+        "state": optimizer.state[model[0].bias]["momentum_buffer"],
+        "rate": rate,
+        "loose": loose,
+        "attribute": model[1].seen,
+    }
+
+    def step(is_replay):
+        more = 1.0 * is_replay
+        for key, tensor in changed.items():
+            tensor.add_(1.0 + 0.5 * more * (key == wrong))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model[0].bias.grad += more * (wrong == "gradient")
+        return torch.ones(()) + more * (wrong == "output")
+
+    found = find_mismatch(
+        NamedState([model, optimizer, loose]),
+        CPU,
+        replay=lambda: step(True),
+        eager=lambda: step(False),
+        with_gradients=with_gradients,
+    )
+    assert found.detail.endswith(f"; farthest in {name}")
+
+
 def judged_runs(replays, eager_runs):
     """Judge runs of two steps that add to a vector, each as far off as is given for it."""
     values = torch.ones(8).double()

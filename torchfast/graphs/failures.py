@@ -146,7 +146,7 @@ class Failure:
 
 def unlike(mismatch: Mismatch, told: Told | None, parity: str) -> Failure:
     """Return what it means that a graph differs from the step; and a way, if there is one."""
-    detail, is_later = mismatch
+    detail, is_later = mismatch.detail, mismatch.is_later
     if told is None or parity == "close":
         return Failure(detail, is_later=is_later)
     return Failure(f"{detail}; {_TOLD}", remedy=_IF_CLOSE, is_later=is_later)

@@ -193,6 +193,26 @@ class NamedState:
                     found[id(scalar)] = scalar
         return [tensor for tensor in found.values() if _is_writable(tensor)]
 
+    def name_of(self, tensor: Tensor) -> str:
+        """Return what a tensor of the state is called, or which shape it has."""
+        names: dict[int, str] = {}
+        for root in self.modules:
+            for path, module in root.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                for table in (module._parameters, module._buffers, vars(module)):
+                    for key, value in table.items():
+                        names.setdefault(id(value), f"{path}.{key}" if path else key)
+        for optimizer in self.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                names.update(
+                    (id(v), f"{key} of parameter group {number}") for key, v in group.items()
+                )
+            for parameter, table in optimizer.state.items():
+                of = names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+                names.update((id(value), f"{key} of {of}") for key, value in table.items())
+        return names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
+
     @contextmanager
     def noting_writes(self, device: torch.device) -> Iterator[None]:
         """Find out which tensors that nobody named the body, a step, writes to.

@@ -69,10 +69,13 @@ class Mismatch(NamedTuple):
         detail: In words.
         is_later: Whether the first step returned what it should: what is wrong is written behind
             what it returns, as an update is.
+        place: Of the tensor that differs most, among those of a run; None where tensors are not
+            what differs.
     """
 
     detail: str
     is_later: bool
+    place: int | None = None
 
 
 class _Run(NamedTuple):
@@ -224,7 +227,24 @@ def find_mismatch(
             if number not in (0, 2) and not any_says(is_open):
                 break
         assert found is not None
-        return verdict, found
+        return verdict and named(verdict, found), found
+
+    def named(verdict: Mismatch, found: _Run) -> Mismatch:
+        """Say which tensor it is, as far as the state is the same again."""
+        if verdict.place is None:
+            return verdict
+        place = verdict.place - found.num_outputs
+        held = [*state.everything(), *written]
+        given = [p for p in state.parameters if p.grad is not None]
+        if place < 0:
+            what = "what it returns"
+        elif place < found.num_state:
+            what = state.name_of(held[place]) if len(held) == found.num_state else "the state"
+        elif len(given) == len(found.tensors) - found.num_outputs - found.num_state:
+            what = f"the gradient of {state.name_of(given[place - found.num_state])}"
+        else:
+            what = "gradients"
+        return verdict._replace(detail=f"{verdict.detail}; farthest in {what}")
 
     if told is not None:
         told.gap = None  # of an earlier capture
@@ -281,14 +301,16 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
             if _move_as_far(moved, spreads):
                 break
         else:
-            there = moved[spreads.index(max(spreads))]
+            farthest = spreads.index(max(spreads))
+            there = moved[farthest]
             how = f"differ by {there:.1e} there" if there else "do not differ"
             detail = (
                 f"eager steps from the same state end {max(spreads):.1e} apart (relative to the "
                 f"largest value) and replays {how}: the step depends on something that is not "
                 "named, such as a counter or a generator"
             )
-            return Mismatch(detail, is_later=not any(gaps[i] or spreads[i] for i in first))
+            is_later = not any(gaps[i] or spreads[i] for i in first)
+            return Mismatch(detail, is_later, farthest)
         is_near = _are_near(gaps, spreads, between_replays)
         if all(is_near):
             return None
@@ -297,7 +319,7 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
         f"{_STEPS} replays and {_STEPS} eager steps from the same state end {gaps[worst]:.1e} "
         f"apart (relative to the largest value), eager steps among themselves {spreads[worst]:.1e}"
     )
-    return Mismatch(detail, is_later=all(is_near[i] for i in first))
+    return Mismatch(detail, all(is_near[i] for i in first), worst)
 
 
 def _move_as_far(moved: Sequence[float], spreads: Sequence[float]) -> bool:
