@@ -103,11 +103,24 @@ def test_the_outer_contains_the_inner():
         ((nn.LSTM,), "regions names the class LSTM, of which the model has no module"),
         (("block.*",), r"no module of the model matches; did you mean 'blocks\.\*'"),
         (("blocks",), r"a ModuleList, which cannot be called.*'blocks\.\*'"),
+        ((nn.ModuleList,), r"has 'blocks', which cannot be called; its members can: 'blocks\.\*'"),
     ],
 )
 def test_what_is_not_there_is_an_error(regions, words):
     with pytest.raises(ValueError, match=words):
         choose_regions(Net(), regions)
+
+
+def test_a_list_with_a_forward_of_its_own_can_be_named():
+    class Chain(nn.ModuleList):
+        def forward(self, x):
+            for module in self:
+                x = module(x)
+            return x
+
+    model = nn.Sequential(Chain([Block(), nn.ModuleList()]), nn.ModuleList())
+    assert paths(choose_regions(model, (nn.ModuleList,))) == [("0",)]
+    assert paths(choose_regions(model, ("0",))) == [("0",)]
 
 
 def test_what_repeats_inside_is_named():

@@ -135,6 +135,13 @@ def test_arguments():
         ValueError, match=r"combine takes \(outputs, places, weights\).* got Tensor"
     ):
         buffers.combine(torch.ones(2, 4, WIDTH), torch.ones(3, 1), places)
+    _, others = ExpertBuffers(2, 3, WIDTH).dispatch(good, experts)
+    with pytest.raises(ValueError, match="places are of a buffer of 6 rows, and this one has 8"):
+        buffers.combine(torch.ones(2, 4, WIDTH), others, torch.ones(3, 1))
+    with pytest.raises(TypeError, match="experts must be torch's Tensor, got None"):
+        buffers.dispatch(good, None)
+    with pytest.raises(TypeError, match=r"tokens must be torch's Tensor, got \[1\.0\]"):
+        buffers.dispatch([1.0], experts)
     with pytest.raises(ValueError, match="capacity must be >= 1"):
         ExpertBuffers(2, 0, WIDTH)
     with pytest.raises(TypeError, match=r"dtype must be torch's dtype, got 'bf16' \(str\)"):

@@ -25,7 +25,7 @@ from recomputed import (
     token_loss,
     tokens,
 )
-from torchfast import PlanError, Recompute, RecomputeOptions
+from torchfast import ClosedError, PlanError, Recompute, RecomputeOptions
 from torchfast.memory.kept_results import op_class
 
 
@@ -333,3 +333,13 @@ def test_no_operation_that_writes_is_kept():
 def test_resnets_are_recomputed_by_their_blocks():
     with Recompute(ResNet()) as recompute:
         assert repr(recompute) == "Recompute(ResNet: 3 blocks of Bottleneck (stages.0 to stages.2))"
+
+
+def test_what_is_closed_is_not_entered_again():
+    model = GPT()
+    with Recompute(model) as recompute:
+        pass
+    with pytest.raises(ClosedError, match="this Recompute was closed; make a new one"):
+        recompute.__enter__()
+    with Recompute(model):
+        assert "forward" in vars(model.blocks[0])

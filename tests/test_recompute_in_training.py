@@ -261,9 +261,9 @@ def test_the_report_says_what_is_recomputed():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_report_says_whether_blocks_have_run_again(compiled):
-    not_yet = (
-        "3 blocks of GPTBlock (blocks.0 to blocks.2), to run again in the backward, which has not"
-    )
+    names = "3 blocks of GPTBlock (blocks.0 to blocks.2)"
+    # What is compiled counts no calls.
+    in_eval = "to run again" if compiled else "ran as they are in 3 calls: they were in eval mode"
     model = GPT()
     plan = Plan(recompute="blocks", compile=EAGER_BACKEND if compiled else False)
 
@@ -272,7 +272,10 @@ def test_the_report_says_whether_blocks_have_run_again(compiled):
         return token_loss(model, batch)
 
     with trainer(model, plan, loss_fn) as own:
+        assert f"{names}, to run again in the backward, which has not" in str(own.report())
         for is_training in (False, True):
             own.step(tokens())
-            assert (not_yet in str(own.report())) is not is_training
-        assert "(blocks.0 to blocks.2), run again in the backward" in str(own.report())
+            told = [d for d in own.report().decisions if d.lever == "recompute"]
+            assert (in_eval in str(told)) is not is_training
+            assert any(d.outcome == "applied" for d in told) is (is_training or compiled)
+        assert f"{names}, run again in the backward" in str(own.report())

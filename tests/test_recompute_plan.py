@@ -146,6 +146,7 @@ def test_the_memory_decides_on_a_real_model():
     roomy = plan_recompute(model, loss_fn, batch, memory_gb=1.0, repeats=1)
     least = min(roomy.choices, key=lambda choice: choice.saved_bytes)
     tight = (roomy.fixed_bytes + least.saved_bytes) / 1e9
+    assert plan_recompute(model, loss_fn, batch, memory_gb=math.inf, repeats=1).choice is not None
     assert roomy.choice.name == "none" or roomy.choice.step_ms <= roomy.choices[0].step_ms
     found = plan_recompute(model, loss_fn, batch, memory_gb=tight, repeats=1)
     assert found.choice.recompute == "blocks"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -335,3 +337,32 @@ def test_nothing_goes_round_in_a_circle(function, has_backward):
     del out
     gc.collect()
     assert live.live_bytes([leaf, *([leaf.grad] if has_backward else [])]) == 0
+
+
+class Leaky(nn.Module):
+    """Its operator is given a tensor to fill, which autograd saves before it is filled."""
+
+    def __init__(self, *behind):
+        super().__init__()
+        self.linear, self.behind = nn.Linear(4, 4), nn.Sequential(*behind)
+
+    def forward(self, x):
+        return x + self.behind(F.rrelu(self.linear(x), training=self.training))
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective"])
+@pytest.mark.parametrize("behind", [[], [nn.Linear(4, 4)], [nn.Dropout(0.5)]])
+def test_what_an_operator_fills_is_filled_before_the_run_ends(what, behind):
+    def trained(recompute):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Leaky(*copy.deepcopy(behind)) for _ in range(3)))
+        found = []
+        with Recompute(model, what) if recompute else nullcontext():
+            for _ in range(3):
+                model.zero_grad()
+                loss = model(torch.randn(2, 4)).square().sum()
+                loss.backward()
+                found += [loss.detach(), *(p.grad for p in model.parameters())]
+        return found
+
+    assert all(map(torch.equal, trained(recompute=True), trained(recompute=False)))

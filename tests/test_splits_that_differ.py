@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from planting import SPLIT, Planted, PlantedNet, batch_of, make, weights
+from planting import SPLIT, TEXT, Planted, PlantedNet, batch_of, make, weights
 from torchfast import MicroBatches, OutOfMemoryError, Plan, Trainer
 from torchfast.memory import split_verdicts
 from torchfast.memory.split_check import MOST_SAMPLES, Verdict, check_split
@@ -49,6 +49,20 @@ def classifier(fits, loss_fn, *, dropout=0.0, plan=SPLIT, **options):
     net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.Linear(16, 4))
     model = PlantedNet(net, Planted(fits))
     return Trainer(model, optim.SGD(model.parameters(), lr=0.1), loss_fn, plan, **options)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(16, 5), (16, 2), (8, 3), (3, 2)])
+def test_fewer_samples_are_tried_where_so_many_do_not_fit(size, fits):
+    def loss_fn(model, batch):
+        if len(batch[0]) > fits:
+            raise torch.OutOfMemoryError(TEXT)
+        return sum_loss(model, batch)
+
+    trainer = classifier(size, loss_fn)
+    before = weights(trainer)
+    with pytest.raises(OutOfMemoryError, match="is of no use here: the loss of some samples"):
+        trainer.step(labelled(size))
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
 
 
 @pytest.mark.parametrize("loss_fn", DIFFERENT)

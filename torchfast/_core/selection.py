@@ -111,7 +111,13 @@ def _instances(modules: dict[str, nn.Module], cls: type[nn.Module], option: str)
             f"{option} names the class {cls.__name__}, of which the model has no module"
             f"{_nearest(cls.__name__, known)}"
         )
-    return found
+    lists = [path for path in found if _is_list(modules[path])]
+    if len(lists) == len(found):
+        raise ValueError(
+            f"{option} names the class {cls.__name__}, of which the model has {lists[0]!r}, which "
+            f"cannot be called; its members can: {lists[0] + '.*'!r}"
+        )
+    return [path for path in found if path not in lists]
 
 
 def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
@@ -137,7 +143,10 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
 
 def _is_list(module: nn.Module) -> bool:
     """Whether a module only holds others, and cannot be called."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    forward: Any = type(module).forward
+    return forward is nn.Module.forward  # of a class of its own it may be one that runs
 
 
 def _of_class(modules: dict[str, nn.Module], name: str) -> list[str]:

@@ -138,7 +138,7 @@ def _of_the_batch(facts: Mapping[str, Any]) -> Iterator[str]:
     if action == "raise":
         yield (
             "steps that do not fit run in parts, by themselves: Plan(out_of_memory='split'), for "
-            "losses that are means or sums over samples"
+            "losses that are means over samples or return (sum, metrics, weight)"
         )
 
 

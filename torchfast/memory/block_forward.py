@@ -65,11 +65,13 @@ class BlockKind:
         choice: What selective recompute keeps, once the first call has shown what there is.
         places: Where in a block that is made.
         end: Behind how many saved tensors come those at the end that cost nothing to keep.
+        ends_later: Whether what is saved may be filled only behind that.
         num_recomputed: Calls that will run again.
         is_compiled: Whether a call was compiled, so that the compiler recomputes.
         has_dropped_cache: Whether a cache of keys and values was left out of a call.
         left_out: Which ones were, of those that live.
         num_with_past: Calls that ran as they are, because their cache holds earlier tokens.
+        num_in_eval: Calls that ran as they are in eval mode, though with gradients.
     """
 
     def __init__(self, names: str, options: RecomputeOptions) -> None:
@@ -78,11 +80,12 @@ class BlockKind:
         self.choice: KeptChoice | None = None
         self.places: KeptPlaces | None = None
         self.end: int | None = None
+        self.ends_later = False
         self.num_recomputed = 0
         self.is_compiled = False
         self.has_dropped_cache = False
         self.left_out = LeftOut()
-        self.num_with_past = 0
+        self.num_with_past = self.num_in_eval = 0
 
     def measured(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a first call as it is, and choose what later ones keep."""
@@ -135,6 +138,7 @@ class BlockForward(ForwardStandIn):
         if is_watched and self.kind.has_dropped_cache:
             self.kind.left_out.check(self.path, args, kwargs)
         if not module.training or not torch.is_grad_enabled():
+            self.kind.num_in_eval += is_watched and torch.is_grad_enabled()
             return self._plain(*args, **kwargs)
         if has_cache(args, kwargs):
             if holds_past(module, args, kwargs):
@@ -253,8 +257,9 @@ class _Call:
     def run(self, generators: OwnGenerators, args: Any, kwargs: Any) -> Any:
         """Run the forward, which may draw from generators of its own."""
         known, of_host = generators.of(self._module), generators.before()
-        end = self._kind.end
-        twice = TwiceRun(self._again, args, kwargs, _device_of(self._module), known, end)
+        kind = self._kind
+        end, device = kind.end, _device_of(self._module)
+        twice = TwiceRun(self._again, args, kwargs, device, known, end, ends_later=kind.ends_later)
         before = self._buffers.before(self._module)
         # For a backward within the forward, which comes before it is known what was written to.
         self._before = [kept for kept in before if kept.is_known]
@@ -266,7 +271,7 @@ class _Call:
         self._before = self._buffers.written(self._module, before)
         twice.drew(generators.drawn(of_host))
         if end is None:
-            self._kind.end = twice.end
+            kind.end, kind.ends_later = twice.end, twice.ends_later
         return result
 
     # It gets the call, which would hold itself if it were held here.

@@ -28,10 +28,12 @@ class Places(NamedTuple):
     Attributes:
         slots: ``(tokens, choices)``: the row in all experts' room; one behind the last if none.
         found: ``(tokens, choices)``: whether it found room.
+        num_rows: Of all experts together.
     """
 
     slots: Tensor
     found: Tensor
+    num_rows: int
 
 
 @final
@@ -132,6 +134,11 @@ class ExpertBuffers:
                 f"of shape {shape}, got {type(places).__name__} and "
                 f"{tuple(getattr(weights, 'shape', ()))}"
             )
+        if places.num_rows != self.num_experts * self.capacity:
+            raise ValueError(
+                f"places are of a buffer of {places.num_rows} rows, and this one has "
+                f"{self.num_experts * self.capacity}; give those that its own dispatch returned"
+            )
         flat = outputs.flatten(0, 1)
         found = flat[places.slots.clamp(max=len(flat) - 1)]
         # Not times zero: what stands in a row that is not the token's may be infinite.
@@ -148,13 +155,17 @@ class ExpertBuffers:
         # In a backward this is a second run: recompute, which has counted in the first.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.num_dropped += (~found).sum()
-        return Places(slots.view_as(experts), found.view_as(experts))
+        num_rows = self.num_experts * self.capacity
+        return Places(slots.view_as(experts), found.view_as(experts), num_rows)
 
     def _check(self, tokens: Tensor, experts: Tensor) -> None:
+        check_type("tokens", tokens, Tensor)
+        check_type("experts", experts, Tensor)
         if tokens.dim() != 2 or tokens.shape[1] != self.width or tokens.dtype != self._rows.dtype:
             raise ValueError(
                 f"tokens must be (tokens, width={self.width}) of {self._rows.dtype}, got "
-                f"{tuple(tokens.shape)} of {tokens.dtype}"
+                f"{tuple(tokens.shape)} of {tokens.dtype}; make ExpertBuffers with their width and "
+                "dtype="
             )
         if experts.dim() != 2 or len(experts) != len(tokens) or experts.dtype != torch.int64:
             raise ValueError(

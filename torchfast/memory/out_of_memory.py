@@ -414,8 +414,8 @@ class OutOfMemoryGuard:
     def _say_again(self, stage: str, num: int) -> None:
         self._most_parts = max(self._most_parts, num)
         logger.warning(
-            "out of memory in the %s; the step is done again in %d parts, and so are later ones of "
-            "its size%s",
+            "out of memory in the %s; the step is done again in %d parts, and later ones of its "
+            "size in as many%s",
             stage,
             num,
             self._not_alike(),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from torch import nn
 from torchfast._core.blocks import abbreviated, equal_kinds
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
-from torchfast._core.errors import PlanError
+from torchfast._core.errors import ClosedError, PlanError
 from torchfast._core.selection import named_blocks
 from torchfast.memory.block_forward import BlockForward, BlockKind, forward_of
 from torchfast.memory.recompute_options import RecomputeOptions, Setting, recompute_decision
@@ -112,11 +112,19 @@ class Recompute(Closing):
         """Return what is recomputed, and what was seen."""
         decisions = []
         for kind in self._kinds:
+            has_run = kind.num_recomputed > 0 or kind.is_compiled or kind.choice is not None
+            if kind.num_in_eval and not has_run:
+                detail = (
+                    f"{kind.names} ran as they are in {kind.num_in_eval} calls: they were in eval "
+                    "mode; put them in train mode, and in eval mode what shall not drop or count"
+                )
+                decisions.append(recompute_decision("stepped aside", detail))
+                continue
             detail = f"{kind.names}, run again in the backward"
-            if not kind.num_recomputed and not kind.is_compiled:
+            if not has_run:
                 detail = (
                     f"{kind.names}, to run again in the backward, which has not happened yet: "
-                    "blocks run as they are in eval mode and without gradients"
+                    "nobody has called them, in train mode and with gradients"
                 )
             if self.options.selective:
                 chosen = "what is kept is chosen at the first call, or by the compiler"
@@ -133,6 +141,16 @@ class Recompute(Closing):
                 detail = f"{kind.names} ran as they are in {kind.num_with_past} calls: {why}"
                 decisions.append(recompute_decision("stepped aside", f"{detail}; {remedy}"))
         return decisions
+
+    def __enter__(self) -> Self:
+        """Return this one, which is at work already.
+
+        Raises:
+            ClosedError: It was closed.
+        """
+        if self._is_closed:
+            raise ClosedError("this Recompute was closed; make a new one")
+        return self
 
     def close(self) -> None:
         """Give the model its own forwards back; a second call does nothing."""

@@ -195,7 +195,7 @@ def measure_recompute(
             ]
             rises = peak_rises(step, moved, model, arms, where)
             times = timed(step, moved, arms, probe, where, repeats, graphs)
-    fixed, memory_bytes = fixed_bytes(model, made), int(size * 1e9)
+    fixed, memory_bytes = fixed_bytes(model, made), int(min(size, 1e9) * 1e9)
     most_bytes = device_bytes(where)
     # The step makes the gradients, so that the peak has those that are there by then.
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)

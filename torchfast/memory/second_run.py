@@ -36,7 +36,7 @@ from typing import Any, NoReturn, TypeVar, final
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from torchfast._core.autocast import autocast_as, autocast_state
 from torchfast._core.generators import has_state
@@ -49,6 +49,8 @@ from torchfast.memory.saved_tensor import Packed, Saved, keep_end, keep_returned
 R = TypeVar("R")
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+# Their operators are given a tensor to fill, which autograd saves before they do.
+_FILLS_WHAT_IS_SAVED = frozenset({"RreluWithNoiseBackward0"})
 
 
 class _Enough(BaseException):  # not an Exception: a block may catch those
@@ -68,16 +70,19 @@ class TwiceRun:
             arguments.
         end: How many tensors are saved before those at the end that cost nothing to keep, as an
             equal block has found; None where that is to be found.
+        ends_later: Whether what is saved may be filled only behind that, as an equal block has
+            found.
 
     Attributes:
         end: That number, once the first run is through.
+        ends_later: Whether that is so, then.
         has_backward: Whether there was a backward within the forward. It goes through the graph of
             each run, in which nothing may be left out, then.
     """
 
     __slots__ = (
         "_again", "_attention", "_autocast", "_device_context", "_drawn", "_inputs", "_is_first",
-        "_last", "_run", "_saved", "_taken", "end", "has_backward",
+        "_last", "_run", "_saved", "_taken", "end", "ends_later", "has_backward",
     )  # fmt: skip
 
     def __init__(
@@ -88,9 +93,11 @@ class TwiceRun:
         device: torch.device | None = None,
         generators: Sequence[Any] = (),
         end: int | None = None,
+        *,
+        ends_later: bool = False,
     ) -> None:
         self._run = again
-        self.end = end
+        self.end, self.ends_later = end, ends_later
         self._inputs = _Inputs(args, kwargs)
         self._saved: list[weakref.ref[Saved]] = []
         self._again: _Again | None = None
@@ -117,6 +124,8 @@ class TwiceRun:
         finally:
             self._is_first, self._last = False, None
             torch._C._autograd._pop_saved_tensors_default_hooks()
+        if self.end is None:
+            self.ends_later = _fills_what_is_saved(result)
         self.end = len(self._saved) - keep_end(last, result)
         return result
 
@@ -182,7 +191,7 @@ class TwiceRun:
         return value
 
     def _run_again(self) -> None:
-        before, self._again = self._again, _Again(self._saved)
+        before, self._again = self._again, _Again(self._saved, ends_later=self.ends_later)
         again = self._again
         args, kwargs = self._inputs.restored()
         torch._C._autograd._push_saved_tensors_default_hooks(again.pack, again.unpack)
@@ -230,10 +239,12 @@ def _uncompiled(run: Callable[[], R]) -> R:
 class _Again:
     """A second run that is under way."""
 
-    __slots__ = ("_saved", "deferred", "is_complete", "num_needed", "position", "values")
+    __slots__ = (
+        "_ends_later", "_saved", "deferred", "is_complete", "num_needed", "position", "values",
+    )  # fmt: skip
 
-    def __init__(self, saved: list[weakref.ref[Saved]]) -> None:
-        self._saved = saved
+    def __init__(self, saved: list[weakref.ref[Saved]], *, ends_later: bool) -> None:
+        self._saved, self._ends_later = saved, ends_later
         # Up to the last one that is waited for; who was let go of is not.
         needed = len(saved)
         while needed and ((last := saved[needed - 1]()) is None or last.kept is not None):
@@ -247,6 +258,8 @@ class _Again:
     def pack(self, tensor: Tensor) -> int | Tensor:
         if type(tensor) is Deferred:
             tensor = tensor.computed()
+        if self._ends_later:
+            self._end_if_complete()
         position = self.position
         if position >= len(self._saved):
             _fail(f"it saved more than {len(self._saved)} tensors")
@@ -266,7 +279,8 @@ class _Again:
             )
         if saved.kept is None:
             saved.value = tensor
-        self._end_if_complete()
+        if not self._ends_later:
+            self._end_if_complete()
         self.values.append(tensor)
         return len(self.values) - 1
 
@@ -289,6 +303,21 @@ class _Again:
     def check_complete(self) -> None:
         if self.position < self.num_needed:
             _fail(f"it saved {self.position} tensors instead of {len(self._saved)}")
+
+
+def _fills_what_is_saved(result: Any) -> bool:
+    """Whether an operator on the way to a result has been given a tensor to fill."""
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    ways = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(ways)
+    while ways:
+        node = ways.pop()
+        if node.name() in _FILLS_WHAT_IS_SAVED:
+            return True
+        before = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= before
+        ways += before
+    return False
 
 
 def _fail(found: str) -> NoReturn:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -85,7 +85,8 @@ def check_split(
         model: In eval mode meanwhile, for the masks of dropout differ; its buffers, and the random
             generators, are put back. Its ``.grad`` are not touched.
         device: Where it runs.
-        size: How many samples to take; None takes as many as `num_tried` says.
+        size: How many samples to take; None takes as many as `num_tried` says, or, where they do
+            not fit, half of them, and so on.
         in_float8: Whether layers of the model compute in it.
         used: Returns what the loss function uses, see `BeforeStep`.
         around: Returns the context of the forwards, of which ranks with shards run as many as each
@@ -94,15 +95,18 @@ def check_split(
     Synchronizes: Yes.
     """
     before = BeforeStep(model, device, used)
+    num = num_tried(count_samples(batch) or 1)
+    sizes = [size] if size is not None else [n for k in range(3) if (n := num >> k) > 1]
     try:
         with _evaluating(model), around():
             close = _CLOSE_GRADIENT_OF_FLOAT8 if in_float8 else _CLOSE_GRADIENT
-            return _checked(loss_of, batch, model, device, size, close)
+            for tried in sizes:
+                with suppress(torch.OutOfMemoryError):  # as a step has before
+                    return _checked(loss_of, batch, model, device, tried, close)
+                before.put_back()
+            return Verdict(why_unknown=f"{sizes[-1]} samples do not fit", is_kept=False)
     except OtherRankRanOut:
         return Verdict(why_unknown="another rank could not run it")
-    except torch.OutOfMemoryError as error:
-        why = f"in eval mode it raises {type(error).__name__}"
-        return Verdict(why_unknown=why, is_kept=False)
     except _Draws:
         return Verdict(why_unknown="it draws random numbers")
     except Exception as error:  # a model may have no loss in eval mode
@@ -116,12 +120,10 @@ def _checked(
     batch: Any,
     model: nn.Module,
     device: torch.device,
-    size: int | None,
+    size: int,
     close_gradient: float,
 ) -> Verdict:
-    num = count_samples(batch) or 1
-    counts = counts_in(batch, num)
-    size = num_tried(num) if size is None else size
+    counts = counts_in(batch, count_samples(batch) or 1)
     some = samples_at(batch, unlike(counts, size))
     trained = [p for p in model.parameters() if p.requires_grad]
     is_sharded = any(local(p) is not p for p in trained)
