@@ -331,3 +331,10 @@ def test_the_pages_table_names_every_key():
     for name, key in KEYS.items():
         since = "" if key.since == (2, 11) else f"{key.since[0]}.{key.since[1]}"
         assert f"| ``{name}`` | {since} |".replace("|  |", "| |") in text, name
+
+
+def test_what_is_read_and_merged_is_of_the_right_kind():
+    with pytest.raises(TypeError, match=r"the text must be a str such as .*, got 5"):
+        AllocatorConfig.parse(5)
+    with pytest.raises(TypeError, match=r"other must be an AllocatorConfig, got 'x' \(str\)"):
+        AllocatorConfig().merged("x")

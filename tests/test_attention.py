@@ -153,6 +153,8 @@ def test_heads_that_share_keys_are_allowed_where_that_is_said():
 
 
 def test_arguments():
+    with pytest.raises(TypeError, match="dropout_p must be a number >= 0, got 'x'"):
+        attention_report(*[torch.ones(1, 1, 2, 8)] * 3, dropout_p="x")
     with pytest.raises(TypeError, match="key must be a tensor, got 'k'"):
         attention_report(query(), "k", query())
     with pytest.raises(ValueError, match="query, key and value must be"):

@@ -285,7 +285,9 @@ def test_options_of_what_a_plan_takes(value, expected):
     ("values", "error", "message"),
     [
         ("layers.*", PlanError, r"for one path write \('layers.\*',\)"),
-        (1.5, PlanError, "budget must be a number between 0 and 1, got 1.5"),
+        (1.5, PlanError, "recompute must be .* a number between 0 and 1, .* got 1.5"),
+        (0, PlanError, "recompute must be False, .* got 0"),
+        (RecomputeOptions, TypeError, "recompute must be .* or RecomputeOptions, got"),
         (None, TypeError, "recompute must be False, one of"),
         (True, TypeError, "recompute must be False, one of"),
         ((), PlanError, "at least one region"),

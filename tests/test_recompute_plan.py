@@ -350,5 +350,6 @@ def test_what_cannot_be_planned_is_refused():
     for wrong in ("adam", partial(list)):
         with pytest.raises(TypeError, match="optimizer must be an Optimizer, a call"):
             plan_recompute(GPT(), token_loss, tokens(), memory_gb=1, optimizer=wrong)
-    with pytest.raises(TypeError, match="autocast must be a dtype such as"):
-        plan_recompute(GPT(), token_loss, tokens(), memory_gb=1, autocast="bf16")
+    for wrong in ("bf16", torch.int64):
+        with pytest.raises(TypeError, match="autocast must be a dtype such as"):
+            plan_recompute(GPT(), token_loss, tokens(), memory_gb=1, autocast=wrong)

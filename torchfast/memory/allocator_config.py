@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, final
 
 import torch
 
-from torchfast._core.arguments import check_choice, explain_init_keywords
+from torchfast._core.arguments import check_choice, describe, explain_init_keywords
 from torchfast._core.errors import UnsupportedDeviceError
 from torchfast.memory.allocator_change import (
     AllocatorChange,
@@ -152,8 +152,11 @@ class AllocatorConfig:
         """Return the settings of a text as torch reads it, but strictly.
 
         Raises:
+            TypeError: Not a text.
             ValueError: It cannot be read, names what does not exist, or has a value out of range.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"{place} must be a str such as 'max_split_size_mb:128', got {text!r}")
         try:
             return cls(**read_settings(text, place))
         except TypeError as error:
@@ -182,6 +185,8 @@ class AllocatorConfig:
 
     def merged(self, other: AllocatorConfig) -> AllocatorConfig:
         """Return these settings with those that ``other`` makes in place of them."""
+        if not isinstance(other, AllocatorConfig):
+            raise TypeError(f"other must be an AllocatorConfig, got {describe(other)}")
         return dataclasses.replace(self, **other.settings)
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.backends import cuda as cuda_backends
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchfast._core.arguments import check_choice
+from torchfast._core.arguments import check_choice, check_not_negative
 
 _NAMES: Final = {
     "flash": "FLASH_ATTENTION",
@@ -118,6 +118,7 @@ def attention_report(
             "query, key and value must be (batch, heads, length, width), got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
+    check_not_negative("dropout_p", dropout_p)
     _check_call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     choose = partial(
         torch._fused_sdp_choice,

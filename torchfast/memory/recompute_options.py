@@ -102,6 +102,11 @@ class RecomputeOptions:
         if isinstance(value, tuple | list | set | frozenset):
             return cls(regions=ordered(value))
         if isinstance(value, int | float) and not isinstance(value, bool):
+            if not 0.0 < value <= 1.0:
+                raise PlanError(
+                    f"recompute must be False, one of {list(_WORDS)}, a number between 0 and 1, "
+                    f"paths and module classes, or RecomputeOptions, got {value!r}"
+                )
             return cls(budget=float(value))
         raise TypeError(
             f"recompute must be False, one of {list(_WORDS)}, a number between 0 and 1, paths and "

@@ -162,7 +162,8 @@ def measure_recompute(
     check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
     size = check_positive("memory_gb", memory_gb)
     check_int("repeats", repeats, minimum=1)
-    if autocast is not None and not isinstance(autocast, torch.dtype):
+    is_format = isinstance(autocast, torch.dtype) and autocast.is_floating_point
+    if autocast is not None and not is_format:
         raise TypeError(
             "autocast must be a dtype such as torch.bfloat16, or None, got "
             f"{autocast!r} ({type(autocast).__name__})"
