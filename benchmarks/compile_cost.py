@@ -5,7 +5,7 @@
 
 Each training runs under the plan ``fast`` in a process of its own, whose compiler finds nothing in
 its cache. What it imports, the weights and the data are there before the clock starts. So is what a
-machine reads once: a first training, which nobody times, waits for CUDA's libraries from the disk,
+machine reads once: a first training, which nobody times, is to find what is on the disk alone,
 and where there are no compiled files of torch's Python, as in some images, they are made first.
 
 - **cold**: a GPT of 24 blocks, compiled by blocks, compiled whole and not compiled: the seconds
@@ -407,7 +407,7 @@ def main(command_line: Iterable[str] | None = None) -> Row:
             print("torch's Python was not compiled; it is for this run", flush=True)
         bench = Bench(settings, Path(folder), args.workloads)
         try:
-            bench.read_disk(args.limit_s)
+            bench.read_disk(0.2 * args.limit_s)
             for number, name in enumerate(names):
                 left = args.limit_s - (time.monotonic() - start)
                 share = SHARES[name] / sum(SHARES[other] for other in names[number:])

@@ -104,6 +104,7 @@ def test_the_outer_contains_the_inner():
         (("block.*",), r"no module of the model matches; did you mean 'blocks\.\*'"),
         (("blocks",), r"a ModuleList, which cannot be called.*'blocks\.\*'"),
         ((nn.ModuleList,), r"has 'blocks', which cannot be called; its members can: 'blocks\.\*'"),
+        (("ModuleList",), r"the class ModuleList, of which the model has 'blocks', which cannot"),
     ],
 )
 def test_what_is_not_there_is_an_error(regions, words):

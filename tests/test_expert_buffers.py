@@ -136,7 +136,7 @@ def test_arguments():
     ):
         buffers.combine(torch.ones(2, 4, WIDTH), torch.ones(3, 1), places)
     _, others = ExpertBuffers(2, 3, WIDTH).dispatch(good, experts)
-    with pytest.raises(ValueError, match="places are of a buffer of 6 rows, and this one has 8"):
+    with pytest.raises(ValueError, match=r"places are of a buffer of .*=\(2, 3\), and .* \(2, 4\)"):
         buffers.combine(torch.ones(2, 4, WIDTH), others, torch.ones(3, 1))
     with pytest.raises(TypeError, match="experts must be torch's Tensor, got None"):
         buffers.dispatch(good, None)

@@ -89,6 +89,7 @@ def test_eager_steps_that_differ_by_themselves_depend_on_something():
         ("attribute", False, "1.seen"),
         ("gradient", True, "the gradient of 0.bias"),
         ("output", False, "what it returns"),
+        ("named", False, "step of 'of the whole'"),
     ],
 )
 def test_what_differs_most_is_named(wrong, with_gradients, name):
@@ -98,6 +99,7 @@ def test_what_differs_most_is_named(wrong, with_gradients, name):
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     model(torch.randn(4, 2)).square().sum().backward()
     optimizer.step()
+    optimizer.state["of the whole"]["step"] = torch.zeros(())
     changed = {
         "weight": model[0].weight.data,
         "buffer": model[1].running_mean,
@@ -105,6 +107,7 @@ def test_what_differs_most_is_named(wrong, with_gradients, name):
         "rate": rate,
         "loose": loose,
         "attribute": model[1].seen,
+        "named": optimizer.state["of the whole"]["step"],
     }
 
     def step(is_replay):
@@ -124,6 +127,21 @@ def test_what_differs_most_is_named(wrong, with_gradients, name):
         with_gradients=with_gradients,
     )
     assert found.detail.endswith(f"; farthest in {name}")
+
+
+def test_state_that_a_step_makes_first_and_one_of_two_models_is_named():
+    pair = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(pair[1].parameters(), lr=1e-4, momentum=0.9)
+
+    def step(more):
+        for parameter in pair[1].parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 + more)
+        optimizer.step()
+
+    state = NamedState([*pair, optimizer])
+    found = find_mismatch(state, CPU, replay=lambda: step(1.0), eager=lambda: step(0.0))
+    assert found.detail.endswith("; farthest in momentum_buffer of weight of Linear")
+    assert not optimizer.state
 
 
 def judged_runs(replays, eager_runs):

@@ -279,3 +279,20 @@ def test_the_report_says_whether_blocks_have_run_again(compiled):
             assert (in_eval in str(told)) is not is_training
             assert any(d.outcome == "applied" for d in told) is (is_training or compiled)
         assert f"{names}, run again in the backward" in str(own.report())
+
+
+def test_what_is_compiled_in_eval_mode_stays_so_beside_eager_calls(fresh_dynamo):
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph
+
+    model = GPT().eval()
+    with Recompute(model) as recompute:
+        fast = torch.compile(model, backend=backend)
+        for _ in range(4):
+            fast(tokens())
+            model(tokens())
+    assert len(compiled) == 1
+    assert "ran as they are in 12 calls: they were in eval mode" in str(recompute.decisions())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -350,12 +351,46 @@ class Leaky(nn.Module):
         return x + self.behind(F.rrelu(self.linear(x), training=self.training))
 
 
-@pytest.mark.parametrize("what", ["blocks", "selective"])
-@pytest.mark.parametrize("behind", [[], [nn.Linear(4, 4)], [nn.Dropout(0.5)]])
-def test_what_an_operator_fills_is_filled_before_the_run_ends(what, behind):
+class Aside(nn.Module):
+    """Its graph does not hang together with what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.leaky = nn.Linear(4, 4), nn.RReLU()
+
+    def forward(self, x):
+        self.seen = self.leaky(self.linear(x))
+        return SimpleNamespace(value=x + self.seen)
+
+
+class Values(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(x).value
+
+
+LEAKY = [
+    Leaky(),
+    Leaky(nn.Linear(4, 4)),
+    Leaky(nn.Dropout(0.5)),
+    nn.Sequential(nn.Linear(4, 4), nn.RReLU(inplace=True)),
+    nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.RReLU()),
+    Values(Aside()),
+]
+
+
+@pytest.mark.parametrize("what", ["blocks", "selective", (Aside,)])
+@pytest.mark.parametrize("block", LEAKY)
+def test_what_an_operator_fills_is_filled_before_the_run_ends(what, block):
+    if what == (Aside,) and not isinstance(block, Values):
+        what = "blocks"
+
     def trained(recompute):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Leaky(*copy.deepcopy(behind)) for _ in range(3)))
+        model = nn.Sequential(*(copy.deepcopy(block) for _ in range(3)))
         found = []
         with Recompute(model, what) if recompute else nullcontext():
             for _ in range(3):

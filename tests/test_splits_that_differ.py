@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def classifier(fits, loss_fn, *, dropout=0.0, plan=SPLIT, **options):
     return Trainer(model, optim.SGD(model.parameters(), lr=0.1), loss_fn, plan, **options)
 
 
-@pytest.mark.parametrize(("size", "fits"), [(16, 5), (16, 2), (8, 3), (3, 2)])
+@pytest.mark.parametrize(("size", "fits"), [(16, 5), (16, 2), (12, 2), (8, 3), (6, 2), (5, 2)])
 def test_fewer_samples_are_tried_where_so_many_do_not_fit(size, fits):
     def loss_fn(model, batch):
         if len(batch[0]) > fits:
@@ -63,6 +64,27 @@ def test_fewer_samples_are_tried_where_so_many_do_not_fit(size, fits):
     with pytest.raises(OutOfMemoryError, match="is of no use here: the loss of some samples"):
         trainer.step(labelled(size))
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+def test_ranks_are_left_by_the_error():
+    """They run as many forwards as each other, so one that cannot tells them before they go on."""
+    left = []
+
+    @contextmanager
+    def around():
+        try:
+            yield
+        except BaseException as error:
+            left.append(type(error))
+            raise
+
+    def loss_of(batch):
+        raise torch.OutOfMemoryError(TEXT)
+
+    model, device = nn.Linear(8, 4), torch.device("cpu")
+    verdict = check_split(loss_of, labelled(8), model, device, size=4, around=around)
+    assert verdict == Verdict(why_unknown="4 samples do not fit", is_kept=False)
+    assert left == [torch.OutOfMemoryError]
 
 
 @pytest.mark.parametrize("loss_fn", DIFFERENT)

@@ -102,6 +102,9 @@ def named_blocks(model: nn.Module, regions: Any, option: str) -> list[tuple[str,
     return [(path, module) for path, module in model.named_modules() if path in paths]
 
 
+_HOLDERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+
+
 def _instances(modules: dict[str, nn.Module], cls: type[nn.Module], option: str) -> list[str]:
     found = [path for path, module in modules.items() if isinstance(module, cls)]
     if not found:
@@ -111,19 +114,13 @@ def _instances(modules: dict[str, nn.Module], cls: type[nn.Module], option: str)
             f"{option} names the class {cls.__name__}, of which the model has no module"
             f"{_nearest(cls.__name__, known)}"
         )
-    lists = [path for path in found if _is_list(modules[path])]
-    if len(lists) == len(found):
-        raise ValueError(
-            f"{option} names the class {cls.__name__}, of which the model has {lists[0]!r}, which "
-            f"cannot be called; its members can: {lists[0] + '.*'!r}"
-        )
-    return [path for path in found if path not in lists]
+    return _that_run(modules, found, f"the class {cls.__name__}", option)
 
 
 def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[str]:
     found = [path for path in modules if path and _fits(path, pattern)]
     if not found and (found := _of_class(modules, pattern)):
-        return found
+        return _that_run(modules, found, f"the class {pattern}", option)
     if not found:
         known = [path for path, module in modules.items() if path and not _is_list(module)]
         if "*" in pattern:
@@ -141,9 +138,23 @@ def _matches(modules: dict[str, nn.Module], pattern: str, option: str) -> list[s
     return found
 
 
+def _that_run(
+    modules: dict[str, nn.Module], found: list[str], named: str, option: str
+) -> list[str]:
+    """Return those that can be called."""
+    lists = [path for path in found if _is_list(modules[path])]
+    if len(lists) == len(found):
+        at, members = (repr(lists[0]), f"{lists[0]}.*") if lists[0] else ("itself", "*")
+        raise ValueError(
+            f"{option} names {named}, of which the model has {at}, which cannot be called; its "
+            f"members can: {members!r}"
+        )
+    return [path for path in found if path not in lists]
+
+
 def _is_list(module: nn.Module) -> bool:
     """Whether a module only holds others, and cannot be called."""
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if not isinstance(module, _HOLDERS):
         return False
     forward: Any = type(module).forward
     return forward is nn.Module.forward  # of a class of its own it may be one that runs

@@ -193,25 +193,26 @@ class NamedState:
                     found[id(scalar)] = scalar
         return [tensor for tensor in found.values() if _is_writable(tensor)]
 
-    def name_of(self, tensor: Tensor) -> str:
-        """Return what a tensor of the state is called, or which shape it has."""
+    def names_of(self, values: Iterable[Tensor]) -> list[str]:
+        """Return what tensors of the state are called, or which shape they have."""
         names: dict[int, str] = {}
+        num_roots = sum(any(True for _ in (*m.parameters(), *m.buffers())) for m in self.modules)
         for root in self.modules:
-            for path, module in root.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue
-                for table in (module._parameters, module._buffers, vars(module)):
-                    for key, value in table.items():
-                        names.setdefault(id(value), f"{path}.{key}" if path else key)
+            of = f" of {type(root).__name__}" if num_roots > 1 else ""
+            for path, value in _held(root):
+                names.setdefault(id(value), f"{path}{of}")
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                names[id(parameter.grad)] = f"the gradient of {_named(parameter, names)}"
         for optimizer in self.optimizers:
             for number, group in enumerate(optimizer.param_groups):
-                names.update(
-                    (id(v), f"{key} of parameter group {number}") for key, v in group.items()
-                )
-            for parameter, table in optimizer.state.items():
-                of = names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+                for key, value in group.items():
+                    names[id(value)] = f"{key} of parameter group {number}"
+            for owner, table in optimizer.state.items():
+                of = _named(owner, names) if isinstance(owner, Tensor) else repr(owner)
                 names.update((id(value), f"{key} of {of}") for key, value in table.items())
-        return names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
+        names.update((id(scaler._scale), "the loss scale") for scaler in self.scalers)
+        return [_named(value, names) for value in values]
 
     @contextmanager
     def noting_writes(self, device: torch.device) -> Iterator[None]:
@@ -288,6 +289,19 @@ class NamedState:
             for rates in self.rates:
                 stack.enter_context(rates.on_device())
             yield
+
+
+def _held(root: nn.Module) -> Iterator[tuple[str, object]]:
+    yield from root.named_parameters()
+    yield from root.named_buffers()
+    for path, module in root.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            for name, value in vars(module).items():
+                yield f"{path}.{name}" if path else name, value
+
+
+def _named(tensor: Tensor, names: dict[int, str]) -> str:
+    return names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
 
 
 def _fits(old: Table, new: Table) -> bool:

@@ -192,6 +192,7 @@ def find_mismatch(
     whole = have_room(device, (1 + _EAGER_RUNS + 2 * (told is not None)) * num_bytes)
 
     load = SideLoad(device)
+    names: list[str] = []  # of what a run has left: some of it is gone behind that
 
     def run(step: Callable[[], Any], *, is_loaded: bool) -> _Run:
         try:
@@ -203,6 +204,8 @@ def find_mismatch(
             num_state = len(ends)
             if with_gradients:
                 ends += [p.grad for p in state.parameters if p.grad is not None]
+            if not names:
+                names.extend(state.names_of(ends))
             num_first = len(list(tensors(outputs[0])))
             kept = left(ends, whole=whole)
             return _Run(found + kept, others, num_first, len(found), num_state)
@@ -230,20 +233,11 @@ def find_mismatch(
         return verdict and named(verdict, found), found
 
     def named(verdict: Mismatch, found: _Run) -> Mismatch:
-        """Say which tensor it is, as far as the state is the same again."""
+        """Say which tensor it is."""
         if verdict.place is None:
             return verdict
         place = verdict.place - found.num_outputs
-        held = [*state.everything(), *written]
-        given = [p for p in state.parameters if p.grad is not None]
-        if place < 0:
-            what = "what it returns"
-        elif place < found.num_state:
-            what = state.name_of(held[place]) if len(held) == found.num_state else "the state"
-        elif len(given) == len(found.tensors) - found.num_outputs - found.num_state:
-            what = f"the gradient of {state.name_of(given[place - found.num_state])}"
-        else:
-            what = "gradients"
+        what = "what it returns" if place < 0 else names[place]
         return verdict._replace(detail=f"{verdict.detail}; farthest in {what}")
 
     if told is not None:

@@ -137,8 +137,8 @@ def _of_the_batch(facts: Mapping[str, Any]) -> Iterator[str]:
     action = getattr(facts.get("out_of_memory"), "action", facts.get("out_of_memory"))
     if action == "raise":
         yield (
-            "steps that do not fit run in parts, by themselves: Plan(out_of_memory='split'), for "
-            "losses that are means over samples or return (sum, metrics, weight)"
+            "steps that do not fit run in parts, by themselves: Plan(out_of_memory='split'), for a "
+            "loss_fn that returns a mean over samples or (sum, metrics, weight)"
         )
 
 

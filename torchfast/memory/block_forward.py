@@ -138,7 +138,8 @@ class BlockForward(ForwardStandIn):
         if is_watched and self.kind.has_dropped_cache:
             self.kind.left_out.check(self.path, args, kwargs)
         if not module.training or not torch.is_grad_enabled():
-            self.kind.num_in_eval += is_watched and torch.is_grad_enabled()
+            if is_watched and torch.is_grad_enabled():  # else the compiler would guard the number
+                self.kind.num_in_eval += 1
             return self._plain(*args, **kwargs)
         if has_cache(args, kwargs):
             if holds_past(module, args, kwargs):

@@ -28,12 +28,12 @@ class Places(NamedTuple):
     Attributes:
         slots: ``(tokens, choices)``: the row in all experts' room; one behind the last if none.
         found: ``(tokens, choices)``: whether it found room.
-        num_rows: Of all experts together.
+        room: Of how many experts, and how many rows each.
     """
 
     slots: Tensor
     found: Tensor
-    num_rows: int
+    room: tuple[int, int]
 
 
 @final
@@ -134,10 +134,10 @@ class ExpertBuffers:
                 f"of shape {shape}, got {type(places).__name__} and "
                 f"{tuple(getattr(weights, 'shape', ()))}"
             )
-        if places.num_rows != self.num_experts * self.capacity:
+        if places.room != (self.num_experts, self.capacity):
             raise ValueError(
-                f"places are of a buffer of {places.num_rows} rows, and this one has "
-                f"{self.num_experts * self.capacity}; give those that its own dispatch returned"
+                f"places are of a buffer of (num_experts, capacity)={places.room}, and this one "
+                f"has {(self.num_experts, self.capacity)}; give those that its own dispatch made"
             )
         flat = outputs.flatten(0, 1)
         found = flat[places.slots.clamp(max=len(flat) - 1)]
@@ -155,8 +155,8 @@ class ExpertBuffers:
         # In a backward this is a second run: recompute, which has counted in the first.
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
             self.num_dropped += (~found).sum()
-        num_rows = self.num_experts * self.capacity
-        return Places(slots.view_as(experts), found.view_as(experts), num_rows)
+        room = self.num_experts, self.capacity
+        return Places(slots.view_as(experts), found.view_as(experts), room)
 
     def _check(self, tokens: Tensor, experts: Tensor) -> None:
         check_type("tokens", tokens, Tensor)

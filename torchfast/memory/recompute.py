@@ -116,7 +116,8 @@ class Recompute(Closing):
             if kind.num_in_eval and not has_run:
                 detail = (
                     f"{kind.names} ran as they are in {kind.num_in_eval} calls: they were in eval "
-                    "mode; put them in train mode, and in eval mode what shall not drop or count"
+                    "mode; put them in train mode, and only modules in them in eval mode that "
+                    "must not drop out or update statistics"
                 )
                 decisions.append(recompute_decision("stepped aside", detail))
                 continue
@@ -174,6 +175,8 @@ def block_forwards(
         names = abbreviated(path for path, _ in members)
         number = f"{len(members)} blocks of " if len(members) > 1 else ""
         kind = BlockKind(f"{number}{type(members[0][1]).__name__} ({names})", options)
+        # Wherever its result goes; a function is seen in the graph of the block's own result.
+        kind.ends_later = any(isinstance(m, nn.RReLU) for m in members[0][1].modules())
         found += [BlockForward(path, module, kind) for path, module in members]
     return found
 

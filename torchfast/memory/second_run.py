@@ -50,7 +50,7 @@ R = TypeVar("R")
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 # Their operators are given a tensor to fill, which autograd saves before they do.
-_FILLS_WHAT_IS_SAVED = frozenset({"RreluWithNoiseBackward0"})
+_FILLS_WHAT_IS_SAVED = ("RreluWithNoiseBackward",)
 
 
 class _Enough(BaseException):  # not an Exception: a block may catch those
@@ -125,7 +125,7 @@ class TwiceRun:
             self._is_first, self._last = False, None
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if self.end is None:
-            self.ends_later = _fills_what_is_saved(result)
+            self.ends_later |= _fills_what_is_saved(result, (args, kwargs))
         self.end = len(self._saved) - keep_end(last, result)
         return result
 
@@ -305,19 +305,23 @@ class _Again:
             _fail(f"it saved {self.position} tensors instead of {len(self._saved)}")
 
 
-def _fills_what_is_saved(result: Any) -> bool:
-    """Whether an operator on the way to a result has been given a tensor to fill."""
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    ways = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(ways)
+def _fills_what_is_saved(result: Any, given: Any) -> bool:
+    """Whether an operator between what was given and a result has been given a tensor to fill."""
+    ways, seen = _nodes_of(result), set(_nodes_of(given))
     while ways:
         node = ways.pop()
-        if node.name() in _FILLS_WHAT_IS_SAVED:
+        if node in seen:
+            continue
+        if node.name().startswith(_FILLS_WHAT_IS_SAVED):
             return True
-        before = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= before
-        ways += before
+        seen.add(node)
+        ways += [before for before, _ in node.next_functions if before is not None]
     return False
+
+
+def _nodes_of(values: Any) -> list[Any]:
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 def _fail(found: str) -> NoReturn:

@@ -85,8 +85,8 @@ def check_split(
         model: In eval mode meanwhile, for the masks of dropout differ; its buffers, and the random
             generators, are put back. Its ``.grad`` are not touched.
         device: Where it runs.
-        size: How many samples to take; None takes as many as `num_tried` says, or, where they do
-            not fit, half of them, and so on.
+        size: How many samples to take; None takes as many as `num_tried` says, or half or a quarter
+            of them, where these do not fit.
         in_float8: Whether layers of the model compute in it.
         used: Returns what the loss function uses, see `BeforeStep`.
         around: Returns the context of the forwards, of which ranks with shards run as many as each
@@ -96,17 +96,19 @@ def check_split(
     """
     before = BeforeStep(model, device, used)
     num = num_tried(count_samples(batch) or 1)
-    sizes = [size] if size is not None else [n for k in range(3) if (n := num >> k) > 1]
+    sizes = [size] if size is not None else sorted({max(2, num >> k) for k in range(3)})[::-1]
     try:
         with _evaluating(model), around():
             close = _CLOSE_GRADIENT_OF_FLOAT8 if in_float8 else _CLOSE_GRADIENT
-            for tried in sizes:
+            for tried in sizes[:-1]:
                 with suppress(torch.OutOfMemoryError):  # as a step has before
                     return _checked(loss_of, batch, model, device, tried, close)
                 before.put_back()
-            return Verdict(why_unknown=f"{sizes[-1]} samples do not fit", is_kept=False)
+            return _checked(loss_of, batch, model, device, sizes[-1], close)
     except OtherRankRanOut:
         return Verdict(why_unknown="another rank could not run it")
+    except torch.OutOfMemoryError:
+        return Verdict(why_unknown=f"{sizes[-1]} samples do not fit", is_kept=False)
     except _Draws:
         return Verdict(why_unknown="it draws random numbers")
     except Exception as error:  # a model may have no loss in eval mode
