@@ -89,7 +89,7 @@ def test_eager_steps_that_differ_by_themselves_depend_on_something():
         ("attribute", False, "1.seen"),
         ("gradient", True, "the gradient of 0.bias"),
         ("output", False, "what it returns"),
-        ("named", False, "step of 'of the whole'"),
+        ("named", False, "step of str"),
     ],
 )
 def test_what_differs_most_is_named(wrong, with_gradients, name):
@@ -140,7 +140,7 @@ def test_state_that_a_step_makes_first_and_one_of_two_models_is_named():
 
     state = NamedState([*pair, optimizer])
     found = find_mismatch(state, CPU, replay=lambda: step(1.0), eager=lambda: step(0.0))
-    assert found.detail.endswith("; farthest in momentum_buffer of weight of Linear")
+    assert found.detail.endswith("; farthest in momentum_buffer of weight of Linear, model 1")
     assert not optimizer.state
 
 

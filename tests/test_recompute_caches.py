@@ -169,6 +169,30 @@ def test_a_layer_of_which_a_cache_tells_nothing_runs_as_it_is():
         assert recompute._kinds[0].num_with_past == 1
 
 
+def test_what_is_compiled_with_a_cache_stays_so_beside_eager_calls(fresh_dynamo):
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph
+
+    def filled():
+        cache = Cache()
+        cache.tokens = {layer: torch.ones(2, 3, 4) for layer in range(3)}
+        return cache
+
+    model, x = Decoder(), torch.ones(2, 3, 4)
+    with Recompute(model) as recompute:
+        fast = torch.compile(model, backend=backend)
+        fast(x, filled())
+        assert "ran as they are in what is compiled: they were" in str(recompute.decisions())
+        for _ in range(4):
+            model(x, filled())
+            fast(x, filled())
+    assert len(compiled) == 1
+    assert "ran as they are in 12 calls: they were" in str(recompute.decisions())
+
+
 def test_each_block_asks_for_its_own_layer():
     model = Decoder()
     with Recompute(model, ("blocks.1", "blocks.2")) as recompute:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from recomputed import Counted, Live
@@ -401,3 +401,15 @@ def test_what_an_operator_fills_is_filled_before_the_run_ends(what, block):
         return found
 
     assert all(map(torch.equal, trained(recompute=True), trained(recompute=False)))
+
+
+def test_a_block_that_writes_to_its_input_behind_such_an_operator_is_an_error():
+    """It has put itself in the input's place in the graph by then, where a copy is kept of that."""
+    leaky = Leaky()
+    leaky.forward = lambda x: x.add_(F.rrelu(leaky.linear(x * 1.0), training=True))
+    model = nn.Sequential(nn.Linear(4, 4), leaky)
+    copies = torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda saved: saved)
+    with Recompute(model, ("1",)), copies:
+        loss = model(torch.randn(2, 4)).square().sum()
+        with pytest.raises(RuntimeError, match="leaf Variable"):
+            loss.backward()

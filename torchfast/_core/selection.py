@@ -102,9 +102,6 @@ def named_blocks(model: nn.Module, regions: Any, option: str) -> list[tuple[str,
     return [(path, module) for path, module in model.named_modules() if path in paths]
 
 
-_HOLDERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
-
-
 def _instances(modules: dict[str, nn.Module], cls: type[nn.Module], option: str) -> list[str]:
     found = [path for path, module in modules.items() if isinstance(module, cls)]
     if not found:
@@ -154,7 +151,7 @@ def _that_run(
 
 def _is_list(module: nn.Module) -> bool:
     """Whether a module only holds others, and cannot be called."""
-    if not isinstance(module, _HOLDERS):
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
     forward: Any = type(module).forward
     return forward is nn.Module.forward  # of a class of its own it may be one that runs

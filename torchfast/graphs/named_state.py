@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -196,9 +197,14 @@ class NamedState:
     def names_of(self, values: Iterable[Tensor]) -> list[str]:
         """Return what tensors of the state are called, or which shape they have."""
         names: dict[int, str] = {}
-        num_roots = sum(any(True for _ in (*m.parameters(), *m.buffers())) for m in self.modules)
-        for root in self.modules:
-            of = f" of {type(root).__name__}" if num_roots > 1 else ""
+        inner = {m for root in self.modules for m in root.modules() if m is not root}
+        roots = [m for m in self.modules if m not in inner]
+        # A loss function is not another one of them.
+        models = [m for m in roots if any(True for _ in chain(m.parameters(), m.buffers()))]
+        for root in roots:
+            of = ""
+            if len(models) > 1 and root in models:
+                of = f" of {type(root).__name__}, model {models.index(root)}"
             for path, value in _held(root):
                 names.setdefault(id(value), f"{path}{of}")
         for parameter in self.parameters:
@@ -209,8 +215,9 @@ class NamedState:
                 for key, value in group.items():
                     names[id(value)] = f"{key} of parameter group {number}"
             for owner, table in optimizer.state.items():
-                of = _named(owner, names) if isinstance(owner, Tensor) else repr(owner)
-                names.update((id(value), f"{key} of {of}") for key, value in table.items())
+                of = _named(owner, names) if isinstance(owner, Tensor) else type(owner).__name__
+                for key, value in table.items():
+                    names.update((id(one), f"{key} of {of}") for one in tensors(value))
         names.update((id(scaler._scale), "the loss scale") for scaler in self.scalers)
         return [_named(value, names) for value in values]
 

@@ -71,6 +71,7 @@ class BlockKind:
         has_dropped_cache: Whether a cache of keys and values was left out of a call.
         left_out: Which ones were, of those that live.
         num_with_past: Calls that ran as they are, because their cache holds earlier tokens.
+        has_compiled_past: Whether there are such calls in what is compiled.
         num_in_eval: Calls that ran as they are in eval mode, though with gradients.
     """
 
@@ -86,6 +87,7 @@ class BlockKind:
         self.has_dropped_cache = False
         self.left_out = LeftOut()
         self.num_with_past = self.num_in_eval = 0
+        self.has_compiled_past = False
 
     def measured(self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a first call as it is, and choose what later ones keep."""
@@ -143,7 +145,10 @@ class BlockForward(ForwardStandIn):
             return self._plain(*args, **kwargs)
         if has_cache(args, kwargs):
             if holds_past(module, args, kwargs):
-                self.kind.num_with_past += 1
+                if torch.compiler.is_compiling():  # which would guard the number
+                    self.kind.has_compiled_past = True
+                else:
+                    self.kind.num_with_past += 1
                 return self._plain(*args, **kwargs)
             if is_watched:
                 self.kind.left_out.add(self.path, args, kwargs)

@@ -136,10 +136,11 @@ class Recompute(Closing):
                     "add again (use_cache=False says so to the model)"
                 )
             decisions.append(recompute_decision("applied", detail))
-            if kind.num_with_past:
+            if kind.num_with_past or kind.has_compiled_past:
                 why = "they were called with a cache that holds earlier tokens"
                 remedy = "train without past_key_values to recompute them"
-                detail = f"{kind.names} ran as they are in {kind.num_with_past} calls: {why}"
+                calls = f"{kind.num_with_past} calls" if kind.num_with_past else "what is compiled"
+                detail = f"{kind.names} ran as they are in {calls}: {why}"
                 decisions.append(recompute_decision("stepped aside", f"{detail}; {remedy}"))
         return decisions
 

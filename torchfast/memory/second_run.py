@@ -117,6 +117,8 @@ class TwiceRun:
         """Run for the first time, and save nothing but the inputs and what is kept."""
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         self._is_first = True
+        # Before it runs: it may write to what it is given.
+        given = set(_nodes_of((args, kwargs))) if self.end is None else set()
         last: list[Packed] = []
         self._last = last
         try:
@@ -125,7 +127,7 @@ class TwiceRun:
             self._is_first, self._last = False, None
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if self.end is None:
-            self.ends_later |= _fills_what_is_saved(result, (args, kwargs))
+            self.ends_later |= _fills_what_is_saved(result, given)
         self.end = len(self._saved) - keep_end(last, result)
         return result
 
@@ -305,9 +307,9 @@ class _Again:
             _fail(f"it saved {self.position} tensors instead of {len(self._saved)}")
 
 
-def _fills_what_is_saved(result: Any, given: Any) -> bool:
-    """Whether an operator between what was given and a result has been given a tensor to fill."""
-    ways, seen = _nodes_of(result), set(_nodes_of(given))
+def _fills_what_is_saved(result: Any, seen: set[Any]) -> bool:
+    """Whether an operator between what was seen and a result has been given a tensor to fill."""
+    ways = _nodes_of(result)
     while ways:
         node = ways.pop()
         if node in seen:
