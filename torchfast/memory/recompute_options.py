@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from torchfast._core.arguments import check_flag, check_int, explain_init_keywords
+from torchfast._core.arguments import check_flag, check_int, describe, explain_init_keywords
 from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.errors import PlanError
 from torchfast._core.option_fields import call_of, changed_fields, refuse_unused
@@ -91,26 +91,22 @@ class RecomputeOptions:
             return None
         if isinstance(value, cls):
             return value
-        if isinstance(value, str):
-            if value not in _WORDS:
-                raise PlanError(
-                    f"recompute must be False, one of {list(_WORDS)}, a number between 0 and 1, "
-                    f"paths and module classes, or RecomputeOptions, got {value!r}; for one path "
-                    f"write ({value!r},)"
-                )
+        if isinstance(value, str) and value in _WORDS:
             return cls(selective=value == "selective")
         if isinstance(value, tuple | list | set | frozenset):
             return cls(regions=ordered(value))
+        error: type[Exception] = PlanError
         if isinstance(value, int | float) and not isinstance(value, bool):
-            if not 0.0 < value <= 1.0:
-                raise PlanError(
-                    f"recompute must be False, one of {list(_WORDS)}, a number between 0 and 1, "
-                    f"paths and module classes, or RecomputeOptions, got {value!r}"
-                )
-            return cls(budget=float(value))
-        raise TypeError(
+            if 0.0 < value <= 1.0:
+                return cls(budget=float(value))
+            got = repr(value)
+        elif isinstance(value, str):
+            got = f"{value!r}; for one path write ({value!r},)"
+        else:
+            error, got = TypeError, describe(value)
+        raise error(
             f"recompute must be False, one of {list(_WORDS)}, a number between 0 and 1, paths and "
-            f"module classes, or RecomputeOptions, got {value!r} ({type(value).__name__})"
+            f"module classes, or RecomputeOptions, got {got}"
         )
 
     @property
