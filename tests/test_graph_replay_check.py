@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import nullcontext
 
@@ -195,7 +196,7 @@ def test_noise_of_any_size_is_no_error_if_replays_have_it_too(size, replays):
         (1e-4, 10 * (0,), (1, 0, 0, 0, 0), "replays do not differ"),  # too much for rounding
         # A counter beside noise that is far less.
         (1e-4, (0, 0, *8 * (1e-3,)), (1, 0, 1, 0, 0), "and replays differ by 6.7e-08 there"),
-        (1e-4, (100, 100, 101), (1, 0, 0, 0, 0), "eager steps among themselves"),
+        (1e-4, (100, 100, 101, *7 * (100,)), (1, 0, 0, 0, 0), "eager steps among themselves"),
         (5e-8, (1, 1), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
         (1e-4, (1, 0), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
         (5e-8, (100, 99), (0, 0, 0, 0, 0), "eager steps among themselves 0.0"),
@@ -280,6 +281,88 @@ def test_noise_in_one_tensor_hides_no_counter_in_another():
         NamedState([first, second]), CPU, replay=lambda: step("replay"), eager=lambda: step("eager")
     )
     assert "replays do not differ" in found.detail
+
+
+def judged_tensors(replays, eager_runs, num_tensors=8):
+    """Judge runs of two steps; each is given how far it is off in which tensors."""
+    tensors = [torch.ones(8).double() for _ in range(num_tensors)]
+    errors = {"replay": iter(replays), "eager": iter(eager_runs)}
+    now, count = {}, itertools.count()
+
+    def step(kind):
+        if next(count) % 2 == 0:
+            now.update(dict.fromkeys(range(num_tensors), 0.0))
+            now.update(next(errors[kind]))
+        with torch.no_grad():
+            for place, tensor in enumerate(tensors):
+                tensor.add_(1.0 + now[place])
+
+    return find_mismatch(
+        NamedState(tensors), CPU, replay=lambda: step("replay"), eager=lambda: step("eager")
+    )
+
+
+NOISY = [dict.fromkeys(range(8), 1e-3 * n) for n in (0, 1, 2, 1, 3)]
+
+
+def but(runs, changed):
+    """Return the runs, some of which are off by other amounts in some tensors."""
+    return [{**run, **changed.get(number, {})} for number, run in enumerate(runs)]
+
+
+def test_what_rounds_the_other_way_in_one_tensor_of_a_few_eager_runs_is_no_error():
+    replays = but((3 * NOISY)[1:11], {n: {3: 1e-5 * n} for n in range(10)})
+    eager_runs = but(NOISY, {n: {3: 0.0} for n in range(5)} | {1: {3: 5e-3}})
+    assert judged_tensors(replays, eager_runs) is None
+
+
+@pytest.mark.parametrize(
+    ("places", "amount"),
+    [
+        ((3,), 4e-2),  # more than a rounding
+        ((1, 3, 5), 5e-3),  # more than a few of the tensors
+    ],
+)
+def test_what_no_replay_does_is_an_error_where_it_is_much_or_in_many(places, amount):
+    quiet = {n: dict.fromkeys(places, 0.0) for n in range(10)}
+    replays = but((3 * NOISY)[1:11], quiet)
+    eager_runs = but(NOISY, {**quiet, 1: dict.fromkeys(places, amount)})
+    found = judged_tensors(replays, eager_runs)
+    assert "depends on something that is not named" in found.detail
+    assert found.place in places
+
+
+def little(runs):
+    """Return noise that is far less in one tensor than in the others."""
+    return [
+        {place: error * (1e-5 if place == 3 else 1e-2) for place, error in r.items()} for r in runs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "amount", "is_error"),
+    [
+        ((0,), 5e-3, False),  # as eager steps in all runs but the first
+        ((0,), 6e-2, True),  # more than a rounding
+        (range(0, 10, 2), 5e-3, True),  # half of the runs
+        (range(10), 5e-3, True),
+    ],
+)
+def test_a_replay_may_be_off_by_a_rounding_that_others_do_not_have(wrong, amount, is_error):
+    replays = but(little(NOISY + NOISY), {n: {3: amount} for n in wrong})
+    found = judged_tensors(replays, little(NOISY))
+    assert (found is not None) == is_error
+    if is_error:
+        assert "eager steps among themselves" in found.detail
+        assert found.place == 3
+
+
+def test_a_replay_that_is_off_is_an_error_where_eager_steps_differ_by_rounding_of_float32():
+    eager_runs = [dict.fromkeys(range(8), 1e-7 * n) for n in range(5)]
+    replays = [{3: 5e-3}, {}, *(8 * [dict.fromkeys(range(8), 2e-7)])]
+    found = judged_tensors(replays, eager_runs)
+    assert "eager steps among themselves" in found.detail
+    assert found.place == 3
 
 
 def judged_behind(*, first_is_wrong=False, noise=0.0, unnamed=False):
