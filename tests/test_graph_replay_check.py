@@ -283,26 +283,36 @@ def test_noise_in_one_tensor_hides_no_counter_in_another():
     assert "replays do not differ" in found.detail
 
 
+OUTPUT = "output"
+
+
 def judged_tensors(replays, eager_runs, num_tensors=8):
-    """Judge runs of two steps; each is given how far it is off in which tensors."""
+    """Judge runs of two steps; each is given how far it is off in which tensors, or its output."""
     tensors = [torch.ones(8).double() for _ in range(num_tensors)]
     errors = {"replay": iter(replays), "eager": iter(eager_runs)}
     now, count = {}, itertools.count()
 
     def step(kind):
         if next(count) % 2 == 0:
-            now.update(dict.fromkeys(range(num_tensors), 0.0))
+            now.update(dict.fromkeys([*range(num_tensors), OUTPUT], 0.0))
             now.update(next(errors[kind]))
         with torch.no_grad():
             for place, tensor in enumerate(tensors):
                 tensor.add_(1.0 + now[place])
+        return torch.tensor(1.0 + now[OUTPUT]).double()
 
-    return find_mismatch(
+    found = find_mismatch(
         NamedState(tensors), CPU, replay=lambda: step("replay"), eager=lambda: step("eager")
     )
+    if found is None:
+        return None
+    place = found.place - 2  # behind one output of each step
+    return (OUTPUT if place < 0 else place), found.detail
 
 
-NOISY = [dict.fromkeys(range(8), 1e-3 * n) for n in (0, 1, 2, 1, 3)]
+# The last tensor moves most, the fourth little, in replays and eager steps.
+NOISY = [{**dict.fromkeys(range(7), 1e-3 * n), 7: 1e-2 * n, 3: 1e-5 * n} for n in (0, 1, 2, 1, 3)]
+NOISY_REPLAYS = (3 * NOISY)[1:11]
 
 
 def but(runs, changed):
@@ -310,59 +320,73 @@ def but(runs, changed):
     return [{**run, **changed.get(number, {})} for number, run in enumerate(runs)]
 
 
-def test_what_rounds_the_other_way_in_one_tensor_of_a_few_eager_runs_is_no_error():
-    replays = but((3 * NOISY)[1:11], {n: {3: 1e-5 * n} for n in range(10)})
-    eager_runs = but(NOISY, {n: {3: 0.0} for n in range(5)} | {1: {3: 5e-3}})
-    assert judged_tensors(replays, eager_runs) is None
+def little_in(runs, places, error=1e-5):
+    """Return the runs, in which some tensors move little."""
+    return [{**run, **dict.fromkeys(places, error * (n % 3))} for n, run in enumerate(runs)]
 
 
 @pytest.mark.parametrize(
     ("places", "amount"),
     [
-        ((3,), 4e-2),  # more than a rounding
-        ((1, 3, 5), 5e-3),  # more than a few of the tensors
+        ((3,), 5e-3),
+        ((3,), 1.8e-2),
+        ((2, 3), 5e-3),
     ],
 )
-def test_what_no_replay_does_is_an_error_where_it_is_much_or_in_many(places, amount):
-    quiet = {n: dict.fromkeys(places, 0.0) for n in range(10)}
-    replays = but((3 * NOISY)[1:11], quiet)
-    eager_runs = but(NOISY, {**quiet, 1: dict.fromkeys(places, amount)})
-    found = judged_tensors(replays, eager_runs)
-    assert "depends on something that is not named" in found.detail
-    assert found.place in places
+def test_what_rounds_the_other_way_in_a_few_tensors_of_one_eager_run_is_no_error(places, amount):
+    replays = little_in(NOISY_REPLAYS, places)
+    eager_runs = but(little_in(NOISY, places), {1: dict.fromkeys(places, amount)})
+    assert judged_tensors(replays, eager_runs) is None
 
 
-def little(runs):
-    """Return noise that is far less in one tensor than in the others."""
-    return [
-        {place: error * (1e-5 if place == 3 else 1e-2) for place, error in r.items()} for r in runs
-    ]
+@pytest.mark.parametrize(
+    ("places", "amount", "least"),
+    [
+        ((3,), 4e-2, 1e-5),  # more than a rounding
+        ((1, 3, 5), 5e-3, 1e-5),  # more than a few of the tensors
+        ((3,), 5e-3, 0.0),  # noise moves all
+        ((OUTPUT,), 5e-3, 1e-5),  # the loss is a sum
+    ],
+)
+@pytest.mark.parametrize("num_quiet", [0, 24])  # which are no measure of a few
+def test_what_no_replay_does_is_an_error(places, amount, least, num_quiet):
+    quiet = range(8, 8 + num_quiet)
+    replays, eager_runs = (
+        little_in(little_in(runs, quiet, 1e-9), places, least) for runs in (NOISY_REPLAYS, NOISY)
+    )
+    eager_runs = but(eager_runs, {1: dict.fromkeys(places, amount)})
+    place, detail = judged_tensors(replays, eager_runs, 8 + num_quiet)
+    assert "depends on something that is not named" in detail
+    assert place in places
 
 
 @pytest.mark.parametrize(
     ("wrong", "amount", "is_error"),
     [
         ((0,), 5e-3, False),  # as eager steps in all runs but the first
+        ((0, 3, 6, 8, 9), 5e-3, False),  # in three of the first five, but for the second
         ((0,), 6e-2, True),  # more than a rounding
         (range(0, 10, 2), 5e-3, True),  # half of the runs
         (range(10), 5e-3, True),
     ],
 )
 def test_a_replay_may_be_off_by_a_rounding_that_others_do_not_have(wrong, amount, is_error):
-    replays = but(little(NOISY + NOISY), {n: {3: amount} for n in wrong})
-    found = judged_tensors(replays, little(NOISY))
+    everywhere = range(8)
+    replays = little_in(NOISY_REPLAYS, everywhere)
+    off = {n: {3: amount + replays[n][3]} for n in wrong}
+    found = judged_tensors(but(replays, off), little_in(NOISY, everywhere))
     assert (found is not None) == is_error
     if is_error:
-        assert "eager steps among themselves" in found.detail
-        assert found.place == 3
+        assert found[0] == 3
+        assert "eager steps among themselves" in found[1]
 
 
 def test_a_replay_that_is_off_is_an_error_where_eager_steps_differ_by_rounding_of_float32():
     eager_runs = [dict.fromkeys(range(8), 1e-7 * n) for n in range(5)]
     replays = [{3: 5e-3}, {}, *(8 * [dict.fromkeys(range(8), 2e-7)])]
-    found = judged_tensors(replays, eager_runs)
-    assert "eager steps among themselves" in found.detail
-    assert found.place == 3
+    place, detail = judged_tensors(replays, eager_runs)
+    assert "eager steps among themselves" in detail
+    assert place == 3
 
 
 def judged_behind(*, first_is_wrong=False, noise=0.0, unnamed=False):
