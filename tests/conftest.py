@@ -83,3 +83,14 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(params=["whole", "samples"])
+def room(request, monkeypatch):
+    """Judge replays by copies, and as where a state is large beside the device's memory."""
+    from torchfast.graphs import replay_check, run_ends, saved_named_state
+
+    if request.param == "samples":
+        monkeypatch.setattr(run_ends, "SAMPLE", 2)
+        for module in (replay_check, saved_named_state):
+            monkeypatch.setattr(module, "have_room", lambda *_: False)

@@ -256,6 +256,16 @@ def test_what_is_no_file_of_ours_is_passed_over(tmp_path, plant, words):
     assert words in found.reason
 
 
+@pytest.mark.parametrize("which", ["it", "its folder"])
+def test_what_others_may_have_written_is_passed_over(tmp_path, which):
+    path = save_receipt(tmp_path, make_receipt())
+    assert find_receipt(tmp_path, make_key(), NAMES).receipt is not None
+    (path if which == "it" else tmp_path).chmod(0o766)
+    found = find_receipt(tmp_path, make_key(), NAMES)
+    assert found.receipt is None
+    assert f"{which} can be written by others (mode 766)" in found.reason
+
+
 def test_no_folder_is_no_receipt(tmp_path):
     found = find_receipt(tmp_path / "none", make_key(), NAMES)
     assert found == (None, f"no receipt of this model is in {tmp_path / 'none'}")

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 from torch import nn, optim
@@ -16,6 +17,7 @@ from models import mean_loss
 from torchfast import CompiledModule, CompileOptions, Plan, Trainer
 from torchfast.compiler import store as store_module
 from torchfast.compiler.store_contents import list_entries
+from torchfast.compiler.store_files import StoreFolder
 
 
 @pytest.fixture
@@ -198,3 +200,24 @@ def test_an_entry_is_found_where_the_folder_has_gone(
     (tmp_path / "here").replace(tmp_path / "there")
     make({"cache": tmp_path / "there", "backend": "eager", **changes}).close()
     assert bool(compiler.payloads) == is_found
+
+
+def test_a_folder_that_can_only_be_read_is_of_use(tmp_path, monkeypatch, caplog):
+    process(tmp_path, "a")[0].save(key())
+
+    @contextmanager
+    def locked(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+        yield
+
+    monkeypatch.setattr(StoreFolder, "locked", locked)
+    store, compiler = process(tmp_path)
+    assert store.load(key()).status == "loaded"
+    compiler.compile("a")
+    assert store.save(key()).status == "nothing new"
+    assert not caplog.records
+    compiler.compile("b")
+    assert store.save(key()).status == "failed"
+    (record,) = caplog.records
+    assert "what was compiled is not kept" in record.getMessage()
+    assert "of no use" not in record.getMessage()

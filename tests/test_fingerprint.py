@@ -115,7 +115,56 @@ CHANGES = {
         else m._modules.update({"0": m._modules.pop("0")})
     ),
     "code": replace_forward,
+    "private number": lambda m: setattr(m[1], "_depth", 3),
+    "own forward": lambda m: setattr(m[1], "forward", types.MethodType(doubled, m[1])),
 }
+
+
+def doubled(module, x):
+    return 2 * module.linear(x)
+
+
+def activation_of(factor, default=1.0, body="times"):
+    """Return functions of one name that compute different things."""
+    if body == "times":
+
+        def activation(x, scale=default):
+            return x * factor * scale
+
+    else:
+
+        def activation(x, scale=default):
+            return x + factor + scale
+
+    activation.__qualname__ = "activation"
+    return activation
+
+
+@pytest.mark.parametrize(
+    "other", [activation_of(2.0), activation_of(1.0, 2.0), activation_of(1.0, body="plus")]
+)
+def test_a_function_is_told_by_what_it_computes_and_not_by_its_name(other):
+    found = []
+    for activation in (activation_of(1.0), activation_of(1.0), other):
+        model = build()
+        model[1].activation = activation
+        found.append(model_fingerprint(model))
+    assert found[0] == found[1] != found[2]
+    assert found[1] != found[2]
+
+
+@pytest.mark.parametrize(("factor", "default"), [(2.0, 1.0), (1.0, 2.0)])
+def test_a_method_is_told_by_the_values_that_it_was_made_with(factor, default):
+    def model_of(factor, default):
+        class Made(nn.Module):
+            def forward(self, x, scale=default):
+                return x * factor * scale
+
+        Made.__qualname__ = "Made"
+        return Made()
+
+    first, same, other = model_of(1.0, 1.0), model_of(1.0, 1.0), model_of(factor, default)
+    assert model_fingerprint(first) == model_fingerprint(same) != model_fingerprint(other)
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

@@ -202,6 +202,31 @@ def test_fp16_gradients_neither_vanish_nor_overflow(reduction, incoming):
     assert_same(found, expected, 0.01)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}])
+def test_fp16_gradients_do_not_hang_on_how_large_class_weights_are(reduction, size, options):
+    """As one over the number of tokens of each class, or that number itself."""
+    hidden, weight, targets, _ = make((64,), 40, 8, torch.float32)
+    loss_scale = torch.ones((64,) if reduction == "none" else ()) / size
+    options = {**options, "reduction": reduction, "class_weight": size * (0.5 + torch.rand(40))}
+    if reduction == "mean":
+        loss_scale = loss_scale * size
+    expected = results(linear_cross_entropy, hidden, weight, targets, None, loss_scale, **options)
+    with torch.autocast("cpu", torch.float16):
+        found = results(linear_cross_entropy, hidden, weight, targets, None, loss_scale, **options)
+    assert_same(found, expected, 0.02)
+
+
+def test_class_weights_that_are_trained_are_refused():
+    hidden, weight, targets, _ = make()
+    class_weight = torch.ones(len(weight), requires_grad=True)
+    with pytest.raises(ValueError, match=r"pass class_weight\.detach\(\)"):
+        linear_cross_entropy(hidden, weight, targets, class_weight=class_weight)
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, targets, class_weight=class_weight)
+
+
 def test_the_gradient_of_the_loss_is_not_rounded_to_16_bits():
     inputs = make(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

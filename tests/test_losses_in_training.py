@@ -344,6 +344,59 @@ def test_models_of_another_kind_are_refused():
         causal_lm_loss(build_model("llama"), ids, ids, num_items_in_batch=3)
 
 
+class Bent(nn.Linear):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+def changed_llama(change):
+    model = build_model("llama")
+    change(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m.config, "z_loss_coefficient", 0.1), "a z-loss of its own"),
+        (lambda m: setattr(m.config, "unpadded_vocab_size", 90), "cuts its logits to"),
+        (lambda m: m.lm_head.register_forward_hook(lambda *_: None), "has hooks"),
+        (lambda m: m.lm_head.register_forward_pre_hook(lambda *_: None), "has hooks"),
+        (lambda m: setattr(m, "loss_function", lambda **_: 7.0), "another loss_function"),
+        (lambda m: m.set_output_embeddings(Bent(16, 99)), "got Bent with a forward of its own"),
+        (lambda m: setattr(m.lm_head, "forward", torch.sin), "got Linear with a forward of its"),
+        *(
+            (lambda m, n=name, v=value: setattr(m.config, "text_config", Settings(n, v)), words)
+            for name, value, words in (
+                ("logits_scaling", 8.0, r"changes its logits by config\.logits_scaling"),
+                ("output_multiplier", 2.0, r"changes its logits by config\.output_multiplier"),
+                ("output_router_logits", True, "a loss of its router"),
+            )
+        ),
+    ],
+)
+def test_what_makes_other_logits_or_another_loss_is_refused(change, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        causal_lm_loss(changed_llama(change), *2 * [torch.ones(1, 4).long()])
+
+
+class Settings:
+    def __init__(self, name, value):
+        setattr(self, name, value)
+
+
+def test_the_softcap_of_a_text_part_is_taken():
+    ids = torch.randint(99, (2, 8))
+    model = build_model("gemma2")
+    model.lm_head.weight.data *= 30  # or no logit is near the cap
+    expected = model(input_ids=ids, labels=ids).loss
+    text = copy.deepcopy(model.config)
+    model.config.final_logit_softcapping = None
+    assert (causal_lm_loss(model, ids, ids) - expected).abs() > 1e-3
+    model.config.text_config = text
+    torch.testing.assert_close(causal_lm_loss(model, ids, ids), expected)
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize(
     ("kind", "words"),

@@ -71,8 +71,23 @@ def test_convolutions_in_nhwc_on_two_ranks(shard):
             torch.testing.assert_close(torch.tensor(state[name]), torch.tensor(values))
 
 
-def test_the_fast_plan_with_convolutions_in_shards():
-    plan = Plan.preset("fast").replace(shard="fsdp", compile=False)
+@pytest.mark.parametrize("precision", ["auto", "bf16"])  # auto is bf16 on some CPUs alone
+def test_the_fast_plan_with_convolutions_in_shards(precision):
+    plan = Plan.preset("fast").replace(shard="fsdp", compile=False, precision=precision)
     for is_last, report, _ in ranks.run(lambda rank: trained(rank, plan, adamw, ema=0.9)):
         assert is_last
+        if precision == "bf16":
+            assert "4 parameters whole on each rank (blocks.0.norm.bias" in report
         assert re.search(r"channels_last +applied: 0 tensors of 3 convolutions", report)
+
+
+def test_normalisations_in_shards_that_are_gathered_in_bf16_train_as_in_replicas():
+    """Their parameters stay fp32 beside their statistics, as they do under autocast alone."""
+    plan = Plan(precision="bf16")
+    sharded = ranks.run(trained, 2, plan.replace(shard="fsdp"))
+    replicated = ranks.run(trained, 2, plan.replace(shard="ddp"))
+    for (_, _, state), (_, _, expected) in zip(sharded, replicated, strict=True):
+        for name, values in expected.items():
+            torch.testing.assert_close(
+                torch.tensor(state[name]), torch.tensor(values), rtol=2e-2, atol=2e-3
+            )

@@ -6,14 +6,15 @@ weights, and for nothing else. So the fingerprint of a model covers what its cod
 - the classes of its modules, in their places, with the code of their methods;
 - shapes, strides, dtypes and device types of parameters and buffers, which of them are one object,
   and which take gradients;
-- train or eval, and plain attributes: numbers, strings, dtypes, functions, containers of them, and
-  the fields of configuration objects; not ``name_or_path``, which tells where weights came from.
+- train or eval, and plain attributes: numbers, strings, dtypes, functions with their code, defaults
+  and closures, containers of them, and the fields of configuration objects; of attributes whose
+  names begin with an underscore plain values alone; not ``name_or_path``, which tells where weights
+  came from.
 
-Not seen: functions that a method calls, global variables, hooks, attributes of modules whose names
-begin with an underscore, and what only native code knows. Values of tensors are not read. No
-``id()`` and no ``hash()`` goes into it, both of which are others in the next process. An attribute
-that changes while the model trains, such as a counter of calls, changes the fingerprint: take it at
-construction.
+Not seen: functions that a method calls, global variables, hooks, and what only native code knows.
+Values of tensors are not read. No ``id()`` and no ``hash()`` goes into it, both of which are others
+in the next process. An attribute that changes while the model trains, such as a counter of calls,
+changes the fingerprint: take it at construction.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ DEPTH = 4
 LONGEST = 256  # of longer containers only the kind and the length are told
 # The file that a model of transformers was loaded from: another one after each checkpoint.
 _FROM_WHERE = frozenset(("name_or_path", "_name_or_path"))
+# What torch itself keeps in each.
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 
 
@@ -130,7 +133,8 @@ def model_lines(root: nn.Module, *, code: bool) -> Iterator[str]:
                 known = -1 if tensor is None else tensors.setdefault(id(tensor), len(tensors))
                 yield f"{kind} {name} {known} {_tensor(tensor)}"
         for name, value in sorted(vars(module).items()):
-            if not name.startswith("_") and _is_told(name):
+            is_plain = isinstance(value, _PLAIN) and name not in _OF_ALL_MODULES
+            if _is_told(name) and (is_plain or not name.startswith("_")):
                 yield f"attribute {name} {described(value, DEPTH)}"
     if code:
         for base in dict.fromkeys(base for c in classes for base in c.__mro__):
@@ -161,7 +165,11 @@ def described(value: Any, depth: int = DEPTH) -> str:
         parts = (value.func, value.args, value.keywords)
         return f"partial {[described(part, depth - 1) for part in parts]}"
     if callable(value) and hasattr(value, "__qualname__"):
-        return f"function {getattr(value, '__module__', None)}:{value.__qualname__}"
+        name = f"function {getattr(value, '__module__', None)}:{value.__qualname__}"
+        function = getattr(value, "__func__", value)
+        if not isinstance(function, types.FunctionType):
+            return name
+        return f"{name} {digest([_function_text(function, depth - 1)])}"
     return f"{_name(type(value))} {_fields(value, depth - 1)}"
 
 
@@ -191,7 +199,7 @@ def _code_of_class(kind: type) -> Iterator[str]:
         return  # the version of torch tells theirs
     for name, member in sorted(vars(kind).items()):
         for function in _functions(member):
-            yield f"code {_name(kind)}.{name} {code_text(function.__code__)}"
+            yield f"code {_name(kind)}.{name} {_function_text(function, DEPTH - 1)}"
 
 
 def _functions(member: Any) -> Iterator[types.FunctionType]:
@@ -204,6 +212,18 @@ def _functions(member: Any) -> Iterator[types.FunctionType]:
             if isinstance(function, types.FunctionType):
                 yield function
             function = getattr(function, "__wrapped__", None)
+
+
+def _function_text(function: types.FunctionType, depth: int) -> str:
+    """Return what a function does, with the values that it was made with."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(described(cell.cell_contents, depth))
+        except ValueError:
+            cells.append("empty")
+    made_with = (function.__defaults__, function.__kwdefaults__)
+    return f"{code_text(function.__code__)} {[described(m, depth) for m in made_with]} {cells}"
 
 
 def code_text(code: types.CodeType) -> str:

@@ -22,9 +22,13 @@ from typing import Any, final
 from torch import nn
 
 from torchfast.compiler.refusal import is_refused, refuse
+from torchfast.compiler.remarks import NO_OPERATION
 from torchfast.compiler.switched_off import active_dispatch_mode
 from torchfast.compiler.timeout import CallTimeoutError, call_within
 from torchfast.compiler.while_converting import Apart, settings
+
+# Each costs a trace, so a block that is skipped by chance in every run is not asked about for ever.
+_MOST_EMPTY = 64
 
 
 class GaveUpError(BaseException):
@@ -79,6 +83,7 @@ class FrameConversion:
         self._is_update = is_update
         self._inlined = inlined
         self._spent_s = 0.0
+        self._num_empty = 0
         self._leaves_own_frame = False
         # What became of functions that torch left alone, by identity; those of the running call.
         self._left_alone: dict[int, Any] = {}
@@ -174,6 +179,18 @@ class FrameConversion:
         self._left_alone.clear()
         self._at_limit.clear()
         self._with_graphs.clear()
+
+    def had_nothing_to_compile(self) -> bool:
+        """Whether torch found no operation in the call, as where a block is skipped by chance.
+
+        It says nothing of later calls, which are looked at as well, unless there were many.
+        """
+        is_empty = NO_OPERATION in (self.skip_reason or "")
+        if not is_empty or self._num_empty >= _MOST_EMPTY:
+            return False
+        self._num_empty += 1
+        self.skip_reason = None
+        return True
 
     def leave_own_frame(self) -> None:
         """Ask no more for the function's own frame, which cannot be compiled."""

@@ -51,17 +51,26 @@ def mark_dynamic(arguments: Mapping[str, Any], source: str, dimension: int) -> b
         >>> mark_dynamic({"batch": {"ids": torch.zeros(1, 16)}}, "batch['ids']", 0)
         False
     """
+    tensor = argument(arguments, source)
+    return tensor is not None and mark_dimension(tensor, dimension)
+
+
+def mark_dimension(tensor: Tensor, dimension: int) -> bool:
+    """Mark one dimension of a tensor; whether it was marked, as `mark_dynamic` says."""
     from torch._dynamo import maybe_mark_dynamic
 
-    tensor = _resolved(arguments, source)
-    if not isinstance(tensor, Tensor) or not 0 <= dimension < tensor.dim():
-        return False
-    if tensor.shape[dimension] < 2:
+    if not 0 <= dimension < tensor.dim() or tensor.shape[dimension] < 2:
         return False
     # The weak mark: where the code itself needs a fixed size it is compiled for that size, which
     # the strong one makes an error.
     maybe_mark_dynamic(tensor, dimension)
     return True
+
+
+def argument(arguments: Mapping[str, Any], source: str) -> Tensor | None:
+    """Return the tensor that a source stands for; None if there is none."""
+    found = _resolved(arguments, source)
+    return found if isinstance(found, Tensor) else None
 
 
 def _resolved(arguments: Mapping[str, Any], source: str) -> Any:

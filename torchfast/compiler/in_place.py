@@ -50,6 +50,7 @@ from torchfast.compiler.remarks import (
     HOOKED,
     NOTHING,
     NOTHING_AROUND,
+    NOTHING_IN_CALL,
     SKIPPED,
 )
 from torchfast.compiler.steady_watch import SteadyWatch
@@ -72,11 +73,11 @@ _GLOBAL_HOOKS = (
 _NUMBERS = itertools.count()
 
 
-def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_module(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _call_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_function(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
@@ -178,7 +179,7 @@ class RegionKind:
         if self.eager_because is not None or has_global_hooks():
             return self._run_eagerly(region, target, args, kwargs)
         conversion = self.conversion
-        if self._sizes is not None and self._sizes.dimensions:
+        if self._sizes is not None:
             self._sizes.mark({"args": args, "kwargs": kwargs})
         try:
             is_past_torch = self._is_around or conversion.is_at_limit
@@ -242,9 +243,13 @@ class RegionKind:
         if failure is not None:
             self._fail(failure)
             return
-        off = why_off()
+        off, is_empty_call = why_off(), not self._is_around and conversion.had_nothing_to_compile()
         if off is not None:
             self._leave_for_now(region, f"{off}; it is tried again at each call")
+        elif is_empty_call and not conversion.graphs:
+            self.eager_for_now = NOTHING_IN_CALL
+            if region is not None:
+                region.state = "eager"
         elif not conversion.graphs:
             if region is not None:
                 region.state = "eager"

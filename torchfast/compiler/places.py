@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchfast._core.compiled_code import is_compiled_by_torch
 from torchfast.compiler.in_place import Region, RegionKind, region_of
@@ -27,10 +28,19 @@ def check_places(model: object) -> None:
 
     Raises:
         TypeError: Not a module.
-        ValueError: The model, or a module in it, is compiled already.
+        ValueError: The model, or a module in it, is compiled already, or parameters of it are not
+            initialized yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {model!r} ({type(model).__name__})")
+    for name, parameter in model.named_parameters():
+        # A trace puts the generators back behind it: each block would draw the same numbers.
+        if is_lazy(parameter):
+            raise ValueError(
+                f"the parameter {name} of {type(model).__name__} is not initialized yet, and in "
+                "compiled code it would begin otherwise than without; call the model once, on a "
+                "batch, before it is compiled"
+            )
     for path, module in model.named_modules():
         where = f"its module {path}" if path else f"{type(model).__name__}"
         if is_compiled_by_torch(module):

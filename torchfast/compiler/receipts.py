@@ -39,6 +39,7 @@ from torch import nn
 from torchfast._core.fingerprint import batch_signature, model_fingerprint
 from torchfast._core.replacing import replacing, write_all
 from torchfast.compiler.machine import machine_of
+from torchfast.compiler.store_files import Unusable, check_owner
 
 logger = logging.getLogger(__name__)
 
@@ -379,6 +380,11 @@ def _read(path: Path) -> Receipt:
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
             raise ValueError("it is no regular file")
+        try:
+            check_owner(state, "it")
+            check_owner(os.stat(path.parent), "its folder")
+        except Unusable as error:
+            raise ValueError(str(error)) from error
         if state.st_size > _MOST_BYTES:
             raise ValueError(f"it has {state.st_size} bytes, a receipt at most {_MOST_BYTES}")
         with os.fdopen(descriptor, "rb", closefd=False) as file:

@@ -29,7 +29,7 @@ def stance_forbids() -> bool:
 
 
 def run_refusing(
-    conversion: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+    conversion: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a function with its compiled code; a frame without goes to the conversion."""
     from torch._C._dynamo.eval_frame import set_eval_frame

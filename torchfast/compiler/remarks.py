@@ -10,8 +10,12 @@ NOTHING = (
 # What torch says of frames that it leaves alone, where that says little.
 SKIPPED = {
     "an error was suppressed during compilation": "torch.compile cannot follow it, as it cannot "
-    "nn.LSTM and nn.GRU or a ScriptModule"
+    "nn.LSTM and nn.GRU, a ScriptModule or what torch.func transforms, or it met an error there "
+    "that it was told to suppress (TORCH_LOGS=dynamo shows it)"
 }
+# What torch says where it found nothing to compile in a call.
+NO_OPERATION = "No ops traced"
+NOTHING_IN_CALL = "its calls so far had nothing to compile; it is tried again at each call"
 NOTHING_AROUND = (
     "no graph came of it: what stands around the blocks is in the function with the loop over "
     "them, or compiled by somebody else; move the loop to a method of its own"

@@ -16,8 +16,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, final
 
+import torch
+
 from torchfast._core.arguments import check_flag, explain_keywords
-from torchfast.compiler.dynamic_dimensions import DynamicDimension, mark_dynamic
+from torchfast._core.batches import tensors
+from torchfast.compiler.dynamic_dimensions import DynamicDimension, argument, mark_dimension
 from torchfast.compiler.events import LimitReached, Recompile
 from torchfast.compiler.record import CompileRecord
 
@@ -67,6 +70,8 @@ class SteadyWatch:
         self._num_limits = 0
         self._recompiles: list[Recompile] = []
         self._dimensions: list[DynamicDimension] = []
+        self._shapes: list[torch.Size] = []  # of the tensors of the last call
+        self._changed: set[tuple[int, int]] = set()  # which tensor, which of its dimensions
         self._has_warned = False
         self._has_warned_of_limit = False
 
@@ -115,13 +120,43 @@ class SteadyWatch:
     def mark(self, arguments: Mapping[str, Any]) -> int:
         """Mark the dimensions that changed in the arguments of the next call.
 
+        A recompile names one tensor. Others may have changed with it, as targets do with tokens;
+        left unmarked, they would fix the size for it as well. So all that differ between calls are
+        marked, once a size made something compile again.
+
         Args:
             arguments: By name, as the compiled function names them, such as ``{"batch": batch}``.
 
         Returns:
             How many were marked.
         """
-        return sum(mark_dynamic(arguments, *dimension) for dimension in self._dimensions)
+        found = list(tensors(dict(arguments)))
+        shapes = [tensor.shape for tensor in found]
+        if len(shapes) == len(self._shapes):
+            for place, (shape, before) in enumerate(zip(shapes, self._shapes, strict=True)):
+                if shape != before and len(shape) == len(before):
+                    self._changed |= {
+                        (place, number)
+                        for number, (size, earlier) in enumerate(zip(shape, before, strict=True))
+                        if size != earlier
+                    }
+        else:
+            self._changed.clear()  # another structure
+        self._shapes = shapes
+        if not self._dimensions:
+            return 0
+        marked = {
+            (id(tensor), dimension)
+            for source, dimension in self._dimensions
+            if (tensor := argument(arguments, source)) is not None
+            and mark_dimension(tensor, dimension)
+        }
+        marked |= {
+            (id(found[place]), dimension)
+            for place, dimension in self._changed
+            if mark_dimension(found[place], dimension)
+        }
+        return len(marked)
 
     def _take(self) -> tuple[tuple[Recompile, ...], tuple[LimitReached, ...]]:
         summary = self._record.summary()

@@ -233,17 +233,19 @@ class CacheStore:
         own = self._source.save()
         if own is None:
             return CacheOutcome(status="nothing compiled")
-        with (
-            StoreFolder(self.folder, create=True) as folder,
-            folder.locked(self._lock_wait_s) as lock,
-        ):
-            if lock == "busy":
-                return CacheOutcome(
-                    status="skipped", detail="another process of this node is writing"
-                )
-            if lock == "held":
-                folder.clean()
-            return self._write(folder, key, own)
+        with StoreFolder(self.folder, create=True) as folder:
+            # Before the lock, which takes a file: a folder that can only be read may have it all.
+            stored = _stored(folder, key)
+            if stored is not None and self._joined(stored, own)[0] == stored:
+                return CacheOutcome(status="nothing new", num_bytes=len(stored))
+            with folder.locked(self._lock_wait_s) as lock:
+                if lock == "busy":
+                    return CacheOutcome(
+                        status="skipped", detail="another process of this node is writing"
+                    )
+                if lock == "held":
+                    folder.clean()
+                return self._write(folder, key, own)
 
     def _write(self, folder: StoreFolder, key: StoreKey, own: bytes) -> CacheOutcome:
         stored = _stored(folder, key)
@@ -306,12 +308,21 @@ class CacheStore:
         outcome = replace(outcome, detail=_printable(outcome.detail))
         if outcome.status in _WARNED and str(outcome) not in self._warned:
             self._warned.add(str(outcome))
-            logger.warning(
-                "the compile cache in %s is of no use here (%s); the training goes on and compiles "
-                "as without a cache",
-                _printable(os.fspath(self.folder)),
-                outcome,
-            )
+            folder = _printable(os.fspath(self.folder))
+            if status == "failed":
+                logger.warning(
+                    "what was compiled is not kept in the compile cache in %s (%s); the training "
+                    "goes on, and the next run compiles it again",
+                    folder,
+                    outcome,
+                )
+            else:
+                logger.warning(
+                    "the compile cache in %s is of no use here (%s); the training goes on and "
+                    "compiles as without a cache",
+                    folder,
+                    outcome,
+                )
         return replace(outcome, seconds=time.perf_counter() - start)
 
 

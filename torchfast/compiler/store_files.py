@@ -75,7 +75,7 @@ class StoreFolder(Closing):
         try:
             if made:
                 os.fchmod(self._fd, 0o700)  # under any umask
-            _check_owner(os.fstat(self._fd), f"the folder {path}")
+            check_owner(os.fstat(self._fd), f"the folder {path}")
         except BaseException:
             self.close()
             raise
@@ -117,7 +117,7 @@ class StoreFolder(Closing):
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise Unusable(f"{name} is no regular file; remove it")
-            _check_owner(status, name)
+            check_owner(status, name)
         except BaseException:
             os.close(fd)
             raise
@@ -242,7 +242,8 @@ class ReadFile(Closing):
         return self
 
 
-def _check_owner(status: os.stat_result, what: str) -> None:
+def check_owner(status: os.stat_result, what: str) -> None:
+    """Raise `Unusable` unless a file or folder is this user's, and nobody else may write to it."""
     if status.st_uid != os.geteuid():
         raise Unusable(
             f"{what} belongs to user id {status.st_uid} and this process is user id "

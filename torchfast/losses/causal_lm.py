@@ -26,7 +26,13 @@ OTHER_LOGITS = (
     "lm_head_multiplier",
     "mup_width_multiplier",
     "logits_mup_width_multiplier",
+    "output_multiplier",
 )
+# And those by which they add to their loss.
+OTHER_LOSSES = {
+    "output_router_logits": "a loss of its router",
+    "z_loss_coefficient": "a z-loss of its own",
+}
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Arguments by which the model itself would change its loss. The part without the output layer takes
 # them without a word.
@@ -83,22 +89,40 @@ def causal_lm_loss(
             "inside, within the wrapper's forward"
         )
     head = find_head()
-    if not isinstance(head, nn.Linear):
+    is_plain = isinstance(head, nn.Linear) and _forward_of(head) is nn.Linear.forward
+    if not is_plain:
+        own = " with a forward of its own" if isinstance(head, nn.Linear) else ""
         raise TypeError(
             f"the output layer of {type(model).__name__} must be an nn.Linear, got "
-            f"{type(head).__name__}; call linear_cross_entropy with what it is made of"
+            f"{type(head).__name__}{own}; call linear_cross_entropy with what it is made of"
         )
-    config: Any = getattr(model, "config", None)
+    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
+        raise ValueError(
+            f"the output layer of {type(model).__name__} has hooks, and causal_lm_loss does not "
+            "call it; remove them, or call the model with labels"
+        )
+    config = _Settings(model)
     for name in OTHER_LOGITS:
-        if getattr(config, name, None) not in (None, 1, 1.0):
+        if config.get(name) not in (None, 1, 1.0):
             raise ValueError(
                 f"{type(model).__name__} changes its logits by config.{name}, which "
                 "causal_lm_loss does not know; scale hidden and call linear_cross_entropy"
             )
-    if getattr(config, "output_router_logits", False):
+    if config.get("unpadded_vocab_size") not in (None, head.weight.shape[0]):
         raise ValueError(
-            f"{type(model).__name__} adds a loss of its router (config.output_router_logits), "
-            "which causal_lm_loss does not know; call linear_cross_entropy and add it"
+            f"{type(model).__name__} cuts its logits to config.unpadded_vocab_size; call "
+            "linear_cross_entropy with so many rows of the output layer's weight"
+        )
+    for name, what in OTHER_LOSSES.items():
+        if config.get(name):
+            raise ValueError(
+                f"{type(model).__name__} adds {what} (config.{name}), "
+                "which causal_lm_loss does not know; call linear_cross_entropy and add it"
+            )
+    if "_loss_function" in vars(model):
+        raise ValueError(
+            f"{type(model).__name__} was given another loss_function, which causal_lm_loss does "
+            "not call; call the model with labels"
         )
     if not _shifts_labels(type(model)):
         raise ValueError(
@@ -129,9 +153,27 @@ def causal_lm_loss(
         reduction=reduction,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        softcap=next(filter(None, (getattr(config, name, None) for name in SOFTCAPS)), None),
+        softcap=next(filter(None, map(config.get, SOFTCAPS)), None),
         chunk_size=chunk_size,
     )
+
+
+class _Settings:
+    """The configuration of a model, and that of its text part, where a model of images has one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = getattr(model, "config", None)
+        parts = (getattr(config, name, None) for name in ("text_config", "decoder", "generator"))
+        self._configs = (config, *parts)
+
+    def get(self, name: str) -> Any:
+        """Return the first value that says anything; None if there is none."""
+        values = (getattr(config, name, None) for config in self._configs)
+        return next((value for value in values if value is not None), None)
+
+
+def _forward_of(module: nn.Module) -> Any:
+    return vars(module).get("forward", type(module).forward)
 
 
 def _shifts_labels(kind: type) -> bool:

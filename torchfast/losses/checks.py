@@ -112,6 +112,11 @@ def check_shapes(
                 f"{name} must have shape ({weight.shape[0]},), one for each row of weight, got "
                 f"{tuple(value.shape)}"
             )
+        if name == "class_weight" and value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "class_weight requires gradients, and the loss has none with respect to it; pass "
+                "class_weight.detach()"
+            )
         if value.device != weight.device:
             raise ValueError(
                 f"{name} is on {value.device} and weight on {weight.device}; move them to one "

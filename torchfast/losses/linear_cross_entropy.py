@@ -250,7 +250,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_rows: int,
         *wanted: bool,
     ) -> tuple[Tensor, ...]:
-        each = reduction == "none"
+        each, largest = reduction == "none", None
+        if class_weight is not None and dtype is torch.float16:
+            # The largest becomes 1, or a gradient in 16 bits would have their scale, not its own.
+            largest = _largest(class_weight)
+            class_weight = class_weight / largest
         losses, gradients = run_chunks(
             hidden,
             weight,
@@ -270,10 +274,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.vocabulary = weight.shape[0]
         if each:
-            ctx.save_for_backward(hidden, weight, bias, targets, class_weight, *end)
-            return losses, *end
+            ctx.save_for_backward(hidden, weight, bias, targets, class_weight, largest, *end)
+            return losses if largest is None else losses * largest, *end
         loss = losses.sum()
         scale = torch.ones_like(loss)
+        if reduction == "sum" and largest is not None:
+            loss, scale = loss * largest, largest
         if reduction == "mean":
             count = _count(targets, class_weight, ignore_index, loss.dtype)
             loss = loss / count
@@ -335,13 +341,12 @@ def _gradients_again(ctx: Any, grad_losses: Tensor) -> tuple[Gradients, Tensor]:
             "which cannot be done for a batch of gradients at once; leave out is_grads_batched and "
             "vectorize, or use F.cross_entropy(F.linear(hidden, weight, bias), targets)"
         )
-    hidden, weight, bias, targets, class_weight = ctx.saved_tensors[:5]
+    hidden, weight, bias, targets, class_weight, largest = ctx.saved_tensors[:6]
     ignore_index, label_smoothing, z_loss, softcap, dtype, num_rows = ctx.options
     scale = torch.ones((), dtype=grad_losses.dtype, device=grad_losses.device)
     if dtype.itemsize == 2 and grad_losses.numel():
         # The largest becomes 1, so that those of a mean, or under loss scaling, fit into 16 bits.
-        largest = grad_losses.abs().amax()
-        scale = torch.where((largest > 0) & largest.isfinite(), largest, scale)
+        scale = _largest(grad_losses)
     with _without_autocast(hidden):  # a backward may be called inside of it
         _, gradients = run_chunks(
             hidden,
@@ -355,7 +360,13 @@ def _gradients_again(ctx: Any, grad_losses: Tensor) -> tuple[Gradients, Tensor]:
             wanted=Wanted(*ctx.wanted),
             factors=grad_losses / scale,
         )
-    return gradients, scale
+    return gradients, scale if largest is None else scale * largest
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest magnitude, on the device; 1 where nothing can be divided by it."""
+    largest = values.abs().amax()
+    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
 
 
 def _count(

@@ -109,7 +109,12 @@ class ShardedModel:
             reduce_dtype=DTYPES[options.reduce_dtype],
             cast_forward_inputs=False,  # the batch is the user's: autocast casts what it must
         )
-        self._whole = WholeParameters(model, options, self._policy.reduce_dtype)
+        self._whole = WholeParameters(
+            model,
+            options,
+            self._policy.reduce_dtype,
+            None if options.mp_policy else self._policy.param_dtype,
+        )
         _check_dtypes(model, self._paths, self._whole.names)
         self._replicas = num_replicas(options, ranks)
         self._reshard = reshard_for(options, ranks.world_size // self._replicas)

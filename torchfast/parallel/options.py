@@ -65,8 +65,9 @@ class ShardOptions:
             ``"auto"`` measures some depths on the first batch.
         ignored: Paths or module classes whose parameters ``"fsdp"`` and ``"hsdp"`` do not shard:
             each rank has them whole, and their gradients are averaged behind the backward, one that
-            no rank has as zeros. So it is with parameters without dimensions. Those that are a
-            ``DTensor`` already are left to you.
+            no rank has as zeros. So it is with parameters without dimensions and, where shards are
+            gathered in bf16, with those of BatchNorm beside its statistics in fp32. Those that are
+            a ``DTensor`` already are left to you.
         unused_parameters: Under ``"ddp"``, whether a step may leave parameters without a gradient;
             it costs a walk through the graph of each forward.
         initialize: ``initialize(model)`` fills parameters of a model that was built on the meta

@@ -1,6 +1,8 @@
 """Parameters of a sharded model that are not sharded: each rank has all of them.
 
-Those are the ones that the user names, and scalars, which `fully_shard` cannot take apart. torch
+Those are the ones that the user names, scalars, which `fully_shard` cannot take apart, and, where
+shards are gathered in bf16, those of BatchNorm: its statistics are fp32, and some kernels take none
+of another precision beside them. Under autocast alone they are fp32 as well. torch
 leaves such parameters alone altogether: it neither brings them to the device nor their gradients
 together, so the ranks would drift apart without a word. Here their gradients are averaged once a
 step, as replicas do it, all in one collective behind the last backward.
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.modules.batchnorm import _NormBase
 
 from torchfast._core.errors import PlanError
 from torchfast._core.selection import select_modules
@@ -32,18 +35,25 @@ class WholeParameters:
 
     Args:
         model: Before it is sharded.
-        options: Which of them; scalars besides.
+        options: Which of them; scalars and parameters beside fp32 statistics besides.
         reduce_dtype: In which gradients are averaged; None is their own.
+        gather_dtype: In which the others are gathered; None is their own.
 
     Raises:
         ValueError: ``ignored`` names what is not in the model.
     """
 
     def __init__(
-        self, model: nn.Module, options: ShardOptions, reduce_dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        options: ShardOptions,
+        reduce_dtype: torch.dtype | None,
+        gather_dtype: torch.dtype | None = None,
     ) -> None:
         self._model, self._reduce_dtype = model, reduce_dtype
         chosen = _ignored_names(model, options)
+        if gather_dtype is torch.bfloat16:
+            chosen |= _names_beside_statistics(model)
         self.names = {n for n, p in model.named_parameters() if n in chosen or p.dim() == 0}
 
     def check_scaled(self) -> None:
@@ -126,6 +136,18 @@ class WholeParameters:
         names = sorted(self.names)
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         return f"{len(names)} parameters whole on each rank ({shown})"
+
+
+def _names_beside_statistics(model: nn.Module) -> set[str]:
+    """Return the names of the parameters of normalisations that keep statistics in fp32."""
+    beside = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.running_mean is not None
+        for parameter in module.parameters(recurse=False)
+        if module.running_mean.dtype is parameter.dtype is torch.float32
+    }
+    return {name for name, parameter in model.named_parameters() if id(parameter) in beside}
 
 
 def _ignored_names(model: nn.Module, options: ShardOptions) -> set[str]:
