@@ -84,6 +84,7 @@ class FrameConversion:
         self._inlined = inlined
         self._spent_s = 0.0
         self._num_empty = 0
+        self._reason: str | None = None
         self._leaves_own_frame = False
         # What became of functions that torch left alone, by identity; those of the running call.
         self._left_alone: dict[int, Any] = {}
@@ -240,13 +241,18 @@ class FrameConversion:
     def _converted(self, frame: FrameType, cache_entry: Any, frame_state: Any) -> Any:
         """Return what the converter does; None if it fails or takes too long."""
         assert self._convert is not None
+        self._reason = None
         graphs, start = _num_graphs(), time.perf_counter()
         left_s = self._timeout_s - self._spent_s
         try:
             # Versions of others use up no limit.
             num_regions = self._num_regions + _num_of_others(frame.f_code, self._backend)
             with settings(
-                num_regions, self._apart, is_update=self._is_update, inlined=self._inlined
+                num_regions,
+                self._apart,
+                is_update=self._is_update,
+                inlined=self._inlined,
+                skipped=self._note_reason,
             ):
                 return call_within(left_s, self._convert, frame, cache_entry, frame_state)
         except (Exception, CallTimeoutError) as error:
@@ -273,7 +279,7 @@ class FrameConversion:
             self._note_limit(code)
             return
         if is_own:
-            self.skip_reason = getattr(result, "skip_reason", None)
+            self.skip_reason = getattr(result, "skip_reason", None) or self._reason
             # An exception of the user's makes torch leave the code alone for ever; the owner
             # knows better once the call has returned.
             result.apply_to_code = False
@@ -283,6 +289,10 @@ class FrameConversion:
             result.apply_to_code = False
             self._left_alone[id(code)] = strategy
             self._left_in_call.append(id(code))
+
+    def _note_reason(self, reason: str) -> None:
+        if NO_OPERATION in reason:
+            self._reason = reason
 
     def _note_limit(self, code: CodeType) -> None:
         self.has_news = True

@@ -50,6 +50,7 @@ def settings(
     *,
     is_update: bool,
     inlined: Callable[[nn.Module], object],
+    skipped: Callable[[str], object],
 ) -> Iterator[None]:
     """Hold all of them.
 
@@ -58,14 +59,37 @@ def settings(
         apart: What is called and others compile.
         is_update: Whether it is an optimizer's update.
         inlined: Called with each module that becomes a part of the graph.
+        skipped: Called with torch's reason to leave a frame alone, where it keeps that to itself.
     """
     with (
         _torchs_own(num_regions),
         _rare_collections(),
         _calls_of_modules(apart, inlined),
         _state_as_inputs(is_update),
+        _reasons(skipped),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _reasons(skipped: Callable[[str], object]) -> Iterator[None]:
+    """Hear the reasons of torch 2.11, which drops them; later ones stand in what it returns."""
+    from torch._dynamo import exc, types
+
+    if "skip_reason" in types.ConvertFrameReturn.__dataclass_fields__:
+        yield
+        return
+    original = exc.SkipFrame.__init__
+
+    def told(self: Any, *args: Any) -> None:
+        original(self, *args)
+        skipped(str(self))
+
+    exc.SkipFrame.__init__ = told  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        exc.SkipFrame.__init__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
