@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_models import compiled
 from torchfast.compiler import CompileOptions, compile_callable
@@ -35,6 +36,26 @@ class Keyword(nn.Module):
 
     def forward(self, x, module=1.0, function=0.0, conversion=0.0):
         return self.linear(x) * module + function + conversion
+
+
+TRACERS = {
+    "torch.jit": torch.jit.trace,
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "torch.fx": lambda model, _: torch.fx.symbolic_trace(model),
+}
+
+
+@pytest.mark.parametrize("trace", TRACERS.values(), ids=TRACERS)
+@pytest.mark.parametrize("regions", ["blocks", "whole"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_trace_follows_the_model_as_it_is(trace, regions):
+    """Torch traces nothing that it has compiled, and the model looks like one that it has not."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)])
+    x = torch.ones(2, 4)
+    with compiled(model, regions=regions) as handle:
+        for _ in range(2):
+            torch.testing.assert_close(trace(model, x)(x), model(x))
+        assert set(handle.status.values()) == {"compiled"}
 
 
 @pytest.mark.parametrize("regions", ["blocks", "whole"])

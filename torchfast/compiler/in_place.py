@@ -54,7 +54,7 @@ from torchfast.compiler.remarks import (
     SKIPPED,
 )
 from torchfast.compiler.steady_watch import SteadyWatch
-from torchfast.compiler.switched_off import why_bypassed, why_off
+from torchfast.compiler.switched_off import is_traced, why_bypassed, why_off
 from torchfast.compiler.while_converting import Apart
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class RegionKind:
 
     def run(self, region: Region | None, target: Any, args: Any, kwargs: Any) -> Any:
         """Call a region of this kind; ``region`` is what is to know what came of it."""
-        if EAGER_LOOK.is_on:
+        if EAGER_LOOK.is_on or is_traced():
             return self._eager(target, *args, **kwargs)
         if self.eager_because is not None or has_global_hooks():
             return self._run_eagerly(region, target, args, kwargs)

@@ -35,6 +35,15 @@ def stance_in_force() -> str:
     return str(getattr(getattr(eval_frame, "_stance", None), "stance", "default"))
 
 
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace``, ``torch.fx`` or ``make_fx`` is following what runs.
+
+    Torch refuses to trace what it has compiled; as it is it can be traced.
+    """
+    is_scripted = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+    return bool(is_scripted or torch.fx._symbolic_trace.is_fx_symbolic_tracing())
+
+
 def active_dispatch_mode() -> str | None:
     """Return the class of a user's dispatch mode that is active; None if there is none."""
     if not torch._C._len_torch_dispatch_stack():
