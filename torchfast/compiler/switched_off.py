@@ -40,8 +40,7 @@ def is_traced() -> bool:
 
     Torch refuses to trace what it has compiled; as it is it can be traced.
     """
-    is_scripted = torch.jit.is_tracing()  # type: ignore[no-untyped-call]
-    return bool(is_scripted or torch.fx._symbolic_trace.is_fx_symbolic_tracing())
+    return bool(torch._C._is_tracing()) or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
 
 
 def active_dispatch_mode() -> str | None:
