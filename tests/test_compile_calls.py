@@ -122,6 +122,19 @@ def test_a_region_that_never_has_an_operation_is_asked_about_some_times_only(cap
     assert len(told(caplog)) == 1
 
 
+def test_a_compiled_region_that_often_has_no_operation_says_when_it_is_asked_no_more(caplog):
+    torch._dynamo.reset()
+    model = nn.Sequential(Skipped())
+    with compiled(model, regions=("0",)) as handle:
+        model(torch.ones(2, 4))
+        model[0].is_left_out = True
+        for _ in range(70):
+            model(torch.ones(2, 4))
+        assert handle.report().counters["graphs"] == 1
+    (warning,) = told(caplog)
+    assert "torch is asked no more" in warning
+
+
 def test_parameters_that_are_not_initialized_are_refused():
     """Where a trace makes them, each block draws the same numbers."""
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(4))

@@ -264,6 +264,7 @@ def test_what_others_may_have_written_is_passed_over(tmp_path, which):
     found = find_receipt(tmp_path, make_key(), NAMES)
     assert found.receipt is None
     assert f"{which} can be written by others (mode 766)" in found.reason
+    assert (save_receipt(tmp_path, make_receipt()) is None) == (which == "its folder")
 
 
 def test_no_folder_is_no_receipt(tmp_path):

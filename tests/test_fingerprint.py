@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import subprocess
 import sys
+import time
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,3 +229,21 @@ def test_batches_are_told_by_structure_shape_and_dtype():
 def test_values_of_batches_are_not_told():
     first = (torch.zeros(2), 1, "a")
     assert batch_signature(first) == batch_signature((torch.ones(2), 2, "b"))
+
+
+def test_what_a_closure_holds_beside_values_is_told_by_its_class():
+    """A logger changes with each message, and a module holds everything."""
+    logger = logging.getLogger("of a closure")
+    nested = {i: {j: dict.fromkeys(range(100), 0) for j in range(100)} for i in range(100)}
+
+    class Made(nn.Module):
+        def forward(self, x):
+            logger.debug("called")
+            return torch.sin(x) * nested[0][0][0]
+
+    before = model_fingerprint(Made())
+    start = time.perf_counter()
+    logger.warning("told")
+    logging.getLogger("of a closure.and another")
+    assert model_fingerprint(Made()) == before
+    assert time.perf_counter() - start < 1.0

@@ -351,6 +351,8 @@ class Bent(nn.Linear):
 
 def changed_llama(change):
     model = build_model("llama")
+    model.config.output_router_logits = False  # which hides nothing of the text part's
+    model.config.logits_scaling = 1.0
     change(model)
     return model
 
@@ -362,6 +364,7 @@ def changed_llama(change):
         (lambda m: setattr(m.config, "unpadded_vocab_size", 90), "cuts its logits to"),
         (lambda m: m.lm_head.register_forward_hook(lambda *_: None), "has hooks"),
         (lambda m: m.lm_head.register_forward_pre_hook(lambda *_: None), "has hooks"),
+        (lambda m: m.lm_head.register_full_backward_pre_hook(lambda *_: None), "has hooks"),
         (lambda m: setattr(m, "loss_function", lambda **_: 7.0), "another loss_function"),
         (lambda m: m.set_output_embeddings(Bent(16, 99)), "got Bent with a forward of its own"),
         (lambda m: setattr(m.lm_head, "forward", torch.sin), "got Linear with a forward of its"),

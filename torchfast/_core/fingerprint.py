@@ -13,8 +13,8 @@ weights, and for nothing else. So the fingerprint of a model covers what its cod
 
 Not seen: functions that a method calls, global variables, hooks, and what only native code knows.
 Values of tensors are not read. No ``id()`` and no ``hash()`` goes into it, both of which are others
-in the next process. An attribute that changes while the model trains, such as a counter of calls,
-changes the fingerprint: take it at construction.
+in the next process. An attribute or a value of a closure that changes while the model trains, such
+as a counter of calls, changes the fingerprint: take it at construction.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ DEPTH = 4
 LONGEST = 256  # of longer containers only the kind and the length are told
 # The file that a model of transformers was loaded from: another one after each checkpoint.
 _FROM_WHERE = frozenset(("name_or_path", "_name_or_path"))
+_TOLD_OF_CLOSURES = (
+    *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, torch.device),
+    *(list, tuple, dict, set, frozenset, type, Tensor, enum.Enum),
+    *(types.FunctionType, types.MethodType, functools.partial),
+)
 # What torch itself keeps in each.
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
@@ -219,11 +224,21 @@ def _function_text(function: types.FunctionType, depth: int) -> str:
     cells = []
     for cell in function.__closure__ or ():
         try:
-            cells.append(described(cell.cell_contents, depth))
+            cells.append(_made_with(cell.cell_contents, depth))
         except ValueError:
             cells.append("empty")
-    made_with = (function.__defaults__, function.__kwdefaults__)
-    return f"{code_text(function.__code__)} {[described(m, depth) for m in made_with]} {cells}"
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    told = [_made_with(default, depth) for default in defaults]
+    return f"{code_text(function.__code__)} {told} {cells}"
+
+
+def _made_with(value: Any, depth: int) -> str:
+    """Return a value of a closure or a default: any object may stand there, as a logger does."""
+    if isinstance(value, types.ModuleType):
+        return f"module {value.__name__}"
+    if isinstance(value, _TOLD_OF_CLOSURES) or dataclasses.is_dataclass(value):
+        return described(value, min(depth, 2))
+    return _name(type(value))
 
 
 def code_text(code: types.CodeType) -> str:

@@ -45,9 +45,11 @@ from torchfast.compiler.options import CompileOptions, compile_decision
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.refusal import run_refusing, stance_forbids
 from torchfast.compiler.remarks import (
+    ASKED_NO_MORE,
     AT_LIMIT,
     COPIED,
     HOOKED,
+    NO_OPERATION,
     NOTHING,
     NOTHING_AROUND,
     NOTHING_IN_CALL,
@@ -273,6 +275,8 @@ class RegionKind:
                 region.state = "compiled"
             if conversion.skip_reason is not None:
                 conversion.leave_own_frame()
+                if NO_OPERATION in conversion.skip_reason:
+                    self._remark(ASKED_NO_MORE)
 
     def _fail(self, error: BaseException) -> None:
         """Run eagerly from now on, or raise, as the options say."""

@@ -354,10 +354,11 @@ def save_receipt(folder: str | os.PathLike[str], receipt: Receipt) -> Path | Non
     path = Path(folder) / receipt.key.file_name
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owner(os.stat(path.parent), f"the folder {path.parent}")  # or it would not be read
         temporary = path.with_name(f".receipt-{uuid.uuid4().hex}")
         with replacing(path, temporary, mode=0o600) as fd:
             write_all(fd, receipt.to_json().encode())
-    except OSError as error:
+    except (OSError, Unusable) as error:
         logger.warning(
             "the receipt of what was measured could not be written (%s); the next run "
             "will measure again: make %s writable, or give another folder",

@@ -33,3 +33,7 @@ COPIED = (
     "eagerly: train on several devices by DistributedDataParallel, and compile what a copy holds "
     "by a CompiledModule of its own"
 )
+ASKED_NO_MORE = (
+    "dozens of its calls had nothing to compile, so that torch is asked no more: what differs from "
+    "the calls compiled so far, such as another size, runs eagerly from now on"
+)

@@ -96,25 +96,27 @@ def causal_lm_loss(
             f"the output layer of {type(model).__name__} must be an nn.Linear, got "
             f"{type(head).__name__}{own}; call linear_cross_entropy with what it is made of"
         )
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(head, name) for name in hooks):
         raise ValueError(
             f"the output layer of {type(model).__name__} has hooks, and causal_lm_loss does not "
-            "call it; remove them, or call the model with labels"
+            "call it; remove them (or Float8Options(vocabulary=True), which has its own), or call "
+            "the model with labels"
         )
     config = _Settings(model)
     for name in OTHER_LOGITS:
-        if config.get(name) not in (None, 1, 1.0):
+        if any(value not in (1, 1.0) for value in config.values(name)):
             raise ValueError(
                 f"{type(model).__name__} changes its logits by config.{name}, which "
                 "causal_lm_loss does not know; scale hidden and call linear_cross_entropy"
             )
-    if config.get("unpadded_vocab_size") not in (None, head.weight.shape[0]):
+    if any(value != head.weight.shape[0] for value in config.values("unpadded_vocab_size")):
         raise ValueError(
             f"{type(model).__name__} cuts its logits to config.unpadded_vocab_size; call "
             "linear_cross_entropy with so many rows of the output layer's weight"
         )
     for name, what in OTHER_LOSSES.items():
-        if config.get(name):
+        if any(config.values(name)):
             raise ValueError(
                 f"{type(model).__name__} adds {what} (config.{name}), "
                 "which causal_lm_loss does not know; call linear_cross_entropy and add it"
@@ -153,7 +155,7 @@ def causal_lm_loss(
         reduction=reduction,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        softcap=next(filter(None, map(config.get, SOFTCAPS)), None),
+        softcap=next((cap for name in SOFTCAPS for cap in config.values(name) if cap), None),
         chunk_size=chunk_size,
     )
 
@@ -164,12 +166,12 @@ class _Settings:
     def __init__(self, model: nn.Module) -> None:
         config: Any = getattr(model, "config", None)
         parts = (getattr(config, name, None) for name in ("text_config", "decoder", "generator"))
-        self._configs = (config, *parts)
+        self._configs = (*parts, config)
 
-    def get(self, name: str) -> Any:
-        """Return the first value that says anything; None if there is none."""
-        values = (getattr(config, name, None) for config in self._configs)
-        return next((value for value in values if value is not None), None)
+    def values(self, name: str) -> list[Any]:
+        """Return what each of them says, the text part first."""
+        found = (getattr(config, name, None) for config in self._configs)
+        return [value for value in found if value is not None]
 
 
 def _forward_of(module: nn.Module) -> Any:

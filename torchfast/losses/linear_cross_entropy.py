@@ -52,6 +52,7 @@ from torchfast.losses.checks import (
     product_dtype,
 )
 from torchfast.losses.chunks import Gradients, Terms, Wanted, accumulation_dtype, run_chunks
+from torchfast.losses.class_weights import count, heaviest, largest
 from torchfast.losses.products import has_wide_products
 
 Reduction = Literal["mean", "sum", "none"]
@@ -250,11 +251,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_rows: int,
         *wanted: bool,
     ) -> tuple[Tensor, ...]:
-        each, largest = reduction == "none", None
+        each, unit = reduction == "none", None
         if class_weight is not None and dtype is torch.float16:
-            # The largest becomes 1, or a gradient in 16 bits would have their scale, not its own.
-            largest = _largest(class_weight)
-            class_weight = class_weight / largest
+            # What weighs most becomes 1, or a gradient in 16 bits would have the weights' scale.
+            unit = heaviest(class_weight, targets, ignore_index, label_smoothing)
+            class_weight = class_weight / unit
         losses, gradients = run_chunks(
             hidden,
             weight,
@@ -274,17 +275,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.vocabulary = weight.shape[0]
         if each:
-            ctx.save_for_backward(hidden, weight, bias, targets, class_weight, largest, *end)
-            return losses if largest is None else losses * largest, *end
+            ctx.save_for_backward(hidden, weight, bias, targets, class_weight, unit, *end)
+            return losses if unit is None else losses * unit, *end
         loss = losses.sum()
         scale = torch.ones_like(loss)
-        if reduction == "sum" and largest is not None:
-            loss, scale = loss * largest, largest
+        if reduction == "sum" and unit is not None:
+            loss, scale = loss * unit, unit
         if reduction == "mean":
-            count = _count(targets, class_weight, ignore_index, loss.dtype)
-            loss = loss / count
+            counted = count(targets, class_weight, ignore_index, loss.dtype)
+            loss = loss / counted
             # Where every target is ignored the loss is NaN and the gradient zero, as in torch.
-            scale = torch.where(count == 0, 0.0, 1 / count)
+            scale = torch.where(counted == 0, 0.0, 1 / counted)
         ctx.save_for_backward(*gradients, scale, *end)
         return loss, *end
 
@@ -341,12 +342,12 @@ def _gradients_again(ctx: Any, grad_losses: Tensor) -> tuple[Gradients, Tensor]:
             "which cannot be done for a batch of gradients at once; leave out is_grads_batched and "
             "vectorize, or use F.cross_entropy(F.linear(hidden, weight, bias), targets)"
         )
-    hidden, weight, bias, targets, class_weight, largest = ctx.saved_tensors[:6]
+    hidden, weight, bias, targets, class_weight, unit = ctx.saved_tensors[:6]
     ignore_index, label_smoothing, z_loss, softcap, dtype, num_rows = ctx.options
     scale = torch.ones((), dtype=grad_losses.dtype, device=grad_losses.device)
     if dtype.itemsize == 2 and grad_losses.numel():
         # The largest becomes 1, so that those of a mean, or under loss scaling, fit into 16 bits.
-        scale = _largest(grad_losses)
+        scale = largest(grad_losses)
     with _without_autocast(hidden):  # a backward may be called inside of it
         _, gradients = run_chunks(
             hidden,
@@ -360,24 +361,7 @@ def _gradients_again(ctx: Any, grad_losses: Tensor) -> tuple[Gradients, Tensor]:
             wanted=Wanted(*ctx.wanted),
             factors=grad_losses / scale,
         )
-    return gradients, scale if largest is None else scale * largest
-
-
-def _largest(values: Tensor) -> Tensor:
-    """Return the largest magnitude, on the device; 1 where nothing can be divided by it."""
-    largest = values.abs().amax()
-    return torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
-
-
-def _count(
-    targets: Tensor, class_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
-) -> Tensor:
-    """Return what the mean divides by, on the device."""
-    valid = targets != ignore_index
-    if class_weight is None:
-        return valid.sum(dtype=dtype)
-    counted = class_weight.index_select(0, torch.where(valid, targets, 0))
-    return torch.where(valid, counted, 0.0).sum()
+    return gradients, scale if unit is None else scale * unit
 
 
 def _cut(gradient: Tensor | None, vocabulary: int) -> Tensor | None:
