@@ -3,9 +3,9 @@
 Those are the ones that the user names, scalars, which `fully_shard` cannot take apart, and, where
 shards are gathered in bf16, those of BatchNorm and its like: their statistics are fp32, and some
 kernels take none of another precision beside them. Under autocast alone they are fp32 as well.
-torch leaves such parameters alone altogether: it neither brings them to the device nor their gradients
-together, so the ranks would drift apart without a word. Here their gradients are averaged once a
-step, as replicas do it, all in one collective behind the last backward.
+torch leaves such parameters alone altogether: it neither brings them to the device nor their
+gradients together, so the ranks would drift apart without a word. Here their gradients are averaged
+once a step, as replicas do it, all in one collective behind the last backward.
 
 An optimizer then has whole and sharded parameters in one list, which its foreach and fused forms
 give to one kernel. torch takes the whole ones for replicated there if it is told to.
