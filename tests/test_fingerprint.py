@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -234,11 +235,12 @@ def test_values_of_batches_are_not_told():
 def test_what_a_closure_holds_beside_values_is_told_by_its_class():
     """A logger changes with each message, and a module holds everything."""
     logger = logging.getLogger("of a closure")
+    gone = weakref.proxy(nn.Linear(1, 1))  # at once
     nested = {i: {j: dict.fromkeys(range(100), 0) for j in range(100)} for i in range(100)}
 
     class Made(nn.Module):
         def forward(self, x):
-            logger.debug("called")
+            logger.debug("called", gone)
             return torch.sin(x) * nested[0][0][0]
 
     before = model_fingerprint(Made())

@@ -234,6 +234,8 @@ def _function_text(function: types.FunctionType, depth: int) -> str:
 
 def _made_with(value: Any, depth: int) -> str:
     """Return a value of a closure or a default: any object may stand there, as a logger does."""
+    if is_dead(value):
+        return _name(type(value))
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
     if isinstance(value, _TOLD_OF_CLOSURES) or dataclasses.is_dataclass(value):
