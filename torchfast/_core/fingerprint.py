@@ -138,8 +138,7 @@ def model_lines(root: nn.Module, *, code: bool) -> Iterator[str]:
                 known = -1 if tensor is None else tensors.setdefault(id(tensor), len(tensors))
                 yield f"{kind} {name} {known} {_tensor(tensor)}"
         for name, value in sorted(vars(module).items()):
-            is_plain = isinstance(value, _PLAIN) and name not in _OF_ALL_MODULES
-            if _is_told(name) and (is_plain or not name.startswith("_")):
+            if _is_told(name) and (not name.startswith("_") or _is_private_and_plain(name, value)):
                 yield f"attribute {name} {described(value, DEPTH)}"
     if code:
         for base in dict.fromkeys(base for c in classes for base in c.__mro__):
@@ -197,6 +196,10 @@ def _is_told(name: str) -> bool:
     """Whether a field is a property of the model, and the same in the next process."""
     # A private one may hold a ``hash()``, as transformers' GenerationConfig does.
     return name not in _FROM_WHERE and not (name.startswith("_") and "hash" in name)
+
+
+def _is_private_and_plain(name: str, value: Any) -> bool:
+    return name not in _OF_ALL_MODULES and not is_dead(value) and isinstance(value, _PLAIN)
 
 
 def _code_of_class(kind: type) -> Iterator[str]:
