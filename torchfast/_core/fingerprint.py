@@ -39,14 +39,13 @@ DEPTH = 4
 LONGEST = 256  # of longer containers only the kind and the length are told
 # The file that a model of transformers was loaded from: another one after each checkpoint.
 _FROM_WHERE = frozenset(("name_or_path", "_name_or_path"))
-_TOLD_OF_CLOSURES = (
-    *(bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, torch.device),
-    *(list, tuple, dict, set, frozenset, type, Tensor, enum.Enum),
-    *(types.FunctionType, types.MethodType, functools.partial),
-)
 # What torch itself keeps in each.
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
+_TOLD_OF_CLOSURES = (
+    *(*_PLAIN, torch.device, enum.Enum, type, Tensor),
+    *(list, tuple, dict, set, frozenset, types.FunctionType, types.MethodType, functools.partial),
+)
 
 
 def model_fingerprint(module: nn.Module, *, code: bool = True) -> str:

@@ -235,9 +235,9 @@ class CacheStore:
             return CacheOutcome(status="nothing compiled")
         with StoreFolder(self.folder, create=True) as folder:
             # Before the lock, which takes a file: a folder that can only be read may have it all.
-            stored = _stored(folder, key)
-            if stored is not None and self._joined(stored, own)[0] == stored:
-                return CacheOutcome(status="nothing new", num_bytes=len(stored))
+            outcome, *_ = self._to_be_written(folder, key, own)
+            if outcome.status == "nothing new":
+                return outcome
             with folder.locked(self._lock_wait_s) as lock:
                 if lock == "busy":
                     return CacheOutcome(
@@ -247,15 +247,25 @@ class CacheStore:
                     folder.clean()
                 return self._write(folder, key, own)
 
-    def _write(self, folder: StoreFolder, key: StoreKey, own: bytes) -> CacheOutcome:
+    def _to_be_written(
+        self, folder: StoreFolder, key: StoreKey, own: bytes
+    ) -> tuple[CacheOutcome, bytes, dict[str, int]]:
+        """Return what is to come of it, the payload, and how many artifacts of each kind it has."""
         stored = _stored(folder, key)
         payload, artifacts = self._joined(stored, own)
         counts = count(artifacts or {})
-        whole = CacheOutcome(
-            status="saved", num_artifacts=sum(counts.values()), num_bytes=len(payload)
+        outcome = CacheOutcome(
+            status="nothing new" if payload == stored else "saved",
+            num_artifacts=sum(counts.values()),
+            num_bytes=len(payload),
         )
-        if payload == stored:
-            return replace(whole, status="nothing new")
+        return outcome, payload, counts
+
+    def _write(self, folder: StoreFolder, key: StoreKey, own: bytes) -> CacheOutcome:
+        # Again, as another process may have written meanwhile.
+        whole, payload, counts = self._to_be_written(folder, key, own)
+        if whole.status == "nothing new":
+            return whole
         header = EntryHeader(
             work=dict(key.work),
             machine=dict(key.machine),

@@ -344,8 +344,8 @@ def _gradients_again(ctx: Any, grad_losses: Tensor) -> tuple[Gradients, Tensor]:
         )
     hidden, weight, bias, targets, class_weight, unit = ctx.saved_tensors[:6]
     ignore_index, label_smoothing, z_loss, softcap, dtype, num_rows = ctx.options
-    scale = torch.ones((), dtype=grad_losses.dtype, device=grad_losses.device)
-    if dtype.itemsize == 2 and grad_losses.numel():
+    scale = grad_losses.new_ones(())
+    if dtype.itemsize == 2:
         # The largest becomes 1, so that those of a mean, or under loss scaling, fit into 16 bits.
         scale = largest(grad_losses)
     with _without_autocast(hidden):  # a backward may be called inside of it
