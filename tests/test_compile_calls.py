@@ -8,12 +8,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_models import compiled
+from failing_compilers import told
 from torchfast.compiler import CompileOptions, compile_callable
-
-
-def told(caplog):
-    """Return what torchfast has logged."""
-    return [r.getMessage() for r in caplog.records if r.name.startswith("torchfast")]
 
 
 class Named(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from torchfast import CompileOptions, Plan, Trainer
 from torchfast.compiler import CompiledModule
 from torchfast.compiler.account import STEADY_AFTER
-from torchfast.compiler.dynamic_dimensions import DynamicDimension, mark_dynamic
+from torchfast.compiler.dynamic_dimensions import DynamicDimension, argument, mark_dimension
 from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.steady_watch import SteadyWatch
 from torchfast.transforms import ModelTransforms
@@ -28,6 +28,12 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def record():
     with CompileRecord() as record:
         yield record
+
+
+def marked(arguments, source, dimension):
+    """Mark a dimension of what a recompile names; whether there was any."""
+    tensor = argument(arguments, source)
+    return tensor is not None and mark_dimension(tensor, dimension)
 
 
 @pytest.fixture
@@ -396,7 +402,7 @@ class Pair:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_tensor_is_found_by_its_source(arguments, source):
-    assert mark_dynamic(arguments, source, 1)
+    assert marked(arguments, source, 1)
     tensor = eval(source, {}, arguments)
     assert tensor._dynamo_weak_dynamic_indices == {1}
 
@@ -417,14 +423,14 @@ def test_a_tensor_is_found_by_its_source(arguments, source):
 )
 def test_what_is_not_there_is_not_marked(source, dimension):
     batch = {"ids": torch.ones(3, 4), "name": "a"}
-    assert not mark_dynamic({"batch": batch}, source, dimension)
+    assert not marked({"batch": batch}, source, dimension)
     assert not hasattr(batch["ids"], "_dynamo_weak_dynamic_indices")
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_size_that_torch_compiles_apart_is_not_marked(size):
     tensor = torch.ones(size, 4)
-    assert not mark_dynamic({"x": tensor}, "x", 0)
+    assert not marked({"x": tensor}, "x", 0)
     assert not hasattr(tensor, "_dynamo_weak_dynamic_indices")
 
 

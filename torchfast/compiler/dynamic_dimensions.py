@@ -30,33 +30,20 @@ class DynamicDimension(NamedTuple):
     dimension: int
 
 
-def mark_dynamic(arguments: Mapping[str, Any], source: str, dimension: int) -> bool:
-    """Mark one dimension of a tensor in the arguments of a compiled function as dynamic.
-
-    Args:
-        arguments: The arguments by name, as the compiled function names them; what it takes as
-            ``*args`` is one entry, the tuple.
-        source: The tensor, as a recompile names it: ``"batch['ids']"``, ``"args[0]"``.
-        dimension: Which of its dimensions.
+def mark_dimension(tensor: Tensor, dimension: int) -> bool:
+    """Mark one dimension of a tensor that a compiled function is given as dynamic.
 
     Returns:
-        Whether it was marked: False if there is no such tensor or dimension, or if its size is 0 or
-        1, which torch compiles apart anyway.
+        Whether it was marked: False if there is no such dimension, or if its size is 0 or 1, which
+        torch compiles apart anyway.
 
     Example:
         >>> import torch
-        >>> batch = {"ids": torch.zeros(8, 16)}
-        >>> mark_dynamic({"batch": batch}, "batch['ids']", 0)
+        >>> mark_dimension(torch.zeros(8, 16), 0)
         True
-        >>> mark_dynamic({"batch": {"ids": torch.zeros(1, 16)}}, "batch['ids']", 0)
+        >>> mark_dimension(torch.zeros(1, 16), 0)
         False
     """
-    tensor = argument(arguments, source)
-    return tensor is not None and mark_dimension(tensor, dimension)
-
-
-def mark_dimension(tensor: Tensor, dimension: int) -> bool:
-    """Mark one dimension of a tensor; whether it was marked, as `mark_dynamic` says."""
     from torch._dynamo import maybe_mark_dynamic
 
     if not 0 <= dimension < tensor.dim() or tensor.shape[dimension] < 2:
@@ -68,7 +55,13 @@ def mark_dimension(tensor: Tensor, dimension: int) -> bool:
 
 
 def argument(arguments: Mapping[str, Any], source: str) -> Tensor | None:
-    """Return the tensor that a source stands for; None if there is none."""
+    """Return a tensor in the arguments of a compiled function; None if there is none such.
+
+    Args:
+        arguments: The arguments by name, as the compiled function names them; what it takes as
+            ``*args`` is one entry, the tuple.
+        source: The tensor, as a recompile names it: ``"batch['ids']"``, ``"args[0]"``.
+    """
     found = _resolved(arguments, source)
     return found if isinstance(found, Tensor) else None
 
@@ -88,4 +81,4 @@ def _value(node: ast.expr, arguments: Mapping[str, Any]) -> Any:
         return getattr(_value(node.value, arguments), node.attr)
     if isinstance(node, ast.Subscript):
         return _value(node.value, arguments)[ast.literal_eval(node.slice)]
-    raise TypeError  # no path to a tensor; `mark_dynamic` answers False
+    raise TypeError  # no path to a tensor; `argument` answers None

@@ -148,18 +148,12 @@ class SteadyWatch:
         self._shapes = shapes
         if not self._dimensions:
             return 0
-        marked = {
-            (id(tensor), dimension)
-            for source, dimension in self._dimensions
-            if (tensor := argument(arguments, source)) is not None
-            and mark_dimension(tensor, dimension)
-        }
-        marked |= {
-            (id(found[place]), dimension)
-            for place, dimension in self._changed
-            if mark_dimension(found[place], dimension)
-        }
-        return len(marked)
+        wanted = {(id(found[place]), number): found[place] for place, number in self._changed}
+        for source, number in self._dimensions:
+            tensor = argument(arguments, source)
+            if tensor is not None:
+                wanted[id(tensor), number] = tensor
+        return sum(mark_dimension(tensor, number) for (_, number), tensor in wanted.items())
 
     def _take(self) -> tuple[tuple[Recompile, ...], tuple[LimitReached, ...]]:
         summary = self._record.summary()
