@@ -318,3 +318,16 @@ def test_a_copy_lies_as_its_tensor_does():
     for value, copy in zip(values, saved, strict=True):
         assert copy.stride() == torch.empty_like(value).stride()
         assert same_bits(value, copy)
+
+
+def test_parameters_that_are_not_saved_are_not_disturbed():
+    values, frozen = torch.ones(8).double(), nn.Parameter(torch.rand(8), requires_grad=False)
+    before, draw = frozen.detach().clone(), random.Random(0)
+
+    def step(drawn=0.0):
+        values.add_(frozen + drawn)
+
+    state = NamedState([values], found=[frozen])
+    assert any(tensor is frozen for tensor in state.parameters)
+    assert find_mismatch(state, CPU, replay=step, eager=lambda: step(draw.random()))
+    assert torch.equal(frozen, before)
