@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-import torch._functorch.config
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
@@ -33,11 +34,10 @@ OPTIONS = {
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+def fresh(fresh_dynamo):
+    """Each test's code is generated anew; what it is built into may be there from another."""
+    with config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
 def make(shape=(2, 10), vocabulary=53, features=8):
@@ -269,12 +269,18 @@ def test_the_module_can_be_loaded_again():
 
 
 @pytest.mark.parametrize("functions", [False, True])
-def test_what_is_compiled_is_found_again(functions):
+def test_what_is_compiled_is_found_again(functions, tmp_path, monkeypatch):
     """In torch's caches; that of AOTAutograd takes no autograd functions unless it is told to."""
     inputs = make((2, 12), 53)[:3]
     function = partial(linear_cross_entropy, chunk_size=8)
     found = []
-    with torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=functions):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with (
+        config.patch(fx_graph_cache=True),
+        functorch_config.patch(
+            enable_autograd_cache=True, autograd_cache_allow_custom_autograd_functions=functions
+        ),
+    ):
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()
