@@ -320,14 +320,17 @@ def test_a_copy_lies_as_its_tensor_does():
         assert same_bits(value, copy)
 
 
-def test_parameters_that_are_not_saved_are_not_disturbed():
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_parameters_that_are_not_trained_are_not_disturbed(is_saved):
     values, frozen = torch.ones(8).double(), nn.Parameter(torch.rand(8), requires_grad=False)
     before, draw = frozen.detach().clone(), random.Random(0)
 
     def step(drawn=0.0):
+        assert torch.equal(frozen, before)
         values.add_(frozen + drawn)
 
-    state = NamedState([values], found=[frozen])
+    state = NamedState([values, frozen]) if is_saved else NamedState([values], found=[frozen])
     assert any(tensor is frozen for tensor in state.parameters)
+    assert any(tensor is frozen for tensor in state.everything()) == is_saved
     assert find_mismatch(state, CPU, replay=step, eager=lambda: step(draw.random()))
     assert torch.equal(frozen, before)

@@ -14,7 +14,7 @@ makes more than rounding of it: nearly all of what the order of sums changes is 
 now and then a value rounds the other way, in one run of forty, which moves the gradients behind it
 by a thousandth. What rounding can do is measured, by replays from parameters that are a rounding
 off (`torchfast.graphs.rounding`): where they end about as far away, it is no error if some eager
-runs do so and others end as the replays, nor if the first replay does and the next ones do not.
+runs do so and another one ends as the replays, nor if the first replay does and the next do not.
 Elsewhere more replays have to differ as far as eager runs, as those of a step that counts or draws
 never do. Runs behind the first two are beside other work (`torchfast.graphs.side_load`): alone,
 atomics may meet in one order in every replay and in another one in every eager step.
@@ -42,18 +42,19 @@ from torchfast._core.batches import tensors
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.reached import Copies
-from torchfast.graphs.rounding import disturb
+from torchfast.graphs.rounding import disturb, take_back
 from torchfast.graphs.run_ends import Left, left
 from torchfast.graphs.saved_named_state import SavedNamedState, bytes_of, have_room
 from torchfast.graphs.secrecy import pretended
 from torchfast.graphs.side_load import SideLoad
 from torchfast.graphs.signature import describe, without_tensors
 
-# How often eager runs are repeated to learn how far apart they are, and how much farther than
-# that a replay may be. The largest of a few distances is a low guess: where the true gradient is
-# zero, as of a bias before a normalisation, Adam makes whole updates out of the rounding errors of
-# atomics, and a replay's kernels follow each other more closely than an eager step's. Up to 14
-# times was seen with models of timm, whose replays are bit for bit the eager steps under
+# How often eager runs are repeated to learn how far apart they are, how many replays run from
+# parameters that are a rounding off, and how many more as they are; and how much farther than eager
+# runs are apart a replay may be. The largest of a few distances is a low guess: where the true
+# gradient is zero, as of a bias before a normalisation, Adam makes whole updates out of atomics'
+# rounding errors, and a replay's kernels follow each other more closely than an eager step's. Up to
+# 14 times was seen with models of timm, whose replays are bit for bit the eager steps under
 # deterministic algorithms; what a graph gets wrong is farther off by orders of magnitude.
 _EAGER_RUNS = 5
 _DISTURBED = 4
@@ -65,9 +66,10 @@ _STEPS = 2
 _ROUNDING = 1e-6
 # What is taken for rounding, where rounding is seen to make as much: up to so many times what it
 # made in a few runs (2.6 was seen in a thousand tensors), and no more than two neighbours of
-# bfloat16 are apart, squared, as Adam keeps them.
-_OF_ROUNDING = 4.0
-_LOW_ROUNDING = 2.0**-6
+# bfloat16 are apart, squared, as Adam keeps them. And how far from replays, in what they differ by
+# themselves, an eager run is that has not rounded so.
+_OF_ROUNDING, _LOW_ROUNDING = 4.0, 2.0**-6
+_AS_REPLAYS = 2.0
 # How far apart, likewise, two ways to compute the same may be in what the steps return: losses in
 # bf16, with another kernel for attention. And how far in half of what they change, relative to the
 # change: not in all, for where a gradient is zero but for rounding, Adam makes whole updates of it.
@@ -199,22 +201,25 @@ def find_mismatch(
     num_bytes = bytes_of(start.tensors())
     if with_gradients:
         num_bytes += bytes_of(state.parameters)
-    # A replay and the eager runs are kept until the verdict; where it was told, a plain one and
+    # Two replays and the eager runs are kept until the verdict; where it was told, a plain one and
     # the start too.
-    whole = have_room(device, (1 + _EAGER_RUNS + 2 * (told is not None)) * num_bytes)
+    whole = have_room(device, (2 + _EAGER_RUNS + 2 * (told is not None)) * num_bytes)
 
     load = SideLoad(device)
     first_disturbed = 2 + _EAGER_RUNS  # behind two replays and the eager runs
-    put_back = {*map(id, everything)}
-    parameters = [p for p in state.parameters if id(p) in put_back]
+    # What is not trained gets nothing of what rounds in gradients.
+    trained = {id(p) for p in state.parameters if p.requires_grad}
+    places = [i for i, t in enumerate(everything) if id(t) in trained]
     names: list[str] = []  # of what a run has left: some of it is gone behind that
 
     def run(step: Callable[[], Any], number: int) -> _Run:
+        is_disturbed = first_disturbed <= number < first_disturbed + _DISTURBED
+        moved = [everything[i] for i in places] if is_disturbed else []
         try:
-            if first_disturbed <= number < first_disturbed + _DISTURBED:
-                disturb(parameters, seed=number)
+            disturb(moved, seed=number)
             with load if number > 1 else nullcontext():
                 outputs = [step() for _ in range(_STEPS)]
+            take_back(moved, [start.tensors()[i] for i in places if moved], seed=number)
             found = left(list(tensors(outputs)))
             others = without_tensors(describe(outputs).key)
             ends = [*state.everything(), *written]
@@ -289,8 +294,10 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
     gaps = _distances(replayed, runs[0])
     if not any(gaps):
         return None
+    each_gap = [gaps]  # of an eager run
     spreads = [0.0] * len(gaps)
-    moved, met = _distances(replayed, (yield)), False
+    second = yield
+    moved, met = _distances(replayed, second), False
     # More than noise is no measure of any.
     between_replays = moved if max(moved) <= _ROUNDING else [0.0] * len(gaps)
     while len(runs) < _EAGER_RUNS:
@@ -301,6 +308,7 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
         for other in runs[:-1]:
             spreads = [*map(max, spreads, _distances(other, runs[-1]))]
         latest = _distances(replayed, runs[-1])
+        each_gap.append(latest)
         gaps, met = [*map(min, gaps, latest)], met or not any(latest)
         if _unmoved(moved, spreads):
             if max(spreads) <= _ROUNDING and met:
@@ -311,22 +319,28 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
     off = [i for i, near in enumerate(_are_near(gaps, spreads, between_replays)) if not near]
     rounded = [0.0] * len(gaps)
 
-    def unmoved() -> list[int]:
-        """But for where some eager run does not move either, and rounding makes what others do."""
-        return [
-            i
-            for i in _unmoved(moved, spreads)
-            if gaps[i] > _MARGIN * moved[i] or not _is_rounding(spreads[i], rounded[i])
-        ]
+    def unexcused() -> list[int]:
+        """Return where replays move too little, and it is not the eager runs that rounded."""
+        found = _unmoved(moved, spreads)
+        if not any(
+            all(d <= _AS_REPLAYS * m for d, m in zip(gap, moved, strict=True)) for gap in each_gap
+        ):
+            return found
+        return [i for i in found if not _is_rounding(spreads[i], rounded[i])]
 
     for _ in range(_DISTURBED):
-        rounded = [*map(max, rounded, _distances(replayed, (yield)))]
-        if not off and not unmoved():
+        disturbed = yield
+        # The first replay may be off itself.
+        nearest = map(min, _distances(replayed, disturbed), _distances(second, disturbed))
+        rounded = [
+            max(r, d) if math.isfinite(d) else r for r, d in zip(rounded, nearest, strict=True)
+        ]
+        if not off and not unexcused():
             return None
     is_excusable = all(_is_rounding(gaps[i], rounded[i]) for i in off)
     num_heard, votes = 1, [0] * len(gaps)  # replays, but for the second; and those that are near
     while True:
-        still = unmoved()
+        still = unexcused()
         if not still and all(2 * votes[i] > num_heard for i in off):
             return None
         if num_heard > _MORE_REPLAYS or not (still or is_excusable):

@@ -7,44 +7,71 @@ on the model; so it is measured, as stochastic arithmetic does it (Vignes, 1993)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchfast._core.storages import is_dense, is_expanded
+from torchfast._core.storages import is_dense, is_expanded, plain_parts
 
 # Some roundings of float32, as kernels make that add in another order.
 SIZE = 2.0**-20
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_AT_A_TIME = 2**24  # elements: the numbers that are drawn for them take memory too
+_AT_A_TIME = 2**22  # elements: what is drawn for them takes memory too
 
 
 def disturb(parameters: Iterable[Tensor], seed: int) -> None:
-    """Multiply each value by one plus or minus a rounding.
+    """Multiply values by one less a rounding, half of them or more.
 
-    A format that is too coarse for that has some values moved by a whole step, as many as makes the
-    same on the average. Tensors of other formats or classes, and such whose elements share memory,
-    are left alone.
+    All move towards zero: what is at most one, as a probability, stays so, and nothing overflows.
+    In a format that is too coarse for that, some move by a whole step, as many as makes the same on
+    the average. Other formats, and tensors whose elements share memory, are left alone.
 
     Args:
         parameters: Changed in place.
         seed: Of what is drawn; the global generators are not touched. On ranks that hold the same
             values it makes the same of them.
     """
+    for part, factors in _moves(parameters, seed):
+        part.mul_(factors)
+
+
+def take_back(parameters: Iterable[Tensor], starts: Iterable[Tensor], seed: int) -> None:
+    """Take what `disturb` did from parameters that have changed since.
+
+    Args:
+        parameters: Those that it was given, changed in place.
+        starts: What they were before it, on any device.
+        seed: What it was given.
+    """
+    before = _parts(starts)
+    for (part, factors), start in zip(_moves(parameters, seed), before, strict=True):
+        was = start.to(part.device)
+        part.copy_(part.double().sub_((was * factors.to(was.dtype)).double()).add_(was))
+
+
+def _moves(parameters: Iterable[Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts of parameters, and what their elements are multiplied by."""
     generators: dict[torch.device, torch.Generator] = {}
-    for parameter in parameters:
-        if type(parameter) not in (Tensor, nn.Parameter) or parameter.dtype not in _DTYPES:
-            continue
-        value = parameter.detach()
-        if not is_dense(value) or is_expanded(value) or not value.numel():
-            continue
-        step = max(SIZE, torch.finfo(value.dtype).eps)
-        if value.device not in generators:
-            generators[value.device] = torch.Generator(value.device).manual_seed(seed)
-        rows = max(1, _AT_A_TIME * len(value) // value.numel()) if value.ndim else 1
-        for part in value.split(rows) if value.ndim else (value,):
-            drawn = torch.empty(part.shape, device=part.device)
-            drawn.uniform_(-1.0, 1.0, generator=generators[value.device])
-            moves = drawn.sign().mul_(step).mul_(drawn.abs_() < SIZE / step).add_(1.0)
-            part.mul_(moves)
+    for part in _parts(parameters):
+        step = max(2 * SIZE, torch.finfo(part.dtype).eps)
+        if part.device not in generators:
+            generators[part.device] = torch.Generator(part.device).manual_seed(seed)
+        drawn = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+        drawn.uniform_(generator=generators[part.device])
+        yield part, (drawn < SIZE / step).to(part.dtype).mul_(-step).add_(1.0)
+
+
+def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield what can be moved of tensors, as views of few elements."""
+    for tensor in tensors:
+        for whole in plain_parts(tensor.detach()):
+            is_moved = whole.dtype in _DTYPES and is_dense(whole) and whole.numel()
+            if not is_moved or is_expanded(whole):
+                continue
+            if not whole.ndim:
+                yield whole
+                continue
+            longest = max(range(whole.ndim), key=whole.shape.__getitem__)
+            length = whole.shape[longest]
+            yield from whole.split(max(1, _AT_A_TIME * length // whole.numel()), longest)
