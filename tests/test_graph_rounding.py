@@ -56,7 +56,8 @@ def test_the_default_dtype_makes_no_difference():
 @pytest.mark.parametrize("shape", [(100, 7, 3), (1, 2100), (3, 1, 700), (2100,)])
 def test_large_ones_are_moved_part_by_part(shape, monkeypatch):
     monkeypatch.setattr(rounding, "_AT_A_TIME", 50)
-    parts = [part.numel() for part, _ in rounding._moves([torch.ones(shape)], 0)]
+    some = [torch.ones(shape)]
+    parts = [part.numel() for part, *_ in rounding._moves(some, some, 0)]
     assert sum(parts) == 2100
     assert max(parts) <= 50
     assert 0.4 < (moves(torch.ones(shape)) != 0).double().mean().item() < 0.6
@@ -99,6 +100,17 @@ def test_tensors_that_consist_of_others_are_moved():
     take_back([two], [TwoTensor(torch.ones(100), torch.ones(100))], 0)
     assert (two.a == 1).all()
     assert (two.b == 1).all()
+
+
+def test_a_copy_need_not_lie_as_its_tensor_does():
+    one = torch.ones(1)
+    two = TwoTensor(one.expand(100), one.expand(100)), torch.ones(100)
+    copies = TwoTensor(torch.ones(100), torch.ones(100)), torch.ones(100)
+    disturb(two, 0)
+    assert (two[1] != 1).any()
+    take_back(two, copies, 0)
+    assert one == 1
+    assert (two[1] == 1).all()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -206,20 +206,21 @@ def find_mismatch(
     whole = have_room(device, (2 + _EAGER_RUNS + 2 * (told is not None)) * num_bytes)
 
     load = SideLoad(device)
-    first_disturbed = 2 + _EAGER_RUNS  # behind two replays and the eager runs
     # What is not trained gets nothing of what rounds in gradients.
     trained = {id(p) for p in state.parameters if p.requires_grad}
     places = [i for i, t in enumerate(everything) if id(t) in trained]
+    parameters, values = ([some[i] for i in places] for some in (everything, start.tensors()))
+    are_disturbed = range(2 + _EAGER_RUNS, 2 + _EAGER_RUNS + _DISTURBED)
     names: list[str] = []  # of what a run has left: some of it is gone behind that
 
     def run(step: Callable[[], Any], number: int) -> _Run:
-        is_disturbed = first_disturbed <= number < first_disturbed + _DISTURBED
-        moved = [everything[i] for i in places] if is_disturbed else []
         try:
-            disturb(moved, seed=number)
+            if number in are_disturbed:
+                disturb(parameters, seed=number)
             with load if number > 1 else nullcontext():
                 outputs = [step() for _ in range(_STEPS)]
-            take_back(moved, [start.tensors()[i] for i in places if moved], seed=number)
+            if number in are_disturbed:
+                take_back(parameters, values, seed=number)
             found = left(list(tensors(outputs)))
             others = without_tensors(describe(outputs).key)
             ends = [*state.everything(), *written]
@@ -294,10 +295,10 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
     gaps = _distances(replayed, runs[0])
     if not any(gaps):
         return None
-    each_gap = [gaps]  # of an eager run
+    each_gap = [gaps]  # of an eager run; the least is the gap
     spreads = [0.0] * len(gaps)
     second = yield
-    moved, met = _distances(replayed, second), False
+    moved = _distances(replayed, second)
     # More than noise is no measure of any.
     between_replays = moved if max(moved) <= _ROUNDING else [0.0] * len(gaps)
     while len(runs) < _EAGER_RUNS:
@@ -307,11 +308,10 @@ def _judge() -> Generator[None, _Run, Mismatch | None]:
             return Mismatch(detail, is_later=False)
         for other in runs[:-1]:
             spreads = [*map(max, spreads, _distances(other, runs[-1]))]
-        latest = _distances(replayed, runs[-1])
-        each_gap.append(latest)
-        gaps, met = [*map(min, gaps, latest)], met or not any(latest)
+        each_gap.append(_distances(replayed, runs[-1]))
+        gaps = [*map(min, *each_gap)]
         if _unmoved(moved, spreads):
-            if max(spreads) <= _ROUNDING and met:
+            if max(spreads) <= _ROUNDING and not all(map(any, each_gap)):
                 return None
             continue
         if all(_are_near(gaps, spreads, between_replays)):

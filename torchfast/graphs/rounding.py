@@ -32,7 +32,8 @@ def disturb(parameters: Iterable[Tensor], seed: int) -> None:
         seed: Of what is drawn; the global generators are not touched. On ranks that hold the same
             values it makes the same of them.
     """
-    for part, factors in _moves(parameters, seed):
+    parameters = [*parameters]
+    for part, _, factors in _moves(parameters, parameters, seed):
         part.mul_(factors)
 
 
@@ -44,34 +45,35 @@ def take_back(parameters: Iterable[Tensor], starts: Iterable[Tensor], seed: int)
         starts: What they were before it, on any device.
         seed: What it was given.
     """
-    before = _parts(starts)
-    for (part, factors), start in zip(_moves(parameters, seed), before, strict=True):
+    for part, start, factors in _moves(parameters, starts, seed):
         was = start.to(part.device)
-        part.copy_(part.double().sub_((was * factors.to(was.dtype)).double()).add_(was))
+        part.copy_(part.double().sub_(was * factors).add_(was))
 
 
-def _moves(parameters: Iterable[Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parts of parameters, and what their elements are multiplied by."""
+def _moves(
+    parameters: Iterable[Tensor], starts: Iterable[Tensor], seed: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield parts of parameters, the same of starts, and what the elements are multiplied by."""
     generators: dict[torch.device, torch.Generator] = {}
-    for part in _parts(parameters):
+    for part, start in _parts(parameters, starts):
         step = max(2 * SIZE, torch.finfo(part.dtype).eps)
         if part.device not in generators:
             generators[part.device] = torch.Generator(part.device).manual_seed(seed)
         drawn = torch.empty(part.shape, dtype=torch.float32, device=part.device)
         drawn.uniform_(generator=generators[part.device])
-        yield part, (drawn < SIZE / step).to(part.dtype).mul_(-step).add_(1.0)
+        yield part, start, (drawn < SIZE / step).to(part.dtype).mul_(-step).add_(1.0)
 
 
-def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield what can be moved of tensors, as views of few elements."""
-    for tensor in tensors:
-        for whole in plain_parts(tensor.detach()):
+def _parts(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what can be moved of tensors, as views of few elements, and the same of others."""
+    for pair in zip(tensors, others, strict=True):
+        for whole, other in zip(*(plain_parts(tensor.detach()) for tensor in pair), strict=True):
             is_moved = whole.dtype in _DTYPES and is_dense(whole) and whole.numel()
             if not is_moved or is_expanded(whole):
                 continue
             if not whole.ndim:
-                yield whole
+                yield whole, other
                 continue
             longest = max(range(whole.ndim), key=whole.shape.__getitem__)
-            length = whole.shape[longest]
-            yield from whole.split(max(1, _AT_A_TIME * length // whole.numel()), longest)
+            length = max(1, _AT_A_TIME * whole.shape[longest] // whole.numel())
+            yield from zip(whole.split(length, longest), other.split(length, longest), strict=True)
