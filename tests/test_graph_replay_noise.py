@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn, optim
 
+from torchfast._core.rounding import disturb
 from torchfast.graphs import replay_check
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.replay_check import find_mismatch
-from torchfast.graphs.rounding import disturb
 
 CPU = torch.device("cpu")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 from functools import partial
 
@@ -13,8 +14,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 from benchmarks import compile_cost
+from benchmarks.workloads.gpt import GPT, GPTSize
+from benchmarks.workloads.resnet import ResNet, ResNetSize
+from benchmarks.workloads.tokens import next_token_loss
 from gpu.compile_jobs import (
     FAST,
+    SIZE,
     STEPS,
     WARM_UP,
     assert_captured,
@@ -150,6 +155,53 @@ def test_auto_times_replays_where_a_graph_holds_the_step(monkeypatch, caplog):
     losses = [torch.stack([t.step(batch) for batch in batches]) for t in (trainer, plain)]
     torch.testing.assert_close(*losses, rtol=0.02, atol=0)
     assert trainer.report().counters["replays"] == STEPS - WARM_UP
+
+
+def routed():
+    at = (SIZE.vocabulary, SIZE.batch, SIZE.context)
+    return GPT(GPTSize(6, 512, 8, *at, lr=1e-3, experts=32))
+
+
+def deep():
+    return ResNet(ResNetSize((3, 4, 6, 3), width=32, classes=100, lr=1e-3))
+
+
+def images(count):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(32, 3, 96, 96, generator=generator),
+            torch.randint(0, 100, (32,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["routed", "deep"])
+def test_auto_takes_no_rounding_for_an_error(monkeypatch, tmp_path, kind):
+    """Experts get other tokens, and the first gradients of a deep ResNet are rounding."""
+    make, loss_fn, batches = {
+        "routed": (routed, next_token_loss, lambda: on_gpu(text(STEPS))),
+        "deep": (deep, image_loss, lambda: on_gpu(images(STEPS))),
+    }[kind]
+
+    def choices(device, *, has_blocks, outer_graph):
+        assert has_blocks
+        return [ModeChoice("eager", None, None), ModeChoice("blocks: default", "default", "blocks")]
+
+    monkeypatch.setattr(mode_search, "mode_choices", choices)
+    options = CompileOptions(mode="auto", budget_s=200.0, cache=tmp_path)
+    trainer = trained_on_gpu(FAST.replace(compile=options), make, loss_fn)
+    for batch in batches():
+        trainer.step(batch)
+    trainer.close()
+    (file,) = (f for f in tmp_path.rglob("*.json") if '"candidates"' in f.read_text())
+    receipt = json.loads(file.read_text())
+    (found,) = (c for c in receipt["candidates"] if c["name"] == "blocks: default")
+    assert found["status"] == "measured", found
+    assert found["is_replayed"]
+    assert found["gradient_error"] > 0.05, found  # more than the table allows
+    assert any("rounding alone" in note for note in receipt["notes"])
 
 
 def test_reduce_overhead_within_a_graph_leaves_graphs_to_the_step():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 
+from torchfast._core.rounding import disturb
 from torchfast._core.saved_modules import SavedModules
 from torchfast.compiler.candidates import Candidate
 from torchfast.compiler.parity import (
@@ -18,6 +19,7 @@ from torchfast.compiler.parity import (
     tolerance_of,
     without_dropout,
 )
+from torchfast.compiler.rounding_errors import LEAST_SHARE, NUM_RUNS, RoundingErrors
 
 # By how much a candidate may be farther off than what does not repeat itself is from itself.
 _SPREAD_TIMES = 2.0
@@ -26,6 +28,8 @@ _SPREAD_TIMES = 2.0
 # their spread would throw out one in twenty, 6 and three times one in some hundreds.
 _NUM_DRAWS = 6
 _DRAWS_TIMES = 3.0
+
+Within = Callable[[Callable[[], Any]], Any]
 
 
 @final
@@ -60,6 +64,7 @@ class Judge:
         self._model = model
         self._state = state
         self.notes: list[str] = []
+        self._rounding: tuple[Outcome, RoundingErrors] | None = None
         with reference.in_force():
             self._expected = self.observe(as_reference=True)
             self._check_parameters()
@@ -98,24 +103,32 @@ class Judge:
         self.set_back()
         return errors_between(self._expected, self.observe())
 
-    def objection(self, errors: Errors) -> str | None:
-        """Return in words what is wrong with a result; None if nothing is."""
+    def objection(self, errors: Errors, candidate: Candidate, within: Within) -> str | None:
+        """Return in words what is wrong with a result; None if nothing is.
+
+        Args:
+            errors: How far it is off.
+            candidate: Whose it is; it runs again where rounding may be the reason.
+            within: Calls a function under a limit of time.
+        """
         changed = self._state.changed_parameters()
         if changed:
             return f"it writes to parameters ({', '.join(changed[:3])})"
-        beyond = errors.beyond(self._allowed)
+        beyond = self._beyond(errors, self._expected, self._allowed, candidate, within)
         if beyond is not None and self.draws:
             return f"{beyond}; three times what random numbers do to the reference is allowed"
         return beyond
 
-    def errors_without_dropout(
-        self, candidate: Candidate, within: Callable[[Callable[[], Errors]], Errors]
-    ) -> Errors | str:
-        """Return how far a candidate is off where no random numbers blur it, or why not.
+    def without_dropout(self, candidate: Candidate, within: Within) -> tuple[Errors, str] | str:
+        """Judge a candidate where no random numbers blur the result.
 
         Args:
             candidate: It is put in force, and compiles anew.
             within: Calls a function under a limit of time.
+
+        Returns:
+            How far it is off and in words what is wrong with that, "" if nothing is; or why it
+            could not be judged.
         """
         with without_dropout(self._model) as count:
             try:
@@ -130,14 +143,50 @@ class Judge:
 
                 with candidate.in_force():
                     self.set_back(attributes=False)
-                    return within(compare)
+                    errors: Errors = within(compare)
+                beyond = self._beyond(
+                    errors, expected, self._strict, candidate, within, attributes=False
+                )
+                return errors, "" if beyond is None else f"without dropout {beyond}"
             finally:
                 self.set_back(attributes=False)
 
-    def strict_objection(self, errors: Errors) -> str | None:
-        """Return what is wrong with a result without random numbers; None if nothing is."""
-        beyond = errors.beyond(self._strict)
-        return None if beyond is None else f"without dropout {beyond}"
+    def _beyond(
+        self,
+        errors: Errors,
+        expected: Outcome,
+        tolerance: ParityTolerance,
+        candidate: Candidate,
+        within: Within,
+        *,
+        attributes: bool = True,
+    ) -> str | None:
+        """Return in words what rounding does not explain of a result; None if there is nothing."""
+        beyond = errors.beyond(tolerance)
+        if beyond is None:
+            return None
+        if self._rounding is None or self._rounding[0] is not expected:
+            with self._reference.in_force():
+                rounding = RoundingErrors(self._moved(expected, attributes=attributes))
+            self.set_back(attributes=attributes)
+            self._rounding = expected, rounding
+            if rounding.is_beyond(self._strict):
+                self.notes.append(str(rounding))
+        rounding = self._rounding[1]
+        if not rounding.is_beyond(tolerance):
+            return beyond
+        with candidate.in_force():
+            again = within(lambda: self._moved(expected, attributes=attributes))
+        return rounding.objection(again, tolerance)
+
+    def _moved(self, expected: Outcome, *, attributes: bool = True) -> list[Errors]:
+        """Return how far what is in force is off from parameters that are moved by a rounding."""
+        errors = []
+        for seed in range(NUM_RUNS):
+            self.set_back(attributes=attributes)
+            disturb(self._model.parameters(), seed)
+            errors.append(errors_between(expected, self.observe(), least_share=LEAST_SHARE))
+        return errors
 
     def _spread(self, noise: Errors) -> Errors:
         """Return how far results are from each other that differ in their random numbers only."""

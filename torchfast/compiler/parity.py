@@ -80,46 +80,69 @@ def tolerance_of(precision: str) -> ParityTolerance:
 
 
 class Errors(NamedTuple):
-    """How far a result is off, relatively; ``worst`` is the tensor that is off the most."""
+    """How far a result is off, relatively.
 
-    loss: float
-    gradient: float
-    tensor: float
-    worst: str
-    buffer: float
-    worst_buffer: str
+    Attributes:
+        loss: The loss.
+        gradient: The gradients, as one vector.
+        tensors: Each gradient, by the parameter's name.
+        buffers: Each buffer, by name.
+        lengths: Of each gradient, with the expected ones' as the unit.
+    """
 
-    def beyond(self, tolerance: ParityTolerance) -> str | None:
-        """Return in words what is off by too much; None if nothing is."""
+    loss: float = 0.0
+    gradient: float = 0.0
+    tensors: Mapping[str, float] = {}
+    buffers: Mapping[str, float] = {}
+    lengths: Mapping[str, float] = {}
+
+    @property
+    def tensor(self) -> float:
+        """The largest of a gradient of its own."""
+        return max(self.tensors.values(), key=_comparable, default=0.0)
+
+    @property
+    def buffer(self) -> float:
+        """The largest of a buffer."""
+        return max(self.buffers.values(), key=_comparable, default=0.0)
+
+    def beyond(self, tolerance: ParityTolerance, least: Errors | None = None) -> str | None:
+        """Return in words what is off by too much; None if nothing is.
+
+        Args:
+            tolerance: What is allowed.
+            least: What is allowed at least, of each by name.
+        """
+        least = Errors() if least is None else least
         most = max(min(_TENSOR_TIMES * tolerance.gradient, _MOST_TENSOR_ERROR), tolerance.gradient)
+        loss = max(tolerance.loss, least.loss)
+        gradient = max(tolerance.gradient, least.gradient)
         # Written so that a NaN is not within anything.
-        if not self.loss <= tolerance.loss:
-            return f"its loss is off by {self.loss:.2g} of its value (tolerance {tolerance.loss:g})"
-        if not self.gradient <= tolerance.gradient:
+        if not self.loss <= loss:
+            return f"its loss is off by {self.loss:.2g} of its value (tolerance {loss:.3g})"
+        if not self.gradient <= gradient:
+            worst = max(self.tensors, key=lambda name: _comparable(self.tensors[name]))
             return (
                 f"its gradients are off by {self.gradient:.2g} of their length (tolerance "
-                f"{tolerance.gradient:g}), most of all {self.worst}"
+                f"{gradient:.3g}), most of all {worst}"
             )
-        if not self.tensor <= most:
-            return f"the gradient of {self.worst} is off by {self.tensor:.2g} (tolerance {most:g})"
-        if not self.buffer <= tolerance.gradient:
-            return (
-                f"the buffer {self.worst_buffer} is off by {self.buffer:.2g} (tolerance "
-                f"{tolerance.gradient:g})"
-            )
+        for errors, allowed, of_others, called in (
+            (self.tensors, most, least.tensors, "the gradient of"),
+            (self.buffers, tolerance.gradient, least.buffers, "the buffer"),
+        ):
+            name, share = _worst(errors, allowed, of_others)
+            if not share <= 1.0:
+                allowed = max(allowed, of_others.get(name, 0.0))
+                return f"{called} {name} is off by {errors[name]:.2g} (tolerance {allowed:.3g})"
         return None
 
     def larger(self, other: Errors) -> Errors:
         """Return the larger of each."""
-        worst, buffer = max(self, other, key=_tensor_error), max(self, other, key=_buffer_error)
-        return Errors(
-            max(self.loss, other.loss),
-            max(self.gradient, other.gradient),
-            worst.tensor,
-            worst.worst,
-            buffer.buffer,
-            buffer.worst_buffer,
-        )
+        return self._merged(other, lambda *both: max(both, key=_comparable))
+
+    def smaller(self, other: Errors) -> Errors:
+        """Return the smaller of each."""
+        return self._merged(other, lambda *both: min(both, key=_comparable))
 
     def widened(self, tolerance: ParityTolerance, times: float) -> ParityTolerance:
         """Return a tolerance that so many times these errors are within."""
@@ -127,6 +150,13 @@ class Errors(NamedTuple):
         return ParityTolerance(
             loss=max(tolerance.loss, times * self.loss),
             gradient=max(tolerance.gradient, times * gradient),
+        )
+
+    def _merged(self, other: Errors, of: Callable[[float, float], float]) -> Errors:
+        return Errors(
+            of(self.loss, other.loss),
+            of(self.gradient, other.gradient),
+            *({n: of(a[n], b[n]) for n in a} for a, b in zip(self[2:], other[2:], strict=True)),
         )
 
 
@@ -191,28 +221,34 @@ def observe(work: Callable[[], object], model: nn.Module, *, as_reference: bool 
     )
 
 
-def errors_between(expected: Outcome, actual: Outcome) -> Errors:
-    """Return how far one outcome is off another."""
+def errors_between(
+    expected: Outcome, actual: Outcome, *, least_share: float = _LEAST_SHARE
+) -> Errors:
+    """Return how far one outcome is off another.
+
+    Args:
+        expected: What the other is compared with.
+        actual: The other.
+        least_share: Of the length of all gradients, what each counts with at least.
+    """
     gap = abs(actual.loss - expected.loss)
     same = actual.loss == expected.loss or (math.isnan(actual.loss) and math.isnan(expected.loss))
     loss = 0.0 if same else gap / max(abs(expected.loss), _LEAST_LOSS)
     lengths = {name: _length(g) for name, g in expected.gradients.items()}
     whole = math.hypot(*lengths.values())
     gaps = {n: _gap(g, actual.gradients.get(n)) for n, g in expected.gradients.items()}
-    tensor = {n: _over(gaps[n], max(lengths[n], _LEAST_SHARE * whole)) for n in gaps}
-    worst = max(tensor, key=lambda n: _comparable(tensor[n]), default="")
-    buffers = {
-        n: _over(_gap(b, actual.buffers.get(n)), max(_length(b), _least_mean(n, expected.buffers)))
-        for n, b in expected.buffers.items()
-    }
-    worst_buffer = max(buffers, key=lambda n: _comparable(buffers[n]), default="")
+    units = {n: max(lengths[n], least_share * whole) for n in gaps}
     return Errors(
         loss if not math.isnan(loss) else math.inf,
         _over(math.hypot(*gaps.values()), whole),
-        tensor.get(worst, 0.0),
-        worst,
-        buffers.get(worst_buffer, 0.0),
-        worst_buffer,
+        {n: _over(gaps[n], units[n]) for n in gaps},
+        {
+            n: _over(
+                _gap(b, actual.buffers.get(n)), max(_length(b), _least_mean(n, expected.buffers))
+            )
+            for n, b in expected.buffers.items()
+        },
+        {n: _over(_length(actual.gradients.get(n)), units[n]) for n in gaps},
     )
 
 
@@ -310,9 +346,10 @@ def _comparable(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _tensor_error(errors: Errors) -> float:
-    return errors.tensor
-
-
-def _buffer_error(errors: Errors) -> float:
-    return errors.buffer
+def _worst(
+    errors: Mapping[str, float], allowed: float, least: Mapping[str, float]
+) -> tuple[str, float]:
+    """Return which is the most times what is allowed of it, and how many times."""
+    shares = {n: _comparable(e) / max(allowed, least.get(n, 0.0)) for n, e in errors.items()}
+    name = max(shares, key=shares.__getitem__, default="")
+    return name, shares.get(name, 0.0)

@@ -221,10 +221,12 @@ class _Search:
             if failure is not None:
                 raise OutError("failed", failure)
             errors = self.judge.errors()
-            objection = self.judge.objection(errors)
-            if objection is not None:
-                raise OutError("wrong", objection)
             peak = self.peak_bytes(self.judge.unit)
+        objection = self.judge.objection(
+            errors, candidate, lambda function: self._within(limit, function)
+        )
+        if objection is not None:
+            raise OutError("wrong", objection)
         compile_s = max(0.0, first_s - _FIRST_UNITS * unit_s)
         started = self.clock()
         with self._in_force(candidate):
@@ -356,14 +358,14 @@ class _Search:
             return True
         started = self.clock()
         try:
-            errors = self.judge.errors_without_dropout(
+            judged = self.judge.without_dropout(
                 candidate, lambda function: self._within(self._left(), function)
             )
-            if isinstance(errors, str):
-                self.notes.append(f"{blurred}: {errors}")
+            if isinstance(judged, str):
+                self.notes.append(f"{blurred}: {judged}")
                 return True
-            objection = self.judge.strict_objection(errors)
-            if objection is not None:
+            errors, objection = judged
+            if objection:
                 raise OutError("wrong", objection)
         except OutError as out:
             if out.status == "timed out":

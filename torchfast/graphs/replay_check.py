@@ -13,7 +13,7 @@ eager run ended bit for bit as the replay, or another replay did not. In low pre
 makes more than rounding of it: nearly all of what the order of sums changes is rounded away, and
 now and then a value rounds the other way, in one run of forty, which moves the gradients behind it
 by a thousandth. What rounding can do is measured, by replays from parameters that are a rounding
-off (`torchfast.graphs.rounding`): where they end about as far away, it is no error if some eager
+off (`torchfast._core.rounding`): where they end about as far away, it is no error if some eager
 runs do so and another one ends as the replays, nor if the first replay does and the next do not.
 Elsewhere more replays have to differ as far as eager runs, as those of a step that counts or draws
 never do. Runs behind the first two are beside other work (`torchfast.graphs.side_load`): alone,
@@ -39,10 +39,10 @@ import torch
 from torch import Tensor
 
 from torchfast._core.batches import tensors
+from torchfast._core.rounding import disturb, take_back
 from torchfast.graphs.host_facts import HostFacts
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.reached import Copies
-from torchfast.graphs.rounding import disturb, take_back
 from torchfast.graphs.run_ends import Left, left
 from torchfast.graphs.saved_named_state import SavedNamedState, bytes_of, have_room
 from torchfast.graphs.secrecy import pretended

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchfast.graphs import rounding
-from torchfast.graphs.rounding import SIZE, disturb, take_back
+from torchfast._core import rounding
+from torchfast._core.rounding import SIZE, disturb, take_back
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

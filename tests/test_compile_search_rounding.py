@@ -1,0 +1,273 @@
+"""A search where rounding alone makes results another: the right stay, the wrong are out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.workloads.gpt import GPT, GPTSize
+from benchmarks.workloads.tokens import next_token_loss
+from search_lab import CPU, Lab, off_by, statuses
+from torchfast._core.saved_modules import SavedModules
+from torchfast.compiler import CompiledModule
+from torchfast.compiler.candidates import Candidate
+from torchfast.compiler.judge import Judge
+from torchfast.compiler.parity import Errors, ParityTolerance
+from torchfast.compiler.rounding_errors import NUM_RUNS, RoundingErrors
+
+TOLERANCE = ParityTolerance(loss=1e-2, gradient=5e-2)
+
+
+class Deep(nn.Module):
+    """Batch norms one behind the other, which hand on a rounding as ever more."""
+
+    def __init__(self, depth, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU())
+            for _ in range(depth)
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x))
+
+
+class HalfLab(Lab):
+    """A lab whose step runs in bfloat16."""
+
+    num_units = 0
+
+    def work(self):
+        self.now += self.unit_s
+        self.num_units += 1
+        if self.extra is not None:
+            self.extra()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.loss()
+        loss.backward()
+        return loss.detach()
+
+    def loss(self):
+        inputs, targets = self.batch
+        return F.cross_entropy(self.model(inputs).float(), targets)
+
+
+class RoutedLab(HalfLab):
+    def loss(self):
+        return next_token_loss(self.model, self.batch)
+
+
+def deep_lab(depth=30, **options):
+    torch.manual_seed(0)
+    return HalfLab(Deep(depth, **options), (torch.randn(64, 32), torch.randint(0, 4, (64,))))
+
+
+def routed_lab():
+    torch.manual_seed(0)
+    size = GPTSize(6, 64, 4, vocabulary=200, batch=4, context=32, lr=1e-3, experts=16)
+    tokens = torch.randint(0, 200, (4, 33))
+    return RoutedLab(GPT(size), (tokens[:, :-1], tokens[:, 1:]))
+
+
+def rounds_otherwise(model):
+    """Have every linear layer round one result of fifty the other way."""
+
+    def rounded(module, args, output):
+        some = torch.arange(output.numel()).view(output.shape) % 50 == 7
+        return (output.float() * (1 + 2.0**-7 * some)).to(output.dtype)
+
+    hooks = [m.register_forward_hook(rounded) for m in model.modules() if type(m) is nn.Linear]
+    return Hooks(hooks)
+
+
+class Hooks:
+    def __init__(self, hooks):
+        self.hooks = hooks
+
+    def remove(self):
+        for hook in self.hooks:
+            hook.remove()
+
+
+def scaled(name, factor):
+    """Scale the gradient of a parameter."""
+
+    def damage(model):
+        hook = model.get_parameter(name).register_hook(lambda grad: grad * factor)
+        return Hooks([hook, rounds_otherwise(model)])
+
+    return damage
+
+
+@pytest.mark.parametrize("make", [deep_lab, routed_lab])
+def test_what_only_rounds_otherwise_is_not_wrong(make):
+    lab = make()
+    state = {name: value.clone() for name, value in lab.model.state_dict().items()}
+    receipt = lab.search(
+        lab.candidate("by blocks", 0.8, damage=rounds_otherwise),
+        lab.candidate("whole", 0.7, damage=rounds_otherwise),
+    )
+    assert receipt.choice == "whole", receipt.candidates
+    assert receipt["whole"].gradient_error > 0.05  # more than is allowed elsewhere
+    assert [note for note in receipt.notes if "rounding alone" in note] == [
+        note for note in receipt.notes if "of their length; others" in note
+    ]
+    assert sum("rounding alone" in note for note in receipt.notes) == 1
+    for name, value in lab.model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert all(parameter.grad is None for parameter in lab.model.parameters())
+
+
+@pytest.mark.parametrize("factor", [0.0, 5.0])
+def test_a_gradient_that_rounding_drowns_has_its_length(factor):
+    lab = deep_lab()
+    receipt = lab.search(lab.candidate("wrong", 0.5, damage=scaled("blocks.2.0.weight", factor)))
+    assert statuses(receipt)["wrong"] == "wrong"
+    if not factor:
+        assert "blocks.2.0.weight, which rounding alone changes" in receipt["wrong"].reason
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 2.0])
+def test_where_little_is_rounded_as_much_is_allowed_as_elsewhere(factor):
+    lab = deep_lab()
+    receipt = lab.search(lab.candidate("wrong", 0.5, damage=scaled("head.weight", factor)))
+    assert "the gradient of head.weight is off" in receipt["wrong"].reason
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 4.0])
+def test_of_an_expert_too(factor):
+    lab = routed_lab()
+    experts = [
+        n for n, _ in lab.model.named_parameters() if ".experts." in n and "down.weight" in n
+    ]
+    lab.work()
+    lengths = {n: lab.model.get_parameter(n).grad for n in experts}
+    lab.model.zero_grad()
+    most = max(experts, key=lambda n: 0.0 if lengths[n] is None else float(lengths[n].norm()))
+    receipt = lab.search(lab.candidate("wrong", 0.5, damage=scaled(most, factor)))
+    assert most in receipt["wrong"].reason
+
+
+def test_a_wrong_loss_or_buffer_is_wrong_there_too():
+    lab = deep_lab()
+    receipt = lab.search(
+        lab.candidate("loss", 0.5, damage=off_by(1.3)),
+        lab.candidate("buffer", 0.5, doing=lambda: lab.model.blocks[0][1].running_mean.add_(1.0)),
+    )
+    assert "loss is off" in receipt["loss"].reason
+    assert "twice what rounding alone does" in receipt["loss"].reason
+    assert "the buffer blocks.0.1.running_mean" in receipt["buffer"].reason
+
+
+def test_what_rounding_does_not_explain_is_told_as_ever():
+    lab = deep_lab(depth=2)
+    receipt = lab.search(lab.candidate("wrong", 0.5, damage=off_by(1.3)))
+    assert "loss is off" in receipt["wrong"].reason
+    assert "rounding" not in receipt["wrong"].reason + " ".join(receipt.notes)
+
+
+def test_nothing_runs_more_often_where_results_are_near():
+    counts = {}
+    for name, damage in {"same": None, "near": rounds_otherwise, "off": off_by(1.3)}.items():
+        lab = deep_lab(depth=2)
+        judged(lab, lab.candidate("other", damage=damage))
+        counts[name] = lab.num_units
+    assert counts["near"] == counts["same"]
+    assert counts["off"] == counts["same"] + NUM_RUNS  # of the reference, which explain nothing
+
+
+def judged(lab, candidate):
+    reference = Candidate(name="eager", apply=lambda: lambda: None)
+    state = SavedModules([lab.model], CPU)
+    judge = Judge(reference, lab.work, lab.model, state, None)
+    with candidate.in_force():
+        errors = judge.errors()
+    return judge.objection(errors, candidate, lambda function: function())
+
+
+def test_the_reference_is_measured_once_for_all_candidates():
+    lab = deep_lab()
+    once, both = (lab.candidate(f"other {i}", 0.9, damage=rounds_otherwise) for i in range(2))
+    reference = Candidate(name="eager", apply=lambda: lambda: None)
+    judge = Judge(reference, lab.work, lab.model, SavedModules([lab.model], CPU), None)
+    spent = []
+    for candidate in (once, both):
+        with candidate.in_force():
+            errors = judge.errors()
+        before = lab.num_units
+        assert judge.objection(errors, candidate, lambda function: function()) is None
+        spent.append(lab.num_units - before)
+        judge.set_back()
+    assert spent == [2 * NUM_RUNS, NUM_RUNS]
+
+
+def test_without_dropout_rounding_is_no_error_either():
+    lab = deep_lab(dropout=0.1)
+    receipt = lab.search(
+        lab.candidate("right", 0.6, damage=rounds_otherwise),
+        lab.candidate("wrong", 0.5, damage=scaled("head.weight", 2.0)),
+    )
+    assert receipt.choice == "right"
+    assert "head.weight" in receipt["wrong"].reason
+
+
+# -- The comparison of its own ---------------------------------------------------------------------
+
+
+def errors(tensor=0.0, *, loss=0.0, gradient=0.0, buffer=0.0, length=1.0):
+    return Errors(loss, gradient, {"w": tensor}, {"b": buffer}, {"w": length})
+
+
+def test_each_may_be_twice_as_far_off_as_rounding_takes_it():
+    rounding = RoundingErrors([errors(0.3, loss=0.02, gradient=0.1, buffer=0.1), errors()])
+    near = errors(0.59, loss=0.039, gradient=0.19, buffer=0.19)
+    assert rounding.objection([near], TOLERANCE) is None
+    for name, value in {"tensor": 0.61, "loss": 0.041, "gradient": 0.21, "buffer": 0.21}.items():
+        assert rounding.objection([errors(**{name: value})], TOLERANCE), name
+
+
+def test_what_is_off_one_time_in_some_is_rounding():
+    rounding = RoundingErrors([errors(0.2, gradient=0.1)])
+    assert rounding.objection([errors(1.0), errors(0.1)], TOLERANCE) is None
+    assert rounding.objection([errors(1.0), errors(0.9)], TOLERANCE)
+
+
+def test_a_length_counts_where_nothing_else_is_left():
+    drowned = RoundingErrors([errors(1.2, length=0.8), errors(1.1, length=1.5)])
+    for length, is_right in {0.3: False, 0.5: True, 2.9: True, 3.1: False, math.nan: False}.items():
+        objection = drowned.objection([errors(1.2, length=length)], TOLERANCE)
+        assert (objection is None) is is_right, length
+    told = RoundingErrors([errors(0.4)])
+    assert told.objection([errors(0.4, length=0.3)], TOLERANCE) is None
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_now_and_then_allows_nothing(value):
+    rounding = RoundingErrors([errors(value, loss=value, gradient=value, buffer=value), errors()])
+    assert not rounding.is_beyond(TOLERANCE)
+    assert rounding.objection([errors(0.6)], TOLERANCE)
+
+
+# -- A compiler of torch's -------------------------------------------------------------------------
+
+
+def test_blocks_that_are_compiled_are_found_where_gradients_are_rounding():
+    lab = deep_lab(depth=50)
+
+    def loss_fn(model, batch):
+        inputs, targets = batch
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(model(inputs).float(), targets)
+
+    with CompiledModule(lab.model, mode="auto", regions="blocks", budget_s=120) as compiled:
+        receipt = compiled.search(loss_fn, lab.batch)
+    assert statuses(receipt)["blocks: default"] == "measured", receipt.candidates
+    assert receipt["blocks: default"].gradient_error > 0.05
