@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 # A method is broken if its loss is off the reference's by more than this part of the reference's
 # fall.
-PART_OF_FALL = 0.2
-# Compared are means of so many losses in a row: batches differ, and a model on the edge of
-# stability (experts that are chosen) has single steps that differ by rounding alone.
+PART_OF_FALL = 0.15
+# Compared are medians of so many losses in a row: batches differ, and a model on the edge of
+# stability (experts that are chosen) has single steps that differ by rounding alone, by half of the
+# whole fall. Of all recorded methods none was off by more than 0.12 of it.
 LOSSES_IN_A_ROW = 4
 # What only a trace tells.
 TRACED = ("device_ms", "host_syncs", "num_kernels", "num_launches")
@@ -53,9 +55,10 @@ def spread(values: Sequence[float]) -> float:
 def trains(losses: Sequence[float], reference: Sequence[float]) -> bool:
     """Return whether losses follow a reference's, which falls, from the first steps to the last."""
     allowed = PART_OF_FALL * fall(reference)
-    # Written so that a NaN is not within anything.
     pairs = zip(smoothed(losses), smoothed(reference), strict=True)
-    return all(abs(a - b) < allowed for a, b in pairs)
+    is_near = all(abs(a - b) < allowed for a, b in pairs)
+    # A median may pass over a loss that is none.
+    return is_near and all(math.isfinite(loss) for loss in losses)
 
 
 def fall(losses: Sequence[float]) -> float:
@@ -64,9 +67,9 @@ def fall(losses: Sequence[float]) -> float:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the mean of each few losses in a row."""
+    """Return the median of each few losses in a row."""
     windows = (losses[i : i + LOSSES_IN_A_ROW] for i in range(len(losses) - LOSSES_IN_A_ROW + 1))
-    return [statistics.fmean(window) for window in windows]
+    return [statistics.median(window) for window in windows]
 
 
 def judge(methods: Mapping[str, dict[str, Any]], reference: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -50,15 +51,24 @@ def test_the_loss_over_a_vocabulary_is_the_loss_of_the_workload(name):
     ("losses", "expected"),
     [
         ([2.0, 1.5, 1.0, 1.0, 1.0, 1.0], True),
-        ([2.0, 1.6, 1.15, 1.15, 1.15, 1.15], True),  # 85 % of the fall
-        ([2.0, 1.6, 1.25, 1.25, 1.25, 1.25], False),  # 75 %
+        ([2.0, 1.6, 1.1, 1.1, 1.1, 1.1], True),  # 90 % of the fall
+        ([2.0, 1.6, 1.2, 1.2, 1.2, 1.2], False),  # 80 %
         ([2.0, 2.0, 2.0, 2.0, 2.0, 2.0], False),
         ([2.0, 3.0, 4.0, 4.0, 4.0, 4.0], False),
         ([2.0, float("nan"), 1.0, 1.0, 1.0, 1.0], False),
+        ([2.0, 1.5, float("nan"), 1.0, 1.0, 1.0], False),
+        ([2.0, 1.5, 1.0, float("inf"), 1.0, 1.0], False),
     ],
 )
 def test_what_trains_is_told_by_the_fall_of_the_loss(losses, expected):
     assert figures.trains(losses, [2.0, 1.5, 1.0, 1.0, 1.0, 1.0]) is expected
+
+
+def test_a_single_step_that_differs_is_not_broken_and_two_are():
+    expected = [2.0, 1.5, *[1.0] * 8]
+    for spike, trains in {(9.0,): True, (9.0, 9.0): False, (math.inf,): False}.items():
+        losses = [*expected[:5], *spike, *expected[5 + len(spike) :]]
+        assert figures.trains(losses, expected) is trains
 
 
 def test_a_reference_that_does_not_learn_proves_nothing():
