@@ -20,7 +20,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _AT_A_TIME = 2**22  # elements: what is drawn for them takes memory too
 
 
-def disturb(parameters: Iterable[Tensor], seed: int) -> None:
+def disturb(parameters: Iterable[Tensor], seed: int, size: float = SIZE) -> None:
     """Multiply values by one less a rounding, half of them or more.
 
     All move towards zero: what is at most one, as a probability, stays so, and nothing overflows.
@@ -31,9 +31,10 @@ def disturb(parameters: Iterable[Tensor], seed: int) -> None:
         parameters: Changed in place.
         seed: Of what is drawn; the global generators are not touched. On ranks that hold the same
             values it makes the same of them.
+        size: By how much on the average, relative to each.
     """
     parameters = [*parameters]
-    for part, _, factors in _moves(parameters, parameters, seed):
+    for part, _, factors in _moves(parameters, parameters, seed, size):
         part.mul_(factors)
 
 
@@ -51,17 +52,17 @@ def take_back(parameters: Iterable[Tensor], starts: Iterable[Tensor], seed: int)
 
 
 def _moves(
-    parameters: Iterable[Tensor], starts: Iterable[Tensor], seed: int
+    parameters: Iterable[Tensor], starts: Iterable[Tensor], seed: int, size: float = SIZE
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield parts of parameters, the same of starts, and what the elements are multiplied by."""
     generators: dict[torch.device, torch.Generator] = {}
     for part, start in _parts(parameters, starts):
-        step = max(2 * SIZE, torch.finfo(part.dtype).eps)
+        step = max(2 * size, torch.finfo(part.dtype).eps)
         if part.device not in generators:
             generators[part.device] = torch.Generator(part.device).manual_seed(seed)
         drawn = torch.empty(part.shape, dtype=torch.float32, device=part.device)
         drawn.uniform_(generator=generators[part.device])
-        yield part, start, (drawn < SIZE / step).to(part.dtype).mul_(-step).add_(1.0)
+        yield part, start, (drawn < size / step).to(part.dtype).mul_(-step).add_(1.0)
 
 
 def _parts(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -69,7 +70,7 @@ def _parts(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> Iterator[tupl
     for pair in zip(tensors, others, strict=True):
         for whole, other in zip(*(plain_parts(tensor.detach()) for tensor in pair), strict=True):
             is_moved = whole.dtype in _DTYPES and is_dense(whole) and whole.numel()
-            if not is_moved or is_expanded(whole):
+            if not is_moved or is_expanded(whole) or whole.is_meta or whole.is_inference():
                 continue
             if not whole.ndim:
                 yield whole, other

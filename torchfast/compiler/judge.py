@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from torchfast._core.rounding import disturb
 from torchfast._core.saved_modules import SavedModules
-from torchfast.compiler.candidates import Candidate
+from torchfast.compiler.candidates import Candidate, OutError
 from torchfast.compiler.parity import (
     Errors,
     Outcome,
@@ -19,7 +20,7 @@ from torchfast.compiler.parity import (
     tolerance_of,
     without_dropout,
 )
-from torchfast.compiler.rounding_errors import LEAST_SHARE, NUM_RUNS, RoundingErrors
+from torchfast.compiler.rounding_errors import LEAST_SHARE, NUM_RUNS, RoundingErrors, size_of
 
 # By how much a candidate may be farther off than what does not repeat itself is from itself.
 _SPREAD_TIMES = 2.0
@@ -29,6 +30,7 @@ _SPREAD_TIMES = 2.0
 _NUM_DRAWS = 6
 _DRAWS_TIMES = 3.0
 
+InForce = Callable[[], AbstractContextManager[object]]
 Within = Callable[[Callable[[], Any]], Any]
 
 
@@ -75,6 +77,8 @@ class Judge:
             spread = self._spread(noise) if self.draws else noise
             self.set_back()
         base = tolerance or tolerance_of(self._expected.precision)
+        # By how much parameters are moved to find out what rounding does; None: it does nothing.
+        self._size = size_of(self._expected.precision) if tolerance is None else None
         beyond = noise.beyond(base)
         if beyond is not None:
             self.notes.append(
@@ -103,27 +107,29 @@ class Judge:
         self.set_back()
         return errors_between(self._expected, self.observe())
 
-    def objection(self, errors: Errors, candidate: Candidate, within: Within) -> str | None:
+    def objection(self, errors: Errors, in_force: InForce, within: Within) -> str | None:
         """Return in words what is wrong with a result; None if nothing is.
 
         Args:
             errors: How far it is off.
-            candidate: Whose it is; it runs again where rounding may be the reason.
+            in_force: Puts it in force; it runs again where rounding may be the reason.
             within: Calls a function under a limit of time.
         """
         changed = self._state.changed_parameters()
         if changed:
             return f"it writes to parameters ({', '.join(changed[:3])})"
-        beyond = self._beyond(errors, self._expected, self._allowed, candidate, within)
+        beyond = self._beyond(
+            errors, self._expected, self._allowed, in_force, within, lengths=not self.draws
+        )
         if beyond is not None and self.draws:
             return f"{beyond}; three times what random numbers do to the reference is allowed"
         return beyond
 
-    def without_dropout(self, candidate: Candidate, within: Within) -> tuple[Errors, str] | str:
+    def without_dropout(self, in_force: InForce, within: Within) -> tuple[Errors, str] | str:
         """Judge a candidate where no random numbers blur the result.
 
         Args:
-            candidate: It is put in force, and compiles anew.
+            in_force: Puts it in force; it compiles anew.
             within: Calls a function under a limit of time.
 
         Returns:
@@ -141,11 +147,11 @@ class Judge:
                 def compare() -> Errors:
                     return errors_between(expected, self.observe())
 
-                with candidate.in_force():
+                with in_force():
                     self.set_back(attributes=False)
                     errors: Errors = within(compare)
                 beyond = self._beyond(
-                    errors, expected, self._strict, candidate, within, attributes=False
+                    errors, expected, self._strict, in_force, within, attributes=False
                 )
                 return errors, "" if beyond is None else f"without dropout {beyond}"
             finally:
@@ -156,35 +162,43 @@ class Judge:
         errors: Errors,
         expected: Outcome,
         tolerance: ParityTolerance,
-        candidate: Candidate,
+        in_force: InForce,
         within: Within,
         *,
         attributes: bool = True,
+        lengths: bool = True,
     ) -> str | None:
         """Return in words what rounding does not explain of a result; None if there is nothing."""
         beyond = errors.beyond(tolerance)
-        if beyond is None:
-            return None
-        if self._rounding is None or self._rounding[0] is not expected:
-            with self._reference.in_force():
-                rounding = RoundingErrors(self._moved(expected, attributes=attributes))
-            self.set_back(attributes=attributes)
-            self._rounding = expected, rounding
-            if rounding.is_beyond(self._strict):
-                self.notes.append(str(rounding))
-        rounding = self._rounding[1]
-        if not rounding.is_beyond(tolerance):
+        if beyond is None or self._size is None:
             return beyond
-        with candidate.in_force():
-            again = within(lambda: self._moved(expected, attributes=attributes))
-        return rounding.objection(again, tolerance)
 
-    def _moved(self, expected: Outcome, *, attributes: bool = True) -> list[Errors]:
+        def moved() -> list[Errors]:
+            return self._moved(expected, attributes=attributes)
+
+        try:
+            if self._rounding is None or self._rounding[0] is not expected:
+                with self._reference.in_force():
+                    self._rounding = expected, RoundingErrors(within(moved))
+            rounding = self._rounding[1]
+            if not rounding.is_beyond(tolerance):
+                return beyond
+            if str(rounding) not in self.notes:
+                self.notes.append(str(rounding))
+            self.set_back(attributes=attributes)
+            with in_force():
+                return rounding.objection(within(moved), tolerance, lengths=lengths)
+        except OutError as out:
+            # What was found already stands.
+            return f"{beyond}; that it is rounding could not be found out: {out.reason}"
+
+    def _moved(self, expected: Outcome, *, attributes: bool) -> list[Errors]:
         """Return how far what is in force is off from parameters that are moved by a rounding."""
-        errors = []
+        errors, size = [], self._size
+        assert size is not None
         for seed in range(NUM_RUNS):
             self.set_back(attributes=attributes)
-            disturb(self._model.parameters(), seed)
+            disturb(self._model.parameters(), seed, size)
             errors.append(errors_between(expected, self.observe(), least_share=LEAST_SHARE))
         return errors
 

@@ -10,7 +10,7 @@ How it goes, within ``budget_s``:
 2. The reference, the first candidate, runs: its loss and gradients are what others must agree with.
 3. Each candidate is put in force and compiled, the cheapest first, within what is left of the time
    less a part for the timing. One that raises, takes too long or computes something else
-   (`parity`) is out, with the reason.
+   (`parity`) is out, with the reason. What only rounds otherwise is not (`rounding_errors`).
 4. What is left is timed in turns (`measure`), as replays where a graph will hold the step
    (`torchfast.compiler.replays`).
 5. Chosen is the fastest. Where the difference is within the noise, the one that comes first in the
@@ -93,7 +93,8 @@ def search(
         batch: What ``work`` runs on; its tensors are put back too.
         key: What the answer depends on, for the receipt; by default made of model, batch and
             device.
-        tolerance: How far results may be off; by the precision of the step by default.
+        tolerance: How far results may be off; by default by the precision of the step, and where
+            rounding alone takes them farther, by that.
         smallest: The smallest difference in speed that matters, as a part.
         graphs: What captures a unit as the step will be, where it will be.
         call_within: ``call_within(seconds, function)`` calls and interrupts a function. Without it
@@ -223,7 +224,9 @@ class _Search:
             errors = self.judge.errors()
             peak = self.peak_bytes(self.judge.unit)
         objection = self.judge.objection(
-            errors, candidate, lambda function: self._within(limit, function)
+            errors,
+            lambda: self._in_force(candidate),
+            lambda function: self._within(limit - (self.clock() - started), function),
         )
         if objection is not None:
             raise OutError("wrong", objection)
@@ -359,7 +362,8 @@ class _Search:
         started = self.clock()
         try:
             judged = self.judge.without_dropout(
-                candidate, lambda function: self._within(self._left(), function)
+                lambda: self._in_force(candidate),
+                lambda function: self._within(self._left(), function),
             )
             if isinstance(judged, str):
                 self.notes.append(f"{blurred}: {judged}")
