@@ -41,7 +41,6 @@ from torchfast.compiler import (
     CompiledCallable,
     CompiledModule,
     CompileOptions,
-    CompileRecord,
     compile_callable,
 )
 from torchfast.data import LoaderStatistics, PadToLengths, PrefetchingLoader, shard_loader
@@ -62,6 +61,7 @@ from torchfast.step import TrainStep
 from torchfast.trainer import Trainer
 
 if TYPE_CHECKING:
+    from torchfast.compiler import CompileRecord
     from torchfast.data import (
         MonitoredDataLoader,
         WorkerMeasurement,
@@ -214,6 +214,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "torchfast.compiler": ("CompileRecord",),
     "torchfast.data": (
         "MonitoredDataLoader",
         "WorkerMeasurement",

@@ -22,12 +22,11 @@ from torchfast.compiler.options import (
     CompileOptions,
     compile_decision,
 )
-from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.steady_watch import SteadyWatch
-from torchfast.compiler.summary import CompileSummary
 
 if TYPE_CHECKING:
     from torchfast.compiler.store import CacheStore
+    from torchfast.compiler.summary import CompileSummary
 
 # Steps after which nothing should have to be compiled any more: the warm-up of a graph, its capture
 # and check, and some for a second shape.
@@ -77,6 +76,8 @@ class CompileAccount(Closing):
     """
 
     def __init__(self, model: nn.Module | None, options: CompileOptions, context: str = "") -> None:
+        from torchfast.compiler.record import CompileRecord
+
         keys = []
         if options.backend == "inductor":
             # A search compiles by other accounts, and what is asked of nobody is compiled by none.

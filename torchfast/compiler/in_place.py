@@ -33,6 +33,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import CompileError
 from torchfast._core.left_to_python import leave_to_python
@@ -42,7 +43,6 @@ from torchfast.compiler.causes import explained
 from torchfast.compiler.conversion import FrameConversion, GaveUpError, is_graph_break
 from torchfast.compiler.copied import called_in, leave_copies_alone
 from torchfast.compiler.options import CompileOptions, compile_decision
-from torchfast.compiler.record import CompileRecord
 from torchfast.compiler.refusal import run_refusing, stance_forbids
 from torchfast.compiler.remarks import (
     ASKED_NO_MORE,
@@ -134,12 +134,13 @@ class RegionKind:
         )
         self._is_around = is_around
         self._options = options
-        self._record = CompileRecord() if options.mark_dynamic else None
-        self._sizes = (
-            SteadyWatch(self._record, mark_dynamic=True, name=self.code_name)
-            if self._record is not None
-            else None
-        )
+        self._record: Closing | None = None
+        self._sizes: SteadyWatch | None = None
+        if options.mark_dynamic:
+            from torchfast.compiler.record import CompileRecord
+
+            self._record = record = CompileRecord()
+            self._sizes = SteadyWatch(record, mark_dynamic=True, name=self.code_name)
         self._raises = False
         self._cause: BaseException | None = None  # of what is raised from then on
         self._eager: Callable[..., Any] = template

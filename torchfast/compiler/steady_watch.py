@@ -14,15 +14,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from torchfast._core.arguments import check_flag, explain_keywords
 from torchfast._core.batches import tensors
 from torchfast.compiler.dynamic_dimensions import DynamicDimension, argument, mark_dimension
-from torchfast.compiler.events import LimitReached, Recompile
-from torchfast.compiler.record import CompileRecord
+
+if TYPE_CHECKING:
+    from torchfast.compiler.events import LimitReached, Recompile
+    from torchfast.compiler.record import CompileRecord
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class SteadyWatch:
     def __init__(
         self, record: CompileRecord, *, mark_dynamic: bool = False, name: str | None = None
     ) -> None:
+        from torchfast.compiler.record import CompileRecord
+
         if not isinstance(record, CompileRecord):
             raise TypeError(f"record must be a CompileRecord, got {type(record).__name__}")
         self._record = record
