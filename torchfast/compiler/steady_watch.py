@@ -46,6 +46,7 @@ class SteadyWatch:
 
     Example:
         >>> import torch
+        >>> from torchfast import CompileRecord
         >>> record = CompileRecord()
         >>> double = torch.compile(lambda x: x * 2, backend="eager")
         >>> _ = double(torch.ones(3))
