@@ -228,10 +228,13 @@ def test_nothing_runs_more_often_where_results_are_near():
     assert counts["off"] == counts["same"] + NUM_RUNS  # of the reference, which explain nothing
 
 
-def judged(lab, candidate):
+def judge_of(lab):
     reference = Candidate(name="eager", apply=lambda: lambda: None)
-    state = SavedModules([lab.model], CPU)
-    judge = Judge(reference, lab.work, lab.model, state, None)
+    return Judge(reference, lab.work, lab.model, SavedModules([lab.model], CPU), None)
+
+
+def judged(lab, candidate):
+    judge = judge_of(lab)
     with candidate.in_force():
         errors = judge.errors()
     return judge.objection(errors, candidate.in_force, lambda function: function())
@@ -240,8 +243,7 @@ def judged(lab, candidate):
 def test_the_reference_is_measured_once_for_all_candidates():
     lab = deep_lab()
     once, both = (lab.candidate(f"other {i}", 0.9, damage=rounds_otherwise) for i in range(2))
-    reference = Candidate(name="eager", apply=lambda: lambda: None)
-    judge = Judge(reference, lab.work, lab.model, SavedModules([lab.model], CPU), None)
+    judge = judge_of(lab)
     spent = []
     for candidate in (once, both):
         with candidate.in_force():

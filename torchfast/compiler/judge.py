@@ -204,11 +204,11 @@ class Judge:
 
     def _spread(self, noise: Errors) -> Errors:
         """Return how far results are from each other that differ in their random numbers only."""
-        spread = noise
+        runs = [noise]
         for _ in range(_NUM_DRAWS):
             self._state.put_back(generators=False)  # they go on from where the last unit left them
-            spread = spread.larger(errors_between(self._expected, self.observe()))
-        return spread
+            runs.append(errors_between(self._expected, self.observe()))
+        return Errors.of(runs, -1)
 
     def _check_parameters(self) -> None:
         changed = self._state.changed_parameters()

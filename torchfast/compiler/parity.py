@@ -137,10 +137,6 @@ class Errors(NamedTuple):
                 return f"{called} {name} is off by {errors[name]:.2g} (tolerance {allowed:.3g})"
         return None
 
-    def larger(self, other: Errors) -> Errors:
-        """Return the larger of each."""
-        return Errors.of([self, other], -1)
-
     @staticmethod
     def of(runs: Sequence[Errors], rank: int) -> Errors:
         """Return of each the one that stands there when those of all runs are sorted."""
