@@ -157,3 +157,16 @@ def test_from_a_shell_with_a_path_that_is_no_text(tmp_path):
 def damage(folder):
     path = folder / "rank-00000-0000.bin"
     path.write_bytes(b"\x01" + path.read_bytes()[1:])
+
+
+def test_what_is_written_in_a_checkpoint_steers_no_terminal(command, run):
+    name = "loss\x1b[2J\nwhole"
+    with CheckpointManager(run) as checkpoints:
+        state = {"model": {name: torch.ones(1)}, name: 1, f"of {name}": [torch.ones(2)]}
+        checkpoints.save(state, 30, metrics={name: 1.0})
+    escaped = "loss\\x1b[2J\\nwhole"
+    for arguments, number in ((["list"], 1), (["show", "--step", 30, "--tensors"], 5)):
+        status, out, err = command(*arguments)
+        assert (status, err) == (0, "")
+        assert out.count(escaped) == number
+        assert all(line.isprintable() for line in out.split("\n"))

@@ -158,3 +158,16 @@ def damage(folder, model, index):
     data = bytearray(path.read_bytes())
     data[index] ^= 1
     path.write_bytes(data)
+
+
+HOSTILE = "one\x1b[2J\r\nwhole\x9b31m\u202eenil"
+
+
+def test_what_is_written_in_an_entry_steers_no_terminal(command, folder):
+    process(folder, "a")[0].save(key(HOSTILE, device_name=HOSTILE))
+    for name, lines in (("list", 4), ("show", None)):
+        status, out, err = command(name)
+        assert (status, err) == (0, "")
+        assert "one\\x1b[2J\\r\\nwhole\\x9b31m\\u202eenil" in out
+        assert all(line.isprintable() for line in out.split("\n"))
+        assert lines is None or out.count("\n") == lines

@@ -19,12 +19,24 @@ def size(num_bytes: int) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line."""
-    sys.stdout.write(f"{text}\n")
+    """Print a line, or several; what would steer a terminal is printed escaped."""
+    sys.stdout.write(_escaped(text, but="\n\t") + "\n")
 
 
 def fail(text: str, status: int) -> int:
-    """Print a line to the errors, behind what was said before, and return ``status``."""
+    """Print such a line to the errors, behind what was said before, and return ``status``."""
     sys.stdout.flush()
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(_escaped(text, but="\n\t") + "\n")
     return status
+
+
+def one_line(value: object) -> str:
+    """Return what a file says of itself as a part of one line, whatever is written there."""
+    return _escaped(str(value), but="")
+
+
+def _escaped(text: str, *, but: str) -> str:
+    if text.isprintable():
+        return text
+    # A terminal obeys escape sequences, and shows text in another order behind some characters.
+    return "".join(c if c.isprintable() or c in but else ascii(c)[1:-1] for c in text)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from torchfast._core.errors import TorchFastError
-from torchfast._core.shell import DAMAGED, WRONG, fail, say, size
+from torchfast._core.shell import DAMAGED, WRONG, fail, one_line, say, size
 from torchfast.checkpoint.folder import CheckpointFolder, folder_path
 from torchfast.checkpoint.loading import read_checkpoint, read_tree, verify_folder
 from torchfast.checkpoint.manifest import METADATA, Manifest, parse_json, read_manifest, read_named
@@ -89,7 +89,8 @@ def _list(folder: CheckpointFolder, arguments: argparse.Namespace) -> int:
             status = fail(str(error), DAMAGED)
             continue
         metrics = " ".join(f"{name}={value:.6g}" for name, value in manifest.metrics.items())
-        say(f"step-{step}  {size(manifest.num_bytes):>9}  {manifest.saved_at}  {metrics}".rstrip())
+        about = one_line(f"{manifest.saved_at}  {metrics}")
+        say(f"step-{step}  {size(manifest.num_bytes):>9}  {about}".rstrip())
     return status
 
 
@@ -113,21 +114,21 @@ def _show(folder: CheckpointFolder, arguments: argparse.Namespace) -> int:
     say(f"{path}")
     say(
         f"step {manifest.step}, {size(manifest.num_bytes)} in {len(manifest.files)} files, "
-        f"{manifest.saved_at}, torch {manifest.torch}, ranks: {manifest.world_size}"
+        + one_line(f"{manifest.saved_at}, torch {manifest.torch}, ranks: {manifest.world_size}")
     )
     for name, value in manifest.metrics.items():
-        say(f"  metric {name} = {value:.6g}")
+        say(f"  metric {one_line(name)} = {value:.6g}")
     tree = read_tree(path, manifest)
     for key, node in tree["items"] if TAG in tree else tree.items():
         keys = list(stored_tensors(node))
         if not keys:
-            say(f"{key}: {_short(node)}")
+            say(one_line(f"{key}: {_short(node)}"))
             continue
         num_bytes = sum(sizes[k][0] for k in keys)
-        say(f"{key}: {len(keys)} tensors, {size(num_bytes)}")
+        say(f"{one_line(key)}: {len(keys)} tensors, {size(num_bytes)}")
         if arguments.tensors:
             for k in keys:
-                say(f"  {k}  {sizes[k][1]}")
+                say(f"  {one_line(k)}  {sizes[k][1]}")
     return 0
 
 

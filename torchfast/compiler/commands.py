@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchfast._core.shell import DAMAGED, UNITS, WRONG, fail, say, size
+from torchfast._core.shell import DAMAGED, UNITS, WRONG, fail, one_line, say, size
 from torchfast.compiler.store_contents import StoredEntry, clear, list_entries, prune
 from torchfast.compiler.store_files import Unusable
 
@@ -73,11 +73,12 @@ def _list(path: Path, arguments: argparse.Namespace) -> int:
         if entry.header is None:
             status = fail(_problem(entry), DAMAGED)
             continue
-        machine = entry.header.machine
+        written_at, machine, work = entry.header.written_at, entry.header.machine, entry.header.work
+        torch_and_device = f"{machine.get('torch', '?')}  {machine.get('device_name', '?')}"
         say(
-            f"{_short(entry.name)}  {size(entry.num_bytes):>8}  {entry.header.written_at}  "
-            f"used {entry.uses:>3}  torch {machine.get('torch', '?')}  "
-            f"{machine.get('device_name', '?')}  {entry.header.work.get('model_class', '?')}"
+            f"{_short(entry.name)}  {size(entry.num_bytes):>8}  {one_line(written_at)}  "
+            f"used {entry.uses:>3}  torch {one_line(torch_and_device)}  "
+            f"{one_line(work.get('model_class', '?'))}"
         )
     say(f"{len(entries)} entries, {size(sum(entry.num_bytes for entry in entries))}")
     return status
@@ -99,13 +100,15 @@ def _show(path: Path, arguments: argparse.Namespace) -> int:
             continue
         header = entry.header
         say(f"{entry.name}")
-        say(f"  {size(entry.num_bytes)}, written {header.written_at} by {header.torchfast}")
-        say(f"  used {entry.uses} times{f', last {entry.used_at}' if entry.used_at else ''}")
+        written = f"{header.written_at} by {header.torchfast}"
+        say(f"  {size(entry.num_bytes)}, written {one_line(written)}")
+        last = f", last {one_line(entry.used_at)}" if entry.used_at else ""
+        say(f"  used {entry.uses} times{last}")
         for kind, number in header.artifacts.items():
-            say(f"  artifacts {kind} = {number}")
+            say(f"  artifacts {one_line(kind)} = {number}")
         for title, facts in (("work", header.work), ("machine", header.machine)):
             for name, value in facts.items():
-                say(f"  {title} {name} = {value}")
+                say(f"  {title} {one_line(name)} = {one_line(value)}")
         say("  whole: the payload has the SHA-256 of its header")
     return status
 
@@ -126,7 +129,8 @@ def _removed(names: list[str]) -> int:
 
 
 def _problem(entry: StoredEntry) -> str:
-    return entry.problem if entry.name in entry.problem else f"{entry.name}: {entry.problem}"
+    problem = one_line(entry.problem)
+    return problem if entry.name in problem else f"{entry.name}: {problem}"
 
 
 def _short(name: str) -> str:
