@@ -78,7 +78,11 @@ def test_another_property_of_a_tensor_is_named(record, first, second, expected):
     function = compiled(double, dynamic=False)
     function(first)
     function(second)
-    assert only_change(record)[:5] == expected
+    change = only_change(record)
+    assert change[:5] == expected
+    kind, source, dimension, before, after = expected
+    what = source if dimension is None else f"dimension {dimension} of {source}"
+    assert str(change) == f"the {kind} of {what} changed from {before} to {after}"
 
 
 def test_a_python_number_is_named(record):

@@ -91,7 +91,8 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         what = self.source
         if self.dimension is not None:
-            what = f"dimension {self.dimension} of {what}"
+            part = "the stride of dimension" if self.kind == "stride" else "dimension"
+            what = f"{part} {self.dimension} of {what}"
         elif self.kind in ("dtype", "rank", "stride", "device", "requires_grad", "type"):
             what = f"the {self.kind} of {what}"
         if self.after is not None:
