@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -111,7 +112,8 @@ class Queue:
     def _run(self, job: Job, gpus: str, cores: list[int]) -> int:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
         command = job.command.replace(results.CARD, self._card)
-        command = command.replace("PYTHON", shlex.quote(sys.executable))
+        python = shlex.quote(sys.executable)
+        command = re.sub(r"\bPYTHON\b", lambda _: python, command)  # and not in PYTHONPATH
         with (self._logs / f"{job.name}.txt").open("w") as log:
             process = subprocess.Popen(
                 ["sh", "-c", command],

@@ -50,7 +50,7 @@ def test_a_bad_list_is_refused(tmp_path, text, only, message):
 
 def test_each_has_a_gpu_and_cores_of_its_own(tmp_path):
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.sched_getaffinity(0))"
-    say = f'PYTHON -c "{code}"'
+    say = f'PYTHONPATH=. PYTHON -c "{code}"'
     jobs = [Job(1.0, name, f"{say}; sleep 1") for name in ("one", "two", "three")]
     started = time.monotonic()
     queue = run(jobs, 2, 60.0, tmp_path)
