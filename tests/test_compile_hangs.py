@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import signal
 import subprocess
@@ -154,6 +155,43 @@ def test_a_signal_that_is_taken_is_left_alone():
     finally:
         signal.signal(signal.SIGRTMIN, signal.SIG_DFL)
     assert seen == []
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_what_the_garbage_collector_calls_is_left_to_end(in_a_thread):
+    ends, outcomes = [], []
+
+    def callback(phase, info):
+        if phase == "stop":
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                pass
+            ends.append(time.monotonic())
+
+    def collects():
+        gc.collect()
+        for _ in range(2000):
+            time.sleep(0.01)
+
+    def limited():
+        with pytest.raises(CallTimeoutError):
+            call_within(0.1, collects)
+        outcomes.append(time.monotonic())
+
+    gc.disable()  # so that only this one is looked at
+    gc.callbacks.append(callback)
+    try:
+        if in_a_thread:
+            thread = threading.Thread(target=limited)
+            thread.start()
+            thread.join()
+        else:
+            limited()
+    finally:
+        gc.callbacks.remove(callback)
+        gc.enable()
+    assert len(ends) == len(outcomes) == 1
+    assert outcomes[0] - ends[0] < 0.9  # and not with the next interruption, a second later
 
 
 AFTER_LIMITS = """

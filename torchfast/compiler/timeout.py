@@ -12,10 +12,11 @@ such signals, the interpreter is asked to raise at the next line of Python, whic
 reach until it is over.
 
 An exception must not come anywhere. C++ that calls Python to look something up (guards, dispatch
-rules, weak references, destructors) ends the process if that raises, and a ``with`` block that is
-being entered or left would leave a lock or a setting behind. So the call is interrupted only where
-it is in plain Python: in the tracer, in the code generator, in a wait, in code that is not torch's.
-Elsewhere it is looked at again shortly after.
+rules, weak references, destructors) ends the process if that raises, what the garbage collector
+calls raises to nobody, and a ``with`` block that is being entered or left would leave a lock or a
+setting behind. So the call is interrupted only where it is in plain Python: in the tracer, in the
+code generator, in a wait, in code that is not torch's. Elsewhere it is looked at again shortly
+after.
 
 What cannot be stopped: C++ that does not return to Python, such as LLVM inside a Triton compile or
 a kernel that hangs in autotuning. The call ends when that returns, and counts as too long.
@@ -24,6 +25,7 @@ a kernel that hangs in autotuning. The call ends when that returns, and counts a
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import signal
 import sys
@@ -157,9 +159,10 @@ class _Watch:
         """Whether an exception in a frame does no harm, or less than to wait on."""
         if frame is None or not (self._is_plain(frame) or self._is_impatient()):
             return False
+        collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
         while frame is not None and frame.f_code is not call_within.__code__:
             code = frame.f_code
-            if code.co_name in _FRAGILE_FUNCTIONS:
+            if code.co_name in _FRAGILE_FUNCTIONS or code in collecting:
                 return False
             if any(part in code.co_filename for part in _FRAGILE_FILES):
                 return False
