@@ -7,7 +7,8 @@
     python3 tools/dev.py examples             # every example, two steps on the CPU
     python3 tools/dev.py docs                 # the documentation, into docs/_build/html
     python3 tools/dev.py wheel                # the wheel, tested in a clean environment, into dist/
-    python3 tools/dev.py all                  # what CI runs: lint, test, examples, docs, wheel
+    python3 tools/dev.py publish              # documentation and wheel, side by side
+    python3 tools/dev.py all                  # what CI runs: lint, test, examples, publish
 
 The first call creates the virtual environment .venv in the root of the repository, or the folder
 named by TORCHFAST_VENV, and installs torchfast there with the versions of constraints.txt. Later
@@ -20,6 +21,7 @@ an older Python can still read the message that it is too old.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import hashlib
 import importlib.util
 import os
@@ -82,7 +84,8 @@ def examples() -> None:
     python = prepared_environment(group="dev")
     with tempfile.TemporaryDirectory(prefix="torchfast-examples-") as scratch:
         runs: list[tuple[list[str | Path], Path]] = []
-        for script in sorted((ROOT / "examples").glob("*.py")):
+        # The last ones do most: begun last, they would be waited for alone.
+        for script in sorted((ROOT / "examples").glob("*.py"), reverse=True):
             folder = Path(scratch, script.stem)
             folder.mkdir()
             runs.append(([python, script, "--steps", "2", "--device", "cpu"], folder))
@@ -112,13 +115,18 @@ def wheel() -> None:
         shutil.copy2(built, ROOT / "dist")
 
 
+def publish() -> None:
+    """Build the documentation and the wheel, side by side."""
+    prepared_environment(group="dev")
+    run_all(([sys.executable, __file__, command], ROOT) for command in ("docs", "wheel"))
+
+
 def all_commands() -> None:
     """Run everything that CI runs, cheapest first; stop at the first failure."""
     lint()
     test([])
     examples()
-    docs()
-    wheel()
+    publish()
 
 
 # -- The wheel -------------------------------------------------------------------------------------
@@ -237,24 +245,50 @@ def run(
     """Print a command and run it; raise CommandError if it fails."""
     words = [str(word) for word in command]
     announce(words)
-    status = subprocess.run(words, cwd=folder, env=environment, check=False).returncode
-    if status:
-        # A signal is reported as a shell would.
-        raise CommandError(
-            f"exit status {status}: {shlex.join(words)}", status if status > 0 else 128 - status
-        )
+    check(subprocess.run(words, cwd=folder, env=environment, text=True, check=False))
 
 
 def run_all(commands: Iterable[tuple[list[str | Path], Path]]) -> None:
-    """Run every command in its folder, then fail if any of them did."""
+    """Run every command in its folder, one on each core, then fail if any of them did.
+
+    What a command prints is shown when it has ended, so that none stands within another's.
+    """
     failures = []
-    for command, folder in commands:
-        try:
-            run(command, folder=folder)
-        except CommandError as error:
-            failures.append(str(error))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for done in pool.map(lambda one: printing_to_memory(*one), commands):
+            announce(done.args)
+            print(done.stdout, end="", flush=True)
+            try:
+                check(done)
+            except CommandError as error:
+                failures.append(str(error))
     if failures:
         raise CommandError("\n".join(failures))
+
+
+def printing_to_memory(command: list[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command; return its exit status and what it printed, errors among it."""
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        # Threads of several on the same cores would wait for each other.
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+
+
+def check(done: subprocess.CompletedProcess[str]) -> None:
+    """Raise CommandError if a command failed."""
+    status = done.returncode
+    if status:
+        # A signal is reported as a shell would.
+        raise CommandError(
+            f"exit status {status}: {shlex.join(done.args)}", status if status > 0 else 128 - status
+        )
 
 
 def replace_process(command: list[str | Path]) -> NoReturn:
@@ -278,6 +312,7 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "examples": examples,
     "docs": docs,
     "wheel": wheel,
+    "publish": publish,
     "all": all_commands,
 }
 COMMANDS_WITH_ARGUMENTS: dict[str, Callable[[list[str]], None]] = {
