@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import optim
 from torch._dynamo.callback import callback_handler
+from torch._inductor.exc import InvalidCxxCompiler
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from compiled_training import BATCHES, Deep, compiled_in, counter
@@ -433,6 +434,20 @@ def test_a_compiler_that_is_off_for_now_is_no_answer(really, tmp_path, off, word
     assert "budget_s" not in decision.detail
     decision = searched("handle", tmp_path, budget_s=5.0)
     assert "mode 'auto' took" in decision.detail
+
+
+def test_what_the_machine_lacks_now_is_no_answer(really, tmp_path):
+    def without_a_compiler(graph, inputs):
+        raise InvalidCxxCompiler
+
+    sound, really.backend = really.backend, without_a_compiler
+    decision = searched("handle", tmp_path, budget_s=60.0)
+    assert "nothing could be compared with eager: " in decision.detail
+    assert "not now: " in decision.detail
+    assert "No working C++ compiler found" in decision.detail
+    really.backend = sound
+    assert "measured now" in searched("handle", tmp_path, budget_s=60.0).detail
+    assert really.num_searches == 2
 
 
 def test_ways_that_all_fail_are_an_answer(really, tmp_path):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from torchfast import Plan, PlanError
@@ -54,6 +58,9 @@ def test_what_is_changed_is_shown_and_json_ready():
         ({"timeout_s": 0}, ValueError, "timeout_s must be > 0"),
         ({"timeout_s": None}, TypeError, "timeout_s must be a number > 0"),
         ({"cache": 3}, TypeError, "cache must be the path of a folder or None"),
+        ({"cache": "", "mode": "auto"}, ValueError, "cache='' names no folder"),
+        ({"cache": "~/cache", "mode": "auto"}, ValueError, "cache='~/cache' begins with '~'"),
+        ({"cache": __file__, "mode": "auto"}, ValueError, "cache=.* is a file, expected a folder"),
         ({"mark_dynamic": "yes"}, TypeError, "mark_dynamic must be True or False"),
         ({"option": {}}, TypeError, r"CompileOptions\(\) has no argument 'option'"),
     ],
@@ -68,6 +75,61 @@ def test_the_handle_says_the_same():
         CompiledModule(nn.Linear(2, 2), regions="block")
     with pytest.raises(TypeError, match="did you mean 'regions'"):
         CompiledModule(nn.Linear(2, 2), region="blocks")
+
+
+def test_a_path_is_kept_as_text(tmp_path):
+    options = CompileOptions(cache=tmp_path)
+    assert options == CompileOptions(cache=str(tmp_path))
+    plan = Plan(compile=options)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("options", ["max-autotune", {"mode": "default"}])
+def test_options_of_a_function_are_options(options):
+    with pytest.raises(TypeError, match=r"options must be CompileOptions or None, .*got ['{].*\)"):
+        compile_callable(torch.sin, options)
+
+
+def test_the_model_of_a_function_is_a_module():
+    with pytest.raises(TypeError, match="model must be torch's Module, got"):
+        compile_callable(torch.sin, model=torch.sin)
+
+
+def test_what_was_compiled_of_a_function_is_not_copied():
+    with compile_callable(torch.sin, CompileOptions(backend="eager")) as compiled:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a CompiledCallable stands for code of this"):
+                copied(compiled)
+
+
+@pytest.mark.parametrize("function", [None, 3])
+def test_what_stands_around_is_a_function(function):
+    with (
+        CompiledModule(nn.Linear(2, 2), backend="eager") as handle,
+        pytest.raises(TypeError, match="function must be"),
+    ):
+        handle.around(function)
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "words"),
+    [
+        (lambda loss: None, TypeError, "loss_fn must return"),
+        (lambda loss: loss.expand(3), ValueError, "must return a scalar loss"),
+        (lambda loss: (loss, {"loss": loss.detach()}), None, ""),
+    ],
+)
+def test_a_search_takes_what_a_trainer_takes(result, error, words):
+    model = nn.Linear(2, 2)
+    with CompiledModule(model, mode="auto", budget_s=0.001) as handle:
+        raises = nullcontext() if error is None else pytest.raises(error, match=words)
+        with raises:
+            handle.search(lambda model, x: result(model(x).mean()), torch.ones(3, 2))
+    with (
+        CompiledModule(model, mode="auto") as handle,
+        pytest.raises(TypeError, match="takes outputs and targets"),
+    ):
+        handle.search(nn.functional.mse_loss, torch.ones(3, 2))
 
 
 def test_auto_is_for_what_can_measure():

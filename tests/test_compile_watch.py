@@ -231,6 +231,25 @@ def test_a_dimension_that_changed_is_marked_in_the_next_batch(record, warnings_g
     assert len(run(mark=False).recompiles) == 4
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_torch_makes_dynamic_by_itself_is_not_compiled_again_for_a_mark(dynamic, caplog):
+    def graphs_of(*, mark):
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        options = {"backend": "eager", "dynamic": dynamic, "mark_dynamic": mark}
+        with CompiledModule(model, **options) as handle:
+            for length in (16, 12, 10, 9):
+                for _ in range(STEADY_AFTER):
+                    model(torch.ones(length, 4)).sum().backward()
+                    handle.after_step()
+            return handle.report().counters["graphs"]
+
+    assert graphs_of(mark=True) == graphs_of(mark=False) == (2 if dynamic is None else 1)
+    told = [r.getMessage() for r in caplog.records if "in the middle of the run" in r.getMessage()]
+    assert len(told) == (2 if dynamic is None else 0)
+    assert all("for any size now" in text for text in told[:1])  # with the mark
+
+
 def test_a_length_is_marked_in_blocks_of_which_the_first_needs_no_gradient(warnings_given):
     """To the version for that block any later one differs by ``requires_grad`` as well."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Literal, ParamSpec, TypeVar
@@ -115,6 +116,30 @@ def check_type(name: str, value: object, kind: type) -> None:
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be torch's {kind.__name__}, got {describe(value)}")
+
+
+def check_folder(name: str, value: object, of: str) -> str:
+    """Return the path of a folder, there or not, as text.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is empty, of a shell, or a file's.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(
+            f"{name} must be the path of a folder, got {value!r} ({type(value).__name__})"
+        )
+    text = os.fsdecode(os.fspath(value))
+    if not text:  # such as a variable of the environment that is not set
+        raise ValueError(f"{name}='' names no folder; pass its path, or None for no {of}")
+    if text.startswith("~"):
+        raise ValueError(
+            f"{name}={text!r} begins with '~', which only a shell expands; pass "
+            f"os.path.expanduser({name})"
+        )
+    if os.path.isfile(text):
+        raise ValueError(f"{name}={text!r} is a file, expected a folder for a {of}; name another")
+    return text
 
 
 def check_iterable(name: str, value: object, of: str) -> None:

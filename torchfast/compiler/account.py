@@ -84,7 +84,9 @@ class CompileAccount(Closing):
             is_compiled_here = options.mode != "auto"
             keys = work_out_keys(for_gpu=is_compiled_here and _may_be_on_gpu(model))
         self._record = CompileRecord(before=partial(wait_for_keys, keys))
-        self._watch = SteadyWatch(self._record, mark_dynamic=options.mark_dynamic)
+        self._watch = SteadyWatch(
+            self._record, mark_dynamic=options.mark_dynamic, dynamic=options.dynamic
+        )
         self._num_steps = 0
         self._is_closed = False
         with _LOCK:

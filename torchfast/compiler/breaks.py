@@ -78,7 +78,8 @@ _CAUSES = (
     ),
     _Cause(
         "data-dependent branch",
-        r"data-dependent branching|^generic_jump|data-dependent assertion",
+        r"data-dependent branching|^generic_jump|data-dependent assertion|"
+        r"Could not guard on data-dependent expression",
         "an if, while or assert on the value of a tensor: which way to go is known only when the "
         "numbers are",
         "choose with torch.where or torch.cond, or take the test out of the compiled code; tests "

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from torchfast._core.user_code import is_users
+from torchfast.compiler.breaks import read_break
 from torchfast.compiler.timeout import CallTimeoutError
 
 # What stands in the class name or message of an error, and the remedy.
@@ -17,15 +21,22 @@ _REMEDIES = (
         "give it fewer different sizes and values, or dynamic=True",
     ),
     (
-        ("Unsupported", "UserError"),
-        "take what is named out of the forward, or leave fullgraph out",
-    ),
-    (
         ("OutOfMemoryError",),
         "mode='default' autotunes nothing and needs less memory while it compiles",
     ),
 )
 _OTHERWISE = "on_failure='raise' shows the whole error; compile other regions to leave this one out"
+_CANNOT_FOLLOW = ("Unsupported", "UserError")
+_NO_FAKE = re.compile(r"no fake impl registered for <?(?:CustomOpDef\()?([\w.:]+)")
+# What a machine lacks at the moment, and another day may have.
+_OF_THE_MACHINE = (
+    "InvalidCxxCompiler",
+    "No working C++ compiler",
+    "TritonMissing",
+    "No space left on device",
+    "Too many open files",
+    "Cannot allocate memory",
+)
 
 
 def explained(error: BaseException, timeout_s: float) -> tuple[str, str]:
@@ -41,9 +52,40 @@ def explained(error: BaseException, timeout_s: float) -> tuple[str, str]:
             "give a longer timeout_s, or smaller regions (regions='blocks')",
         )
     inner = getattr(error, "inner_exception", None) or error
+    operator = without_fake(error)
+    if operator is not None:
+        return (
+            f"the operator {operator} has no fake implementation, which makes a result of the "
+            f"right shape and dtype of no data{_place(str(inner))}",
+            f"register one, by torch.library.register_fake({operator!r})",
+        )
+    if type(inner).__name__ in _CANNOT_FOLLOW:
+        reading = read_break(str(inner))
+        remedy = f"{reading.remedy or 'take it out of the forward'}; or leave fullgraph out"
+        return f"{reading.reason}{_place(str(inner))}", remedy
     words = f"{type(error).__name__} {type(inner).__name__} {inner}"
     remedy = next((r for signs, r in _REMEDIES if any(s in words for s in signs)), _OTHERWISE)
-    return f"{type(inner).__name__}: {first_line(str(inner))}", remedy
+    return f"{type(inner).__name__}: {first_line(str(inner)).rstrip('.')}", remedy
+
+
+def without_fake(error: BaseException) -> str | None:
+    """Return the custom operator that torch cannot trace for want of a fake; None if it is not."""
+    found = _NO_FAKE.search(str(error))
+    return None if found is None else found[1]
+
+
+def is_of_the_machine(words: str) -> bool:
+    """Whether a failure is the machine's as it is now, and not the model's."""
+    return any(sign in words for sign in _OF_THE_MACHINE)
+
+
+def _place(text: str) -> str:
+    """Return the user's innermost line in torch's stack of an error, behind a comma."""
+    stack = text.partition("from user code:")[2]
+    lines = [
+        found for found in re.findall(r'File "(.*?)", line (\d+)', stack) if is_users(found[0])
+    ]
+    return f", at {':'.join(lines[-1])}" if lines else ""
 
 
 def first_line(text: str) -> str:

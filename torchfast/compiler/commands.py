@@ -91,6 +91,9 @@ def _show(path: Path, arguments: argparse.Namespace) -> int:
         for entry in list_entries(path, verify=True)
         if entry.name.removeprefix("entry-").startswith(begin) or _short(entry.name) == begin
     ]
+    if not entries and not begin:
+        say("0 entries, 0 B")
+        return 0
     if not entries:
         return fail(f"{path} has no entry whose name begins with {begin!r}", WRONG)
     status = 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
 
-from torchfast._core.arguments import check_callable
+from torchfast._core.arguments import check_callable, check_type
 from torchfast._core.closing import Closing
 from torchfast._core.compiled_code import is_compiled_by_torch
 from torchfast._core.decisions import Decision, Report
@@ -45,6 +45,13 @@ class CompiledCallable(Closing):
         context: str = "",
     ) -> None:
         check_callable("function", function, "function(...)")
+        if not isinstance(options, CompileOptions):
+            raise TypeError(
+                "options must be CompileOptions or None, such as CompileOptions(dynamic=True), "
+                f"got {options!r} ({type(options).__name__})"
+            )
+        if model is not None:
+            check_type("model", model, nn.Module)
         _check_resolved(options)
         if is_compiled_by_torch(function):
             raise ValueError(
@@ -120,6 +127,17 @@ class CompiledCallable(Closing):
     def keep_nothing(self) -> None:
         """Leave the cache as it is from now on."""
         self._account.keep_nothing()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied and pickled.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a CompiledCallable stands for code of this process and cannot be copied or pickled: "
+            f"copy or pickle its function, {name_of(self._function)}, and compile that"
+        )
 
     def close(self) -> None:
         """Call the function as it is from now on."""

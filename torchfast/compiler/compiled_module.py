@@ -36,6 +36,7 @@ from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision, Outcome, Report
 from torchfast._core.errors import ClosedError
 from torchfast._core.function_fingerprint import function_fingerprint
+from torchfast._core.loss import check_differentiable, check_loss_fn, unpack_loss
 from torchfast.compiler.account import CompileAccount
 from torchfast.compiler.around import CodeAround
 from torchfast.compiler.compiled_callable import CompiledCallable
@@ -70,7 +71,7 @@ class CompiledModule(Closing):
         timeout_s: Longest time that one call may spend on compiling one kind of region.
         backend: As in ``torch.compile``.
         mark_dynamic: After a recompilation because of a size, compile for any size of that
-            dimension.
+            dimension. Of use with ``dynamic=False``: torch does it by itself otherwise.
         budget_s: Longest time that `search` may take.
 
     Raises:
@@ -198,14 +199,17 @@ class CompiledModule(Closing):
         graphs of their own are not tried: a loop has to announce its steps to torch for them.
 
         Args:
-            loss_fn: ``loss_fn(model, batch)`` returns the loss. It is not compiled.
+            loss_fn: ``loss_fn(model, batch)`` returns the loss, as for a `Trainer`. It is not
+                compiled.
             batch: On the model's device.
 
         Returns:
             What was measured, and what was chosen and why.
 
         Raises:
-            ValueError: Another mode, or one that is found already.
+            TypeError: The loss function cannot be called so, or returns something else.
+            ValueError: Another mode, or one that is found already, or a loss that is no scalar.
+            LossError: The loss has no graph.
             ClosedError: After `close`.
 
         Numerics: State, gradients and generators are as before.
@@ -214,7 +218,7 @@ class CompiledModule(Closing):
         from torchfast.compiler.mode_search import search_mode  # which makes handles like this one
 
         self._check_open()
-        check_callable("loss_fn", loss_fn, "loss_fn(model, batch)")
+        check_loss_fn(loss_fn)
         if not self._is_undecided:
             raise ValueError(
                 f"search() finds out what mode='auto' is to be, once; this is compiled as "
@@ -224,7 +228,8 @@ class CompiledModule(Closing):
         first = next(model.parameters(), None)
 
         def work() -> Tensor:
-            loss = loss_fn(model, batch)
+            loss = unpack_loss(loss_fn(model, batch)).loss
+            check_differentiable(loss)
             loss.backward()
             return loss.detach()
 
@@ -254,16 +259,19 @@ class CompiledModule(Closing):
         """Compile what a function does besides calling the regions.
 
         Args:
-            function: Such as ``loss_fn(model, batch)``; it is not changed. One function a handle.
+            function: Such as ``loss_fn(model, batch)``; it is not changed. One function a handle:
+                another takes its place.
 
         Returns:
             What to call instead. It calls the function as it is while this handle is suspended,
             and once it is closed.
 
         Raises:
+            TypeError: Something that cannot be called.
             ClosedError: After `close`.
         """
         self._check_open()
+        check_callable("function", function, "loss_fn(model, batch)")
         if self._around is not None:
             self._around.close()
         self._around = CodeAround(function, self.options)

@@ -21,6 +21,7 @@ from typing import Any, final
 
 from torch import nn
 
+from torchfast.compiler.causes import without_fake
 from torchfast.compiler.refusal import is_refused, refuse
 from torchfast.compiler.remarks import NO_OPERATION
 from torchfast.compiler.switched_off import active_dispatch_mode
@@ -341,10 +342,10 @@ def _versions(code: CodeType) -> list[Any]:
 
 
 def is_graph_break(error: BaseException) -> bool:
-    """Whether an error says that a forward is not one graph."""
+    """Whether an error says that a forward is not one graph, as torch traces it."""
     from torch._dynamo.exc import Unsupported, UserError
 
-    return isinstance(error, Unsupported | UserError)
+    return isinstance(error, Unsupported | UserError) or without_fake(error) is not None
 
 
 def _eagerly() -> Any:

@@ -140,7 +140,8 @@ class RegionKind:
             from torchfast.compiler.record import CompileRecord
 
             self._record = record = CompileRecord()
-            self._sizes = SteadyWatch(record, mark_dynamic=True, name=self.code_name)
+            name, dynamic = self.code_name, options.dynamic
+            self._sizes = SteadyWatch(record, mark_dynamic=True, name=name, dynamic=dynamic)
         self._raises = False
         self._cause: BaseException | None = None  # of what is raised from then on
         self._eager: Callable[..., Any] = template

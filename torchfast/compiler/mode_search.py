@@ -24,6 +24,7 @@ from torchfast._core.blocks import find_blocks
 from torchfast._core.decisions import Outcome
 from torchfast.compiler import Compiled, CompiledModule, CompileOptions
 from torchfast.compiler.candidates import Candidate, ModeChoice, OutError, mode_choices
+from torchfast.compiler.causes import is_of_the_machine
 from torchfast.compiler.in_place import has_global_hooks
 from torchfast.compiler.options import WHERE_AND_IF
 from torchfast.compiler.receipts import Receipt, ReceiptKey, find_receipt, save_receipt
@@ -100,7 +101,7 @@ class _Way:
             told = told[1:]  # the first says what was asked for
         aside = [d.detail for d in told if d.outcome == "stepped aside"]
         reason = "; ".join(aside) or "nothing was compiled"
-        if why_off() is not None or has_global_hooks():
+        if why_off() is not None or has_global_hooks() or is_of_the_machine(reason):
             raise OutError("not now", reason)
         return reason
 

@@ -12,6 +12,7 @@ from torch import nn
 from torchfast._core.arguments import (
     check_choice,
     check_flag,
+    check_folder,
     check_positive,
     explain_init_keywords,
 )
@@ -64,7 +65,7 @@ class CompileOptions:
             then runs eagerly; ``math.inf`` for no limit.
         cache: Folder in which what was compiled, and what was measured, is kept for later runs.
         mark_dynamic: After a recompilation because of a size, compile for any size of that
-            dimension.
+            dimension. Of use with ``dynamic=False``: torch does it by itself otherwise.
         budget_s: Longest time that the search of ``mode="auto"`` may take.
         update: Under a plan, compile the optimizer's update too, in one graph: True, or ``"auto"``
             to keep it where it is measured to be faster. A fused update stays as it is.
@@ -113,6 +114,8 @@ class CompileOptions:
         check_positive("timeout_s", self.timeout_s)
         if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
             raise TypeError(f"cache must be the path of a folder or None, got {self.cache!r}")
+        if self.cache is not None:
+            object.__setattr__(self, "cache", check_folder("cache", self.cache, "cache"))
         check_flag("mark_dynamic", self.mark_dynamic)
         check_positive("budget_s", self.budget_s)
         if not isinstance(self.update, bool) and self.update != "auto":

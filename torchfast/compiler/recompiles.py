@@ -23,7 +23,10 @@ from torchfast._core.user_code import is_users
 
 Guards = Callable[[str | None], str]
 
-_SIZES = "pad or drop the odd batch, or compile the dimension as dynamic (mark_dynamic)"
+_SIZES = (
+    "pad or drop the odd batch, or under dynamic=False compile the dimension as dynamic "
+    "(mark_dynamic)"
+)
 _REMEDIES = {
     "size": _SIZES,
     "single": "a dimension of size 1 or 0 is always compiled apart: pad or drop the batch",

@@ -42,6 +42,7 @@ from torchfast._core.generators import held_with_generators
 from torchfast._core.measure import Measurement, drain, first_line, measure
 from torchfast._core.saved_modules import SavedModules
 from torchfast.compiler.candidates import Candidate, OutError
+from torchfast.compiler.causes import is_of_the_machine
 from torchfast.compiler.judge import Judge
 from torchfast.compiler.parity import ParityTolerance
 from torchfast.compiler.reasons import why_chosen, why_none
@@ -415,7 +416,9 @@ class _Search:
 
     def _failed(self, error: Exception) -> OutError:
         logger.info("a way of compiling failed", exc_info=error)
-        return OutError("failed", first_line(error))
+        # What the machine lacks now is no answer for a later run.
+        status: Status = "not now" if is_of_the_machine(f"{error!r} {error}") else "failed"
+        return OutError(status, first_line(error))
 
     def _rule_out(self, name: str, status: Status, reason: str, spent: float | None = None) -> None:
         before = self.results.get(name, CandidateResult(name=name, status=status))

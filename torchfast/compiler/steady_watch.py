@@ -33,6 +33,7 @@ _MARKED = (
     "Of an argument it is marked as dynamic from now on; elsewhere, as in an attribute, keep it "
     "fixed"
 )
+_ANY_SIZE = "It is compiled for any size now"
 
 
 @final
@@ -43,6 +44,9 @@ class SteadyWatch:
         record: The record that listens.
         mark_dynamic: Note dimensions whose size changed, for `mark`.
         name: Only what belongs to the function whose code object has this name.
+        dynamic: As ``torch.compile`` was given it. Unless it is False, torch itself makes a
+            dimension dynamic when its size changes, and a mark would only have it compiled once
+            more; so it is noted if it changes again.
 
     Example:
         >>> import torch
@@ -60,7 +64,12 @@ class SteadyWatch:
 
     @explain_keywords
     def __init__(
-        self, record: CompileRecord, *, mark_dynamic: bool = False, name: str | None = None
+        self,
+        record: CompileRecord,
+        *,
+        mark_dynamic: bool = False,
+        name: str | None = None,
+        dynamic: bool | None = False,
     ) -> None:
         from torchfast.compiler.record import CompileRecord
 
@@ -68,13 +77,14 @@ class SteadyWatch:
             raise TypeError(f"record must be a CompileRecord, got {type(record).__name__}")
         self._record = record
         self._mark_dynamic = check_flag("mark_dynamic", mark_dynamic)
-        self._name = name
+        self._name, self._dynamic = name, dynamic
         self._is_steady = False
         self._num_noted = 0
         self._num_recompiles = 0
         self._num_limits = 0
         self._recompiles: list[Recompile] = []
         self._dimensions: list[DynamicDimension] = []
+        self._left_to_torch: list[DynamicDimension] = []
         self._shapes: list[torch.Size] = []  # of the tensors of the last call
         self._changed: set[tuple[int, int]] = set()  # which tensor, which of its dimensions
         self._has_warned = False
@@ -172,10 +182,16 @@ class SteadyWatch:
         if self._mark_dynamic:
             for event in recompiles:
                 change = event.change
-                found = DynamicDimension(change.source, change.dimension or 0)
                 if change.kind == "size" and change.dimension is not None:
-                    self._dimensions += [found] if found not in self._dimensions else []
+                    self._note(DynamicDimension(change.source, change.dimension))
         return recompiles, limits
+
+    def _note(self, found: DynamicDimension) -> None:
+        known = (*self._dimensions, *self._left_to_torch)
+        if found not in known and self._dynamic is not False and _is_automatic():
+            self._left_to_torch.append(found)
+        elif found not in self._dimensions:
+            self._dimensions.append(found)
 
     def _warn(self, limits: tuple[LimitReached, ...]) -> None:
         if limits and not self._has_warned_of_limit:
@@ -190,11 +206,13 @@ class SteadyWatch:
         change = cause.change
         # A size of 0 or 1 is compiled apart, whatever is marked.
         marked = self._mark_dynamic and change.kind == "size" and change.after not in ("0", "1")
+        found = DynamicDimension(change.source, change.dimension or 0)
+        how = _MARKED if found in self._dimensions else _ANY_SIZE
         logger.warning(
             "torch.compile compiled a function again in the middle of the run, which took %.1f s: "
             "%s. Further ones are counted, not warned of",
             cause.seconds,
-            f"{cause.cause}. {_MARKED}" if marked else cause,
+            f"{cause.cause}. {how}" if marked else cause,
         )
 
     def _unexpected(self) -> Recompile | None:
@@ -208,3 +226,10 @@ class SteadyWatch:
             if modes[event.code, change.kind] > 1:
                 return event
         return None
+
+
+def _is_automatic() -> bool:
+    """Whether torch makes a dimension dynamic when its size changes."""
+    from torch._dynamo import config
+
+    return bool(config.automatic_dynamic_shapes)

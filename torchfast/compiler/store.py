@@ -33,7 +33,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final, Literal, final
 
-from torchfast._core.arguments import check_int, check_positive, explain_keywords
+from torchfast._core.arguments import check_folder, check_int, check_positive, explain_keywords
 from torchfast._core.version import __version__
 from torchfast.compiler.store_artifacts import (
     Artifacts,
@@ -141,7 +141,8 @@ class CacheStore:
         lock_wait_s: float = 5.0,
         artifacts: ArtifactSource | None = None,
     ) -> None:
-        self.folder = _folder_path(folder)
+        # Absolute at once: the working directory may change or go.
+        self.folder = Path(os.path.abspath(check_folder("folder", folder, "cache")))
         self.max_bytes = check_int("max_bytes", max_bytes, minimum=1)
         self._lock_wait_s = check_positive("lock_wait_s", lock_wait_s)
         self._source: ArtifactSource = TorchArtifacts() if artifacts is None else artifacts
@@ -367,26 +368,6 @@ def _missing(folder: StoreFolder, key: StoreKey) -> CacheOutcome:
                 difference = differing(key.machine, machine)
                 return CacheOutcome(status="incompatible", detail=f"made with {difference}")
     return CacheOutcome(status="miss", detail="no entry")
-
-
-def _folder_path(folder: object) -> Path:
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(
-            f"folder must be the path of a folder, got {folder!r} ({type(folder).__name__})"
-        )
-    text = os.fsdecode(os.fspath(folder))
-    if not text:  # such as a variable of the environment that is not set
-        raise ValueError("folder='' names no folder; pass its path, or None for no cache")
-    if text.startswith("~"):
-        raise ValueError(
-            f"folder={text!r} begins with '~', which only a shell expands; pass "
-            "os.path.expanduser(folder)"
-        )
-    # Absolute at once: the working directory may change or go.
-    path = Path(os.path.abspath(text))
-    if os.path.isfile(path):
-        raise ValueError(f"folder={text!r} is a file, expected a folder of compiled artifacts")
-    return path
 
 
 def _printable(text: str) -> str:
