@@ -309,6 +309,7 @@ def test_events_are_told_apart_by_function(record):
     second(torch.ones(2))
     summary = record.summary()
     mine, other = summary.of("region_0_Block"), summary.of("region_1_Other")
+    assert {str(frame.code) for frame in mine.frames if "Block" in frame.code.name} == {"Block"}
     assert mine.num_graphs == summary.num_graphs - 1
     assert mine.num_backward_graphs == summary.num_backward_graphs > 0
     assert len(mine.graph_breaks) == 1

@@ -33,7 +33,15 @@ class CodePlace(NamedTuple):
         """The text of the line; empty where there is no such file."""
         return linecache.getline(self.file, self.line).strip()
 
+    @property
+    def shown(self) -> str:
+        """The name, for a person: of a region what it is made of."""
+        region = REGION.match(self.name)
+        return self.name[region.end() :] if region else self.name
+
     def __str__(self) -> str:
+        if self.shown != self.name:  # the place is torchfast's own, and says nothing
+            return self.shown
         return f"{self.name} ({self.file}:{self.line})" if self.name else f"{self.file}:{self.line}"
 
 
@@ -135,7 +143,7 @@ class Recompile:
     def cause(self) -> str:
         """What changed, and where, without what to do about it."""
         at = f" (used at {self.change.at})" if self.change.at else ""
-        return f"{self.code.name}: {self.change}{at}"
+        return f"{self.code.shown}: {self.change}{at}"
 
     def __str__(self) -> str:
         return f"{self.cause}. {_capital(self.change.remedy)}"
