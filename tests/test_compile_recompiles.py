@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compiled_functions import Block, compiled, double
-from torchfast.compiler import CompiledModule
+from torchfast.compiler import CompiledModule, CompileOptions, compile_callable
 from torchfast.compiler.nearest import _RANKS
 from torchfast.compiler.recompiles import _REMEDIES, read_guard, readable
 from torchfast.compiler.record import CompileRecord
@@ -370,3 +370,42 @@ def test_a_source_is_written_as_the_user_would():
     assert readable("L['self']._modules['layers']._modules['0'].p") == "self.layers[0].p"
     assert readable("L['self'].__dict__['_modules']['l']") == "self.l"
     assert readable("G['LIMIT']") == "LIMIT"
+
+
+class TakesABatch(nn.Module):
+    def forward(self, batch, *more):
+        return batch["ids"].sum() + sum(tensor.sum() for tensor in more)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (
+            ({"ids": torch.ones(2)}, torch.ones(3)),
+            "dimension 0 of batch['ids'] changed from 8 to 2",
+        ),
+        (({"ids": torch.ones(8)}, torch.ones(5)), "dimension 0 of args[1] changed from 3 to 5"),
+    ],
+)
+def test_arguments_are_called_as_the_forward_calls_them(second, words):
+    model = TakesABatch()
+    with CompiledModule(model, backend="eager"), CompileRecord() as record:
+        for arguments in (({"ids": torch.ones(8)}, torch.ones(3)), second):
+            model(*arguments)
+    (event,) = record.summary().recompiles
+    assert event.cause == f"TakesABatch: {words}"
+
+
+def test_arguments_are_called_as_the_loss_function_calls_them():
+    def loss_fn(model, batch):
+        return model(batch[0]).sum() * batch[1]["scale"]
+
+    with compile_callable(loss_fn, CompileOptions(backend="eager")) as compiled:
+        with CompileRecord() as record:
+            for scale in (2, 3):
+                compiled(nn.Identity(), (torch.ones(8), {"scale": scale}))
+        (event,) = record.summary().recompiles
+        assert event.cause.startswith("loss_fn: batch[1]['scale'] is no longer 2 (used at ")
+    compiled = compile_callable(torch.sin, CompileOptions(backend="eager"))  # has no signature
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin())
+    compiled.close()

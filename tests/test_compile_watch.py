@@ -267,7 +267,7 @@ def test_a_length_is_marked_in_blocks_of_which_the_first_needs_no_gradient(warni
     assert graphs_of(mark=True) < graphs_of(mark=False) == 8
     marked, not_marked = warnings_given()
     for told in (marked, not_marked):
-        assert "dimension 1 of args[0] changed from 16 to 12" in told
+        assert "dimension 1 of input changed from 16 to 12" in told
     assert "marked as dynamic from now on" in marked
     assert "mark_dynamic" not in marked  # which is on already
     assert "mark_dynamic" in not_marked

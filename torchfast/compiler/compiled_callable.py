@@ -16,6 +16,7 @@ from torchfast._core.errors import ClosedError
 from torchfast.compiler.account import CompileAccount
 from torchfast.compiler.in_place import Region, RegionKind, decision_of, name_of
 from torchfast.compiler.options import CompileOptions
+from torchfast.compiler.parameters import note_parameters
 
 
 @final
@@ -62,6 +63,7 @@ class CompiledCallable(Closing):
         self._function = function
         self._account = CompileAccount(model, options, context)
         self._kind = RegionKind(name_of(function), "", options, is_function=True)
+        note_parameters(self._kind.code_name, function)
         self._region = Region("", None, self._kind)
         self._is_closed = False
         self._is_suspended = False

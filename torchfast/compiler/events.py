@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
+from torchfast.compiler.parameters import named
 from torchfast.compiler.recompiles import Change
 
 # How the code of regions is named.
@@ -143,7 +144,7 @@ class Recompile:
     def cause(self) -> str:
         """What changed, and where, without what to do about it."""
         at = f" (used at {self.change.at})" if self.change.at else ""
-        return f"{self.code.shown}: {self.change}{at}"
+        return f"{self.code.shown}: {_as_named(self.change, self.code)}{at}"
 
     def __str__(self) -> str:
         return f"{self.cause}. {_capital(self.change.remedy)}"
@@ -166,7 +167,9 @@ class LimitReached:
     change: Change | None
 
     def __str__(self) -> str:
-        last = f": {self.change}. {_capital(self.change.remedy)}" if self.change else ""
+        if self.change is None:
+            return f"{self.code} reached {self.limit} and runs eagerly since"
+        last = f": {_as_named(self.change, self.code)}. {_capital(self.change.remedy)}"
         return f"{self.code} reached {self.limit} and runs eagerly since{last}"
 
 
@@ -207,6 +210,10 @@ class Events:
     # Begin and end of each compilation in microseconds, and whether it was of a backward.
     spans: list[tuple[int, int, bool]] = field(default_factory=list)
     is_complete: bool = True
+
+
+def _as_named(change: Change, code: CodePlace) -> Change:
+    return change._replace(source=named(change.source, code.name))
 
 
 def _capital(text: str) -> str:
