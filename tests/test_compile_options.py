@@ -45,7 +45,11 @@ def test_what_is_changed_is_shown_and_json_ready():
     [
         ({"mode": "fast"}, PlanError, r"mode must be one of \["),
         ({"mode": 1}, TypeError, "mode must be one of"),
-        ({"regions": "block"}, PlanError, r"for one path write \('block',\)"),
+        (
+            {"regions": "block"},
+            PlanError,
+            r"got 'block'; did you mean 'blocks'\?; for one path write \('block',\)",
+        ),
         ({"regions": 3}, TypeError, "regions must be one of"),
         ({"regions": (3,)}, TypeError, "regions must hold paths such as"),
         ({"regions": (int,)}, TypeError, "regions must hold paths such as"),

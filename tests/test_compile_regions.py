@@ -98,6 +98,7 @@ def test_the_outer_contains_the_inner():
 @pytest.mark.parametrize(
     ("regions", "words"),
     [
+        (("layers.h",), r"no module of the model matches; there are '\w+'(, '[\w.]+'){4}, \.\.\.$"),
         (("block.0",), r"regions names 'block.0', which no module.*; did you mean 'blocks.0'"),
         (("*.2.3.4.5",), "which no module of the model matches"),
         ((nn.LSTM,), "regions names the class LSTM, of which the model has no module"),

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import nn
 
+from torchfast._core.arguments import suggestion
 from torchfast._core.blocks import find_blocks
 from torchfast._core.errors import PlanError
 
+_MOST_NAMED = 5
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole name of a path
 
 
@@ -34,7 +36,7 @@ def checked_regions(value: Any, words: Sequence[str], nothing: str, option: str 
         if value not in words:
             raise PlanError(
                 f"{option} must be one of {list(words)} or a tuple of paths and module classes, "
-                f"got {value!r}; for one path write ({value!r},)"
+                f"got {value!r}{suggestion(value, words)}; for one path write ({value!r},)"
             )
         return value
     if not isinstance(value, tuple | list):
@@ -176,4 +178,7 @@ def _has_ancestor(path: str, others: dict[str, nn.Module]) -> bool:
 
 def _nearest(word: str, known: list[str]) -> str:
     near = difflib.get_close_matches(word, known, n=3, cutoff=0.4)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    if near:
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    more = ", ..." if len(known) > _MOST_NAMED else ""
+    return f"; there are {', '.join(map(repr, known[:_MOST_NAMED]))}{more}" if known else ""
