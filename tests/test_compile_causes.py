@@ -8,10 +8,11 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch._inductor.exc import CppCompileError
 
 from torchfast import CompileError
 from torchfast.compiler import CompiledModule
-from torchfast.compiler.causes import is_of_the_machine
+from torchfast.compiler.causes import explained, is_of_the_machine
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -20,6 +21,11 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def without_fake(x: torch.Tensor) -> torch.Tensor:
     """Has no fake implementation."""
     return x.clone()
+
+
+library = torch.library.Library("torchfast_tests_causes", "DEF")
+library.define("defined(Tensor x) -> Tensor")
+library.impl("defined", torch.Tensor.clone, "CPU")
 
 
 class Line(nn.Module):
@@ -57,6 +63,11 @@ class WithoutFake(Line):
         return without_fake(self.line(x))
 
 
+class WithoutFakeByTheLibrary(Line):
+    def forward(self, x):
+        return torch.ops.torchfast_tests_causes.defined(self.line(x).detach())
+
+
 CASES = {
     Prints: (r"print\(\) cannot be a part of a graph", 2, "take the line out"),
     Branches: ("an if, while or assert on the value of a tensor", 2, "torch.where or torch.cond"),
@@ -66,6 +77,11 @@ CASES = {
         "the operator torchfast_tests::without_fake has no fake implementation",
         1,
         "torch.library.register_fake\\('torchfast_tests::without_fake'\\)",
+    ),
+    WithoutFakeByTheLibrary: (
+        "the operator torchfast_tests_causes::defined has no fake implementation",
+        1,
+        "torch.library.register_fake\\('torchfast_tests_causes::defined'\\)",
     ),
 }
 
@@ -79,9 +95,11 @@ def test_cause_line_and_remedy_are_told(make):
     model = make()
     with (
         CompiledModule(model, fullgraph=True, backend="eager"),
-        pytest.raises(CompileError, match=f"{cause}.*, at {place}. Remedy: .*{remedy}"),
+        pytest.raises(CompileError, match=f"{cause}.*, at {place}. Remedy: .*{remedy}") as raised,
     ):
         model(torch.ones(4, 8))
+    assert "torch.compiler.disable" not in str(raised.value)  # which fullgraph allows as little
+    assert not re.search(r"\.[.,;]", str(raised.value))
 
 
 def test_an_operator_without_fake_is_named_where_it_runs_eagerly(caplog):
@@ -91,6 +109,19 @@ def test_an_operator_without_fake_is_named_where_it_runs_eagerly(caplog):
         assert torch.equal(model(x), model.line(x))
         assert "torchfast_tests::without_fake has no fake" in handle.status[""]
     assert "torchfast_tests::without_fake has no fake implementation" in caplog.text
+
+
+def test_what_the_machine_lacks_is_told_from_below_what_the_compiler_says():
+    error = CppCompileError(["g++", "x.cpp"], "x.cpp:1: fatal error: No space left on device")
+    cause, remedy = explained(error, 60.0)
+    assert is_of_the_machine(cause)
+    assert "TORCHINDUCTOR_CACHE_DIR" in remedy
+    assert "CXX" in explained(CppCompileError(["g++"], "no such header"), 60.0)[1]
+
+
+def test_a_cause_that_was_cut_looks_so():
+    assert explained(RuntimeError("word " * 100), 60.0)[0].endswith("...")
+    assert explained(RuntimeError("It failed."), 60.0)[0] == "RuntimeError: It failed"
 
 
 def test_what_is_of_the_machine():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -157,8 +158,19 @@ def test_a_signal_that_is_taken_is_left_alone():
     assert seen == []
 
 
-@pytest.mark.parametrize("in_a_thread", [False, True])
-def test_what_the_garbage_collector_calls_is_left_to_end(in_a_thread):
+class Calls:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args):
+        self.function(*args)
+
+
+@pytest.mark.parametrize(
+    ("in_a_thread", "of"),
+    [(False, lambda f: f), (True, lambda f: f), (False, Calls), (False, partial)],
+)
+def test_what_the_garbage_collector_calls_is_left_to_end(in_a_thread, of):
     ends, outcomes = [], []
 
     def callback(phase, info):
@@ -179,7 +191,7 @@ def test_what_the_garbage_collector_calls_is_left_to_end(in_a_thread):
         outcomes.append(time.monotonic())
 
     gc.disable()  # so that only this one is looked at
-    gc.callbacks.append(callback)
+    gc.callbacks.append(called := of(callback))
     try:
         if in_a_thread:
             thread = threading.Thread(target=limited)
@@ -188,7 +200,7 @@ def test_what_the_garbage_collector_calls_is_left_to_end(in_a_thread):
         else:
             limited()
     finally:
-        gc.callbacks.remove(callback)
+        gc.callbacks.remove(called)
         gc.enable()
     assert len(ends) == len(outcomes) == 1
     assert outcomes[0] - ends[0] < 0.9  # and not with the next interruption, a second later

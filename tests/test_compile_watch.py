@@ -247,7 +247,45 @@ def test_what_torch_makes_dynamic_by_itself_is_not_compiled_again_for_a_mark(dyn
     assert graphs_of(mark=True) == graphs_of(mark=False) == (2 if dynamic is None else 1)
     told = [r.getMessage() for r in caplog.records if "in the middle of the run" in r.getMessage()]
     assert len(told) == (2 if dynamic is None else 0)
-    assert all("for any size now" in text for text in told[:1])  # with the mark
+    assert all("torch has made it dynamic" in text for text in told[:1])  # with the mark
+
+
+class Specialises(nn.Module):
+    def forward(self, x):
+        return x * (2 if x.shape[0] == 10 else 3)
+
+
+def a_b_a_b():
+    return nn.Sequential(*(make(4, 4) for make in (nn.Linear, Narrow) for _ in range(2)))
+
+
+class Narrow(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+@pytest.mark.parametrize(
+    ("make", "regions", "sizes"),
+    [
+        (lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), ("*",), (16, 12, 10, 9)),
+        (a_b_a_b, ("*",), (16, 12, 10, 9)),
+        (lambda: nn.Linear(4, 4), "whole", (16, 12, 1, 10, 9)),
+        (lambda: nn.Linear(4, 4), "whole", (16, 1, 10, 9)),
+    ],
+    ids=["blocks", "two kinds", "then one", "one first"],
+)
+def test_a_mark_costs_no_compile_where_torch_needs_none(make, regions, sizes):
+    def graphs_of(*, mark):
+        torch._dynamo.reset()
+        options = {"regions": regions, "backend": "eager", "mark_dynamic": mark}
+        with CompiledModule(model := make(), **options) as handle:
+            for size in sizes:
+                for _ in range(STEADY_AFTER):
+                    model(torch.ones(size, 4)).sum().backward()
+                    handle.after_step()
+            return handle.report().counters["graphs"]
+
+    assert graphs_of(mark=True) == graphs_of(mark=False)
 
 
 def test_a_length_is_marked_in_blocks_of_which_the_first_needs_no_gradient(warnings_given):

@@ -253,23 +253,33 @@ def run_all(commands: Iterable[tuple[list[str | Path], Path]]) -> None:
 
     What a command prints is shown when it has ended, so that none stands within another's.
     """
-    failures = []
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for done in pool.map(lambda one: printing_to_memory(*one), commands):
-            announce(done.args)
-            print(done.stdout, end="", flush=True)
+    failures = {}
+    with concurrent.futures.ThreadPoolExecutor(num_cores()) as pool:
+        running = [pool.submit(printing_to_memory, *command) for command in commands]
+        for future in concurrent.futures.as_completed(running):
+            done = future.result()
+            print(f"\n# of {shlex.join(done.args)}:\n{done.stdout}", end="", flush=True)
             try:
                 check(done)
             except CommandError as error:
-                failures.append(str(error))
+                failures[running.index(future)] = str(error)
     if failures:
-        raise CommandError("\n".join(failures))
+        raise CommandError("\n".join(failures[place] for place in sorted(failures)))
+
+
+def num_cores() -> int:
+    """Return on how many cores this program may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def printing_to_memory(command: list[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command; return its exit status and what it printed, errors among it."""
+    """Announce and run a command; return its exit status and what it printed, errors among it."""
+    words = [str(word) for word in command]
+    announce(words)
     return subprocess.run(
-        [str(word) for word in command],
+        words,
         cwd=folder,
         # Threads of several on the same cores would wait for each other.
         env={"OMP_NUM_THREADS": "1", **os.environ},

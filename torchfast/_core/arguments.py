@@ -137,7 +137,7 @@ def check_folder(name: str, value: object, of: str) -> str:
             f"{name}={text!r} begins with '~', which only a shell expands; pass "
             f"os.path.expanduser({name})"
         )
-    if os.path.isfile(text):
+    if os.path.isfile(os.path.abspath(text)):
         raise ValueError(f"{name}={text!r} is a file, expected a folder for a {of}; name another")
     return text
 

@@ -128,7 +128,7 @@ def _show(folder: CheckpointFolder, arguments: argparse.Namespace) -> int:
         say(f"{one_line(key)}: {len(keys)} tensors, {size(num_bytes)}")
         if arguments.tensors:
             for k in keys:
-                say(f"  {one_line(k)}  {sizes[k][1]}")
+                say(f"  {one_line(k)}  {one_line(sizes[k][1])}")
     return 0
 
 

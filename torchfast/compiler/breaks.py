@@ -19,7 +19,11 @@ from typing import NamedTuple
 APART = "torchfast region apart"
 # torch joins the messages of a break that led to another one by this.
 _LED_TO = "*** While handling this graph break, another graph break occurred: ***"
-_NOT_FOR_USERS = ("please report an issue", "may have been caused by an earlier graph break")
+_NOT_FOR_USERS = (
+    "please report an issue",
+    "docs.google.com",
+    "may have been caused by an earlier graph break",
+)
 
 
 class BreakReading(NamedTuple):
@@ -84,6 +88,13 @@ _CAUSES = (
         "numbers are",
         "choose with torch.where or torch.cond, or take the test out of the compiled code; tests "
         "of shapes and of the configuration are no problem",
+    ),
+    _Cause(
+        "no fake",
+        r"unsupported operator: |no fake impl registered",
+        "an operator that has no fake implementation, which makes a result of the right shape and "
+        "dtype of no data",
+        "register one, by torch.library.register_fake",
     ),
     _Cause(
         "numpy",

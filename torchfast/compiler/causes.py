@@ -10,6 +10,8 @@ from torchfast.compiler.timeout import CallTimeoutError
 
 # What stands in the class name or message of an error, and the remedy.
 _REMEDIES = (
+    (("No space left on device",), "make room where the compiler writes, TORCHINDUCTOR_CACHE_DIR"),
+    (("Failed to find C compiler",), "install a C compiler (gcc) or name one in CC"),
     (("InvalidBackend",), "take one of torch._dynamo.list_backends()"),
     (
         ("InvalidCxxCompiler", "No working C++ compiler", "CppCompileError"),
@@ -28,6 +30,9 @@ _REMEDIES = (
 _OTHERWISE = "on_failure='raise' shows the whole error; compile other regions to leave this one out"
 _CANNOT_FOLLOW = ("Unsupported", "UserError")
 _NO_FAKE = re.compile(r"no fake impl registered for <?(?:CustomOpDef\()?([\w.:]+)")
+_UNSUPPORTED = re.compile(r"unsupported operator: (\w+)\.(\w+)(?:\.default\b|(\.\w+))?")
+# What makes a break one that was asked for, which fullgraph allows as little.
+_ON_PURPOSE = re.compile(r"(?:,? or |; )?[^;,]*torch\.compiler\.disable[^;,]*")
 # What a machine lacks at the moment, and another day may have.
 _OF_THE_MACHINE = (
     "InvalidCxxCompiler",
@@ -36,6 +41,7 @@ _OF_THE_MACHINE = (
     "No space left on device",
     "Too many open files",
     "Cannot allocate memory",
+    "Failed to find C compiler",
 )
 
 
@@ -61,22 +67,33 @@ def explained(error: BaseException, timeout_s: float) -> tuple[str, str]:
         )
     if type(inner).__name__ in _CANNOT_FOLLOW:
         reading = read_break(str(inner))
-        remedy = f"{reading.remedy or 'take it out of the forward'}; or leave fullgraph out"
-        return f"{reading.reason}{_place(str(inner))}", remedy
+        remedy = _ON_PURPOSE.sub("", _unstopped(reading.remedy)) or "take it out of the forward"
+        reason = _unstopped(reading.reason)
+        return f"{reason}{_place(str(inner))}", f"{remedy}; or leave fullgraph out"
     words = f"{type(error).__name__} {type(inner).__name__} {inner}"
     remedy = next((r for signs, r in _REMEDIES if any(s in words for s in signs)), _OTHERWISE)
-    return f"{type(inner).__name__}: {first_line(str(inner)).rstrip('.')}", remedy
+    # The machine's failure may stand below the compiler's.
+    lines = [line for line in str(inner).splitlines() if is_of_the_machine(line)]
+    return f"{type(inner).__name__}: {_unstopped(first_line((lines or [str(inner)])[0]))}", remedy
 
 
 def without_fake(error: BaseException) -> str | None:
     """Return the custom operator that torch cannot trace for want of a fake; None if it is not."""
     found = _NO_FAKE.search(str(error))
-    return None if found is None else found[1]
+    if found is not None:
+        return found[1]
+    found = _UNSUPPORTED.search(str(error))
+    return None if found is None else f"{found[1]}::{found[2]}{found[3] or ''}"
 
 
 def is_of_the_machine(words: str) -> bool:
     """Whether a failure is the machine's as it is now, and not the model's."""
     return any(sign in words for sign in _OF_THE_MACHINE)
+
+
+def _unstopped(text: str) -> str:
+    """Return a sentence as a part of another one."""
+    return text[:-1] if text.endswith(".") and not text.endswith("...") else text
 
 
 def _place(text: str) -> str:

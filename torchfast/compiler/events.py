@@ -7,11 +7,13 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
+from torchfast._core.user_code import is_users
 from torchfast.compiler.parameters import named
 from torchfast.compiler.recompiles import Change
 
 # How the code of regions is named.
 REGION = re.compile(r"region_\d+_")
+_OURS = re.compile(r"region_(?:update_)?\d+_")
 
 FrameOutcome = Literal["compiled", "no graph", "given up", "limit reached"]
 
@@ -37,7 +39,7 @@ class CodePlace(NamedTuple):
     @property
     def shown(self) -> str:
         """The name, for a person: of a region what it is made of."""
-        region = REGION.match(self.name)
+        region = None if is_users(self.file) else _OURS.match(self.name)
         return self.name[region.end() :] if region else self.name
 
     def __str__(self) -> str:

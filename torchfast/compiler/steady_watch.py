@@ -23,7 +23,7 @@ from torchfast._core.batches import tensors
 from torchfast.compiler.dynamic_dimensions import DynamicDimension, argument, mark_dimension
 
 if TYPE_CHECKING:
-    from torchfast.compiler.events import LimitReached, Recompile
+    from torchfast.compiler.events import CodePlace, LimitReached, Recompile
     from torchfast.compiler.record import CompileRecord
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,9 @@ _MARKED = (
     "Of an argument it is marked as dynamic from now on; elsewhere, as in an attribute, keep it "
     "fixed"
 )
-_ANY_SIZE = "It is compiled for any size now"
+_ANY_SIZE = "Where it can, torch has made it dynamic"
+# Sizes that torch compiles apart, as it says them.
+_APART = ("0", "1", "0 or 1")
 
 
 @final
@@ -84,7 +86,8 @@ class SteadyWatch:
         self._num_limits = 0
         self._recompiles: list[Recompile] = []
         self._dimensions: list[DynamicDimension] = []
-        self._left_to_torch: list[DynamicDimension] = []
+        # Of which size each version was that a changed dimension was made dynamic from, by torch.
+        self._made_dynamic: dict[tuple[CodePlace, DynamicDimension], str | None] = {}
         self._shapes: list[torch.Size] = []  # of the tensors of the last call
         self._changed: set[tuple[int, int]] = set()  # which tensor, which of its dimensions
         self._has_warned = False
@@ -181,16 +184,21 @@ class SteadyWatch:
         self._num_limits += len(limits)
         if self._mark_dynamic:
             for event in recompiles:
-                change = event.change
-                if change.kind == "size" and change.dimension is not None:
-                    self._note(DynamicDimension(change.source, change.dimension))
+                if event.change.kind == "size" and event.change.dimension is not None:
+                    self._note(event)
         return recompiles, limits
 
-    def _note(self, found: DynamicDimension) -> None:
-        known = (*self._dimensions, *self._left_to_torch)
-        if found not in known and self._dynamic is not False and _is_automatic():
-            self._left_to_torch.append(found)
-        elif found not in self._dimensions:
+    def _note(self, event: Recompile) -> None:
+        change = event.change
+        found = DynamicDimension(change.source, change.dimension or 0)
+        if self._dynamic is not False and _is_automatic():
+            if change.after in _APART:
+                return
+            # More than one version may be of the same size: one of another dtype, or a rest.
+            first = self._made_dynamic.setdefault((event.code, found), change.before)
+            if change.before == first:
+                return
+        if found not in self._dimensions:
             self._dimensions.append(found)
 
     def _warn(self, limits: tuple[LimitReached, ...]) -> None:
@@ -205,7 +213,7 @@ class SteadyWatch:
         self._has_warned = True
         change = cause.change
         # A size of 0 or 1 is compiled apart, whatever is marked.
-        marked = self._mark_dynamic and change.kind == "size" and change.after not in ("0", "1")
+        marked = self._mark_dynamic and change.kind == "size" and change.after not in _APART
         found = DynamicDimension(change.source, change.dimension or 0)
         how = _MARKED if found in self._dimensions else _ANY_SIZE
         logger.warning(

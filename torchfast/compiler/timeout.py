@@ -25,6 +25,7 @@ a kernel that hangs in autotuning. The call ends when that returns, and counts a
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import math
 import signal
@@ -32,7 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar, final
 
 R = TypeVar("R")
@@ -159,7 +160,7 @@ class _Watch:
         """Whether an exception in a frame does no harm, or less than to wait on."""
         if frame is None or not (self._is_plain(frame) or self._is_impatient()):
             return False
-        collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+        collecting = [*map(_code_of, gc.callbacks)]
         while frame is not None and frame.f_code is not call_within.__code__:
             code = frame.f_code
             if code.co_name in _FRAGILE_FUNCTIONS or code in collecting:
@@ -176,6 +177,16 @@ class _Watch:
 
     def _is_impatient(self) -> bool:
         return time.monotonic() > self._end + _PATIENCE_S
+
+
+def _code_of(function: Any) -> CodeType | None:
+    """Return what runs where something is called; None if it is not Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None and callable(function):
+        code = getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def _unused_signal() -> signal.Signals | int | None:
