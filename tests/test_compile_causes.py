@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._inductor.exc import CppCompileError
 
-from torchfast import CompileError
+from torchfast import CompileError, CompileRecord
 from torchfast.compiler import CompiledModule
 from torchfast.compiler.causes import explained, is_of_the_machine
 
@@ -109,6 +109,16 @@ def test_an_operator_without_fake_is_named_where_it_runs_eagerly(caplog):
         assert torch.equal(model(x), model.line(x))
         assert "torchfast_tests::without_fake has no fake" in handle.status[""]
     assert "torchfast_tests::without_fake has no fake implementation" in caplog.text
+
+
+def test_the_record_names_an_operator_without_fake():
+    model = WithoutFakeByTheLibrary()
+    with CompiledModule(model, backend="eager"), CompileRecord() as record:
+        model(torch.ones(4, 8))
+    (found,) = record.summary().graph_breaks
+    assert found.kind == "no fake"
+    assert found.reason.startswith("the operator torchfast_tests_causes::defined has no fake")
+    assert found.remedy.endswith("register_fake('torchfast_tests_causes::defined')")
 
 
 def test_what_the_machine_lacks_is_told_from_below_what_the_compiler_says():

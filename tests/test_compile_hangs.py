@@ -183,7 +183,7 @@ def test_what_the_garbage_collector_calls_is_left_to_end(in_a_thread, of):
     def collects():
         gc.collect()
         for _ in range(2000):
-            time.sleep(0.01)
+            time.sleep(0.01)  # a thread is interrupted between two lines only, not in a long wait
 
     def limited():
         with pytest.raises(CallTimeoutError):

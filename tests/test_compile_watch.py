@@ -231,78 +231,66 @@ def test_a_dimension_that_changed_is_marked_in_the_next_batch(record, warnings_g
     assert len(run(mark=False).recompiles) == 4
 
 
+def graphs_of(model, shapes, **options):
+    """Return how many graphs are compiled of a model whose sizes change once it is steady."""
+    torch._dynamo.reset()
+    with CompiledModule(model, backend="eager", **options) as handle:
+        for shape in shapes:
+            for _ in range(STEADY_AFTER):
+                model(torch.ones(shape)).sum().backward()  # a mark stays on its tensor
+                handle.after_step()
+        return handle.report().counters["graphs"]
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_what_torch_makes_dynamic_by_itself_is_not_compiled_again_for_a_mark(dynamic, caplog):
-    def graphs_of(*, mark):
-        torch._dynamo.reset()
-        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        options = {"backend": "eager", "dynamic": dynamic, "mark_dynamic": mark}
-        with CompiledModule(model, **options) as handle:
-            for length in (16, 12, 10, 9):
-                for _ in range(STEADY_AFTER):
-                    model(torch.ones(length, 4)).sum().backward()
-                    handle.after_step()
-            return handle.report().counters["graphs"]
-
-    assert graphs_of(mark=True) == graphs_of(mark=False) == (2 if dynamic is None else 1)
+    shapes = [(size, 4) for size in (16, 12, 10, 9)]
+    marked, plain = (
+        graphs_of(nn.Linear(4, 4), shapes, dynamic=dynamic, mark_dynamic=mark)
+        for mark in (True, False)
+    )
+    assert marked == plain == (2 if dynamic is None else 1)
     told = [r.getMessage() for r in caplog.records if "in the middle of the run" in r.getMessage()]
     assert len(told) == (2 if dynamic is None else 0)
     assert all("torch has made it dynamic" in text for text in told[:1])  # with the mark
 
 
-class Specialises(nn.Module):
-    def forward(self, x):
-        return x * (2 if x.shape[0] == 10 else 3)
-
-
-def a_b_a_b():
-    return nn.Sequential(*(make(4, 4) for make in (nn.Linear, Narrow) for _ in range(2)))
-
-
-class Narrow(nn.Linear):
+class Bounded(nn.Linear):
     def forward(self, x):
         return super().forward(x).tanh()
+
+
+def two_kinds():
+    return nn.Sequential(*(make(4, 4) for make in (nn.Linear, Bounded) for _ in range(2)))
 
 
 @pytest.mark.parametrize(
     ("make", "regions", "sizes"),
     [
         (lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), ("*",), (16, 12, 10, 9)),
-        (a_b_a_b, ("*",), (16, 12, 10, 9)),
+        (two_kinds, ("*",), (16, 12, 10, 9)),
         (lambda: nn.Linear(4, 4), "whole", (16, 12, 1, 10, 9)),
         (lambda: nn.Linear(4, 4), "whole", (16, 1, 10, 9)),
     ],
     ids=["blocks", "two kinds", "then one", "one first"],
 )
 def test_a_mark_costs_no_compile_where_torch_needs_none(make, regions, sizes):
-    def graphs_of(*, mark):
-        torch._dynamo.reset()
-        options = {"regions": regions, "backend": "eager", "mark_dynamic": mark}
-        with CompiledModule(model := make(), **options) as handle:
-            for size in sizes:
-                for _ in range(STEADY_AFTER):
-                    model(torch.ones(size, 4)).sum().backward()
-                    handle.after_step()
-            return handle.report().counters["graphs"]
-
-    assert graphs_of(mark=True) == graphs_of(mark=False)
+    shapes = [(size, 4) for size in sizes]
+    marked, plain = (
+        graphs_of(make(), shapes, regions=regions, mark_dynamic=mark) for mark in (True, False)
+    )
+    assert marked == plain
 
 
 def test_a_length_is_marked_in_blocks_of_which_the_first_needs_no_gradient(warnings_given):
     """To the version for that block any later one differs by ``requires_grad`` as well."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-
-    def graphs_of(*, mark):
-        torch._dynamo.reset()
-        options = {"regions": ("*",), "backend": "eager", "dynamic": False, "mark_dynamic": mark}
-        with CompiledModule(model, **options) as handle:
-            for length in (16, 12, 10, 9):
-                for _ in range(STEADY_AFTER):
-                    model(torch.ones(2, length, 4)).sum().backward()
-                    handle.after_step()
-            return handle.report().counters["graphs"]
-
-    assert graphs_of(mark=True) < graphs_of(mark=False) == 8
+    shapes = [(2, length, 4) for length in (16, 12, 10, 9)]
+    marked, plain = (
+        graphs_of(model, shapes, regions=("*",), dynamic=False, mark_dynamic=mark)
+        for mark in (True, False)
+    )
+    assert marked < plain == 8
     marked, not_marked = warnings_given()
     for told in (marked, not_marked):
         assert "dimension 1 of input changed from 16 to 12" in told

@@ -253,18 +253,19 @@ def run_all(commands: Iterable[tuple[list[str | Path], Path]]) -> None:
 
     What a command prints is shown when it has ended, so that none stands within another's.
     """
-    failures = {}
     with concurrent.futures.ThreadPoolExecutor(num_cores()) as pool:
         running = [pool.submit(printing_to_memory, *command) for command in commands]
         for future in concurrent.futures.as_completed(running):
             done = future.result()
             print(f"\n# of {shlex.join(done.args)}:\n{done.stdout}", end="", flush=True)
-            try:
-                check(done)
-            except CommandError as error:
-                failures[running.index(future)] = str(error)
+    failures = []
+    for future in running:
+        try:
+            check(future.result())
+        except CommandError as error:
+            failures.append(str(error))
     if failures:
-        raise CommandError("\n".join(failures[place] for place in sorted(failures)))
+        raise CommandError("\n".join(failures))
 
 
 def num_cores() -> int:

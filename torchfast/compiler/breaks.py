@@ -19,6 +19,10 @@ from typing import NamedTuple
 APART = "torchfast region apart"
 # torch joins the messages of a break that led to another one by this.
 _LED_TO = "*** While handling this graph break, another graph break occurred: ***"
+# What torch raises where it cannot follow a function, by class.
+CANNOT_FOLLOW = ("Unsupported", "UserError")
+_NO_FAKE = re.compile(r"no fake impl registered for <?(?:CustomOpDef\()?([\w.:]+)")
+_UNSUPPORTED = re.compile(r"unsupported operator: (\w+)\.(\w+)(?:\.default\b|(\.\w+))?")
 _NOT_FOR_USERS = (
     "please report an issue",
     "docs.google.com",
@@ -91,10 +95,10 @@ _CAUSES = (
     ),
     _Cause(
         "no fake",
-        r"unsupported operator: |no fake impl registered",
-        "an operator that has no fake implementation, which makes a result of the right shape and "
-        "dtype of no data",
-        "register one, by torch.library.register_fake",
+        rf"{_UNSUPPORTED.pattern}|{_NO_FAKE.pattern}",
+        "the operator {name} has no fake implementation, which makes a result of the right shape "
+        "and dtype of no data",
+        "register one, by torch.library.register_fake({name!r})",
     ),
     _Cause(
         "numpy",
@@ -203,7 +207,7 @@ def read_break(message: str) -> BreakReading:
     for causes, text in ((_CAUSES[:-1], title), (_CAUSES, everything)):
         for cause in causes:
             if re.search(cause.pattern, text, re.IGNORECASE):
-                return _reading(cause, explanation)
+                return _reading(cause, explanation, message)
     reason = explanation or title or "torch gives no reason"
     remedy = next((h for h in hints if not any(n in h.lower() for n in _NOT_FOR_USERS)), "")
     return BreakReading(
@@ -234,8 +238,21 @@ def shortened(text: str, limit: int = 200) -> str:
     return line if len(line) <= limit else line[:limit].rsplit(" ", 1)[0] + " ..."
 
 
-def _reading(cause: _Cause, explanation: str) -> BreakReading:
+def without_fake(message: str) -> str | None:
+    """Return the custom operator that torch cannot trace for want of a fake; None if it is not."""
+    found = _NO_FAKE.search(message)
+    if found is not None:
+        return found[1]
+    found = _UNSUPPORTED.search(message)
+    return None if found is None else f"{found[1]}::{found[2]}{found[3] or ''}"
+
+
+def _reading(cause: _Cause, explanation: str, message: str) -> BreakReading:
     reason = cause.reason
+    if cause.kind == "no fake":
+        operator = without_fake(message)
+        texts = [text.format(name=operator) for text in (reason, cause.remedy)]
+        return BreakReading(cause.kind, texts[0], texts[1])
     if cause.kind == "unsupported function":
         # Which one is what the user has to know.
         name = re.search(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from torchfast._core.user_code import is_users
-from torchfast.compiler.breaks import read_break
+from torchfast.compiler.breaks import CANNOT_FOLLOW, read_break, without_fake
 from torchfast.compiler.timeout import CallTimeoutError
 
 # What stands in the class name or message of an error, and the remedy.
@@ -28,9 +28,6 @@ _REMEDIES = (
     ),
 )
 _OTHERWISE = "on_failure='raise' shows the whole error; compile other regions to leave this one out"
-_CANNOT_FOLLOW = ("Unsupported", "UserError")
-_NO_FAKE = re.compile(r"no fake impl registered for <?(?:CustomOpDef\()?([\w.:]+)")
-_UNSUPPORTED = re.compile(r"unsupported operator: (\w+)\.(\w+)(?:\.default\b|(\.\w+))?")
 # What makes a break one that was asked for, which fullgraph allows as little.
 _ON_PURPOSE = re.compile(r"(?:,? or |; )?[^;,]*torch\.compiler\.disable[^;,]*")
 # What a machine lacks at the moment, and another day may have.
@@ -58,32 +55,17 @@ def explained(error: BaseException, timeout_s: float) -> tuple[str, str]:
             "give a longer timeout_s, or smaller regions (regions='blocks')",
         )
     inner = getattr(error, "inner_exception", None) or error
-    operator = without_fake(error)
-    if operator is not None:
-        return (
-            f"the operator {operator} has no fake implementation, which makes a result of the "
-            f"right shape and dtype of no data{_place(str(inner))}",
-            f"register one, by torch.library.register_fake({operator!r})",
-        )
-    if type(inner).__name__ in _CANNOT_FOLLOW:
+    lacks_fake = without_fake(str(inner)) is not None
+    if lacks_fake or type(inner).__name__ in CANNOT_FOLLOW:
         reading = read_break(str(inner))
         remedy = _ON_PURPOSE.sub("", _unstopped(reading.remedy)) or "take it out of the forward"
-        reason = _unstopped(reading.reason)
-        return f"{reason}{_place(str(inner))}", f"{remedy}; or leave fullgraph out"
+        cause = f"{_unstopped(reading.reason)}{_place(str(inner))}"
+        return cause, remedy if lacks_fake else f"{remedy}; or leave fullgraph out"
     words = f"{type(error).__name__} {type(inner).__name__} {inner}"
     remedy = next((r for signs, r in _REMEDIES if any(s in words for s in signs)), _OTHERWISE)
     # The machine's failure may stand below the compiler's.
     lines = [line for line in str(inner).splitlines() if is_of_the_machine(line)]
     return f"{type(inner).__name__}: {_unstopped(first_line((lines or [str(inner)])[0]))}", remedy
-
-
-def without_fake(error: BaseException) -> str | None:
-    """Return the custom operator that torch cannot trace for want of a fake; None if it is not."""
-    found = _NO_FAKE.search(str(error))
-    if found is not None:
-        return found[1]
-    found = _UNSUPPORTED.search(str(error))
-    return None if found is None else f"{found[1]}::{found[2]}{found[3] or ''}"
 
 
 def is_of_the_machine(words: str) -> bool:

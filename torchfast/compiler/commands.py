@@ -80,7 +80,7 @@ def _list(path: Path, arguments: argparse.Namespace) -> int:
             f"used {entry.uses:>3}  torch {one_line(torch_and_device)}  "
             f"{one_line(work.get('model_class', '?'))}"
         )
-    say(f"{len(entries)} entries, {size(sum(entry.num_bytes for entry in entries))}")
+    say(_total(entries))
     return status
 
 
@@ -92,7 +92,7 @@ def _show(path: Path, arguments: argparse.Namespace) -> int:
         if entry.name.removeprefix("entry-").startswith(begin) or _short(entry.name) == begin
     ]
     if not entries and not begin:
-        say("0 entries, 0 B")
+        say(_total(entries))
         return 0
     if not entries:
         return fail(f"{path} has no entry whose name begins with {begin!r}", WRONG)
@@ -129,6 +129,10 @@ def _removed(names: list[str]) -> int:
     for name in names:
         say(f"removed {name}")
     return 0
+
+
+def _total(entries: list[StoredEntry]) -> str:
+    return f"{len(entries)} entries, {size(sum(entry.num_bytes for entry in entries))}"
 
 
 def _problem(entry: StoredEntry) -> str:

@@ -21,7 +21,7 @@ from typing import Any, final
 
 from torch import nn
 
-from torchfast.compiler.causes import without_fake
+from torchfast.compiler.breaks import without_fake
 from torchfast.compiler.refusal import is_refused, refuse
 from torchfast.compiler.remarks import NO_OPERATION
 from torchfast.compiler.switched_off import active_dispatch_mode
@@ -345,7 +345,7 @@ def is_graph_break(error: BaseException) -> bool:
     """Whether an error says that a forward is not one graph, as torch traces it."""
     from torch._dynamo.exc import Unsupported, UserError
 
-    return isinstance(error, Unsupported | UserError) or without_fake(error) is not None
+    return isinstance(error, Unsupported | UserError) or without_fake(str(error)) is not None
 
 
 def _eagerly() -> Any:

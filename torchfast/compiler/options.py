@@ -112,9 +112,9 @@ class CompileOptions:
             )
         check_choice("on_failure", self.on_failure, ("eager", "raise"), PlanError)
         check_positive("timeout_s", self.timeout_s)
-        if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
-            raise TypeError(f"cache must be the path of a folder or None, got {self.cache!r}")
         if self.cache is not None:
+            if not isinstance(self.cache, str | os.PathLike):
+                raise TypeError(f"cache must be the path of a folder or None, got {self.cache!r}")
             object.__setattr__(self, "cache", check_folder("cache", self.cache, "cache"))
         check_flag("mark_dynamic", self.mark_dynamic)
         check_positive("budget_s", self.budget_s)

@@ -24,7 +24,13 @@ from typing import Any, NamedTuple, final
 
 from torchfast._core.closing import Closing
 from torchfast._core.user_code import is_library
-from torchfast.compiler.breaks import is_apart, read_break, shortened, why_given_up
+from torchfast.compiler.breaks import (
+    CANNOT_FOLLOW,
+    is_apart,
+    read_break,
+    shortened,
+    why_given_up,
+)
 from torchfast.compiler.events import (
     REGION,
     BackwardEvent,
@@ -43,7 +49,6 @@ from torchfast.compiler.summary import CompileSummary
 from torchfast.compiler.torch_events import CodeKey, TorchEvents, callers
 
 # What torch raises at code that it cannot follow; all else is a failure of its own.
-_CANNOT_FOLLOW = ("Unsupported", "UserError")
 _REST = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+$")
 
 
@@ -252,7 +257,7 @@ class CompileRecord(Closing):
     ) -> tuple[str, bool]:
         """Return why a function was given up, and whether at a graph break, which is noted."""
         message = str(entry.fail_reason or "")
-        if entry.fail_type not in _CANNOT_FOLLOW:
+        if entry.fail_type not in CANNOT_FOLLOW:
             return shortened(f"{entry.fail_type}: {message}"), False
         reading = read_break(message)
         if reading.kind == "raises":

@@ -86,7 +86,7 @@ class SteadyWatch:
         self._num_limits = 0
         self._recompiles: list[Recompile] = []
         self._dimensions: list[DynamicDimension] = []
-        # Of which size each version was that a changed dimension was made dynamic from, by torch.
+        # From which size torch has made a dimension dynamic.
         self._made_dynamic: dict[tuple[CodePlace, DynamicDimension], str | None] = {}
         self._shapes: list[torch.Size] = []  # of the tensors of the last call
         self._changed: set[tuple[int, int]] = set()  # which tensor, which of its dimensions
@@ -194,7 +194,7 @@ class SteadyWatch:
         if self._dynamic is not False and _is_automatic():
             if change.after in _APART:
                 return
-            # More than one version may be of the same size: one of another dtype, or a rest.
+            # Equal regions compile one after the other, each from the same size.
             first = self._made_dynamic.setdefault((event.code, found), change.before)
             if change.before == first:
                 return
