@@ -36,13 +36,7 @@ from torchfast._core.later import later
 from torchfast._core.phases import phase
 from torchfast._core.step_times import PhaseTimes, StepTimes
 from torchfast._core.version import __version__ as __version__
-from torchfast.checkpoint import Checkpoint, CheckpointManager, import_state_dict
-from torchfast.compiler import (
-    CompiledCallable,
-    CompiledModule,
-    CompileOptions,
-    compile_callable,
-)
+from torchfast.compiler import CompileOptions
 from torchfast.data import LoaderStatistics, PadToLengths, PrefetchingLoader, shard_loader
 from torchfast.ema import EMAOptions
 from torchfast.fit_options import FitEvent, FitResult
@@ -61,7 +55,13 @@ from torchfast.step import TrainStep
 from torchfast.trainer import Trainer
 
 if TYPE_CHECKING:
-    from torchfast.compiler import CompileRecord
+    from torchfast.checkpoint import Checkpoint, CheckpointManager, import_state_dict
+    from torchfast.compiler import (
+        CompiledCallable,
+        CompiledModule,
+        CompileRecord,
+        compile_callable,
+    )
     from torchfast.data import (
         MonitoredDataLoader,
         WorkerMeasurement,
@@ -214,7 +214,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "torchfast.compiler": ("CompileRecord",),
+    "torchfast.checkpoint": ("Checkpoint", "CheckpointManager", "import_state_dict"),
+    "torchfast.compiler": (
+        "CompileRecord",
+        "CompiledCallable",
+        "CompiledModule",
+        "compile_callable",
+    ),
     "torchfast.data": (
         "MonitoredDataLoader",
         "WorkerMeasurement",

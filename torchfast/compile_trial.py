@@ -19,13 +19,15 @@ import statistics
 import time
 from collections.abc import Generator
 from types import TracebackType
-from typing import Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import torch
 
-from torchfast._core.measure import drain
+from torchfast._core.device import drain
 from torchfast.compiled_loss import CompiledLoss
-from torchfast.graphs import GraphedUpdate
+
+if TYPE_CHECKING:
+    from torchfast.graphs import GraphedUpdate
 
 logger = logging.getLogger(__name__)
 

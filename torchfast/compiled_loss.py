@@ -19,29 +19,24 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from torchfast import compiler
 from torchfast._core.closing import Closing
 from torchfast._core.compiled_code import is_disabled
 from torchfast._core.decisions import Decision
 from torchfast._core.function_fingerprint import function_fingerprint
-from torchfast.compiler import (
-    Compiled,
-    CompiledCallable,
-    CompiledModule,
-    CompileOptions,
-    Mode,
-    choose_regions,
-    compile_callable,
-    compile_decision,
-)
-from torchfast.graphs import GraphedUpdate
+from torchfast.compiler import CompileOptions, Mode, compile_decision
 from torchfast.plan import Plan
+
+if TYPE_CHECKING:
+    from torchfast.compiler import Compiled
+    from torchfast.graphs import GraphedUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +93,7 @@ class CompiledLoss(Closing):
         if options is None:
             return
         if options.mode == "auto":
-            choose_regions(model, options.regions)  # raises now what cannot be
+            compiler.choose_regions(model, options.regions)  # raises now what cannot be
             self._undecided = options
             # Now, since steps may change what it holds.
             self._loss_text = function_fingerprint(loss_fn)
@@ -123,7 +118,9 @@ class CompiledLoss(Closing):
     @property
     def changes_model(self) -> bool:
         """Whether regions of the model are compiled where they stand, or may yet be."""
-        return isinstance(self._compiled, CompiledModule) or self._undecided is not None
+        return self._undecided is not None or (
+            self._compiled is not None and isinstance(self._compiled, compiler.CompiledModule)
+        )
 
     def decide(
         self,
@@ -218,8 +215,12 @@ class CompiledLoss(Closing):
         if self._aside and compiled is not None:
             found.append(compile_decision("stepped aside", self._aside))
             return found + [d for d in compiled.decisions() if d.outcome == "stepped aside"]
-        if isinstance(compiled, CompiledCallable) and not compiled.status.startswith("eager"):
-            choice = choose_regions(self._model, compiled.options.regions)
+        if (
+            compiled is not None
+            and isinstance(compiled, compiler.CompiledCallable)
+            and not compiled.status.startswith("eager")
+        ):
+            choice = compiler.choose_regions(self._model, compiled.options.regions)
             found.append(compile_decision("applied", f"the loss function with {choice}"))
         return found + ([] if self._compiled is None else self._compiled.decisions())
 
@@ -246,17 +247,17 @@ class CompiledLoss(Closing):
 
     def _make(self, options: CompileOptions) -> Compiled:
         """Compile as options say."""
-        choice = choose_regions(self._model, options.regions)
+        choice = compiler.choose_regions(self._model, options.regions)
         # Named regions are compiled as named, though it be the model itself. A loss function that
         # torch is to leave alone has its model compiled in it.
         is_named, leaves_loss = isinstance(options.regions, tuple), is_disabled(self.loss_fn)
         if choice.is_whole and not (is_named or leaves_loss):
-            return compile_callable(
+            return compiler.compile_callable(
                 self.loss_fn, options, model=self._model, context=self._plan_text
             )
         fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
         del fields["update"]  # of the optimizer
-        compiled = CompiledModule(self._model, **fields)
+        compiled = compiler.CompiledModule(self._model, **fields)
         # Who names regions wants these and no others.
         if not (is_named or leaves_loss):
             compiled.around(self.loss_fn)
@@ -267,9 +268,11 @@ class CompiledLoss(Closing):
         mode = None if compiled is None else compiled.options.mode
         self._has_own_graphs = mode in WITHIN_A_GRAPH and self._device.type == "cuda"
         self._function = self.loss_fn
-        if isinstance(compiled, CompiledCallable):
+        if compiled is None:
+            return
+        if isinstance(compiled, compiler.CompiledCallable):
             self._function = compiled
-        elif compiled is not None and compiled.code_around is not None:
+        elif compiled.code_around is not None:
             self._function = compiled.code_around
 
     def _resolved(self, plan: Plan) -> CompileOptions | None:

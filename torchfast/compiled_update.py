@@ -32,16 +32,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from torchfast import compiler
 from torchfast._core.building import optimized
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.errors import CompileError
 from torchfast._core.reachable import weak_method
-from torchfast.compiler import CompileOptions, OneGraph, compile_decision
+from torchfast.compiler import CompileOptions, compile_decision
 from torchfast.graphs import LearningRates
 from torchfast.precision import as_low_bit
 
 if TYPE_CHECKING:
+    from torchfast.compiler import OneGraph
     from torchfast.update_trial import UpdateTrial
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class CompiledUpdate(Closing):
         else:
             self._inner = _inner_step(optimizer)
             self._rates = LearningRates(optimizer) if _has_rates(optimizer) else None
-            self._graph = OneGraph(self._inner, self._name, self._options)
+            self._graph = compiler.OneGraph(self._inner, self._name, self._options)
             self._load_hook = optimizer.register_load_state_dict_post_hook(
                 weak_method(self._after_load)
             )
@@ -251,7 +253,7 @@ class CompiledUpdate(Closing):
         if self._why_eager is None and self._graph.graphs:
             self._num_graphs_before += self._graph.graphs
             self._graph.close()
-            self._graph = OneGraph(self._inner, self._name, self._options)
+            self._graph = compiler.OneGraph(self._inner, self._name, self._options)
 
 
 def _why_left_alone(optimizer: Optimizer) -> str | None:

@@ -13,24 +13,27 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
+from torchfast import checkpoint as checkpoints
 from torchfast._core.arguments import check_int
 from torchfast._core.errors import CheckpointWriteError, StateMismatchError
 from torchfast._core.local import local
 from torchfast._core.rng import seed_everything
-from torchfast.checkpoint import Checkpoint, CheckpointManager
 from torchfast.checkpoint.sharded import is_sharded
 from torchfast.data import PrefetchingLoader
 from torchfast.step import TrainStep
 
+if TYPE_CHECKING:
+    from torchfast.checkpoint import Checkpoint, CheckpointManager
+
 logger = logging.getLogger(__name__)
 
 KEPT = 3  # of a run whose folder was given by its path
-Target = str | os.PathLike[str] | CheckpointManager
+Target: TypeAlias = "str | os.PathLike[str] | CheckpointManager"
 Resume = str | os.PathLike[str] | int | None
 
 
@@ -60,7 +63,8 @@ class CheckpointOptions:
     resume: Resume
 
     def __post_init__(self) -> None:
-        if not isinstance(self.checkpoint, str | os.PathLike | CheckpointManager | None):
+        is_folder = isinstance(self.checkpoint, str | os.PathLike | None)
+        if not (is_folder or isinstance(self.checkpoint, checkpoints.CheckpointManager)):
             raise TypeError(
                 "checkpoint must be a path, a CheckpointManager or None, got "
                 f"{self.checkpoint!r} ({type(self.checkpoint).__name__})"
@@ -105,16 +109,15 @@ class FitCheckpoints:
         self._step = step
         self._loader = loader
         self._saved: tuple[FitProgress, bool] | None = None
-        self._is_own = not isinstance(options.checkpoint, CheckpointManager)
-        self._manager: CheckpointManager | None
-        if isinstance(options.checkpoint, CheckpointManager):
-            self._manager = options.checkpoint
-        elif options.checkpoint is not None:
-            self._manager = CheckpointManager(
+        self._is_own = False
+        self._manager: CheckpointManager | None = None
+        if isinstance(options.checkpoint, str | os.PathLike):
+            self._is_own = True
+            self._manager = checkpoints.CheckpointManager(
                 options.checkpoint, keep_last=KEPT, across_ranks=step.ranks.are_many
             )
-        else:
-            self._manager = None
+        elif options.checkpoint is not None:
+            self._manager = options.checkpoint
         scheduler = step.lr_scheduler
         if self._manager is not None and not (
             scheduler is None or hasattr(scheduler, "load_state_dict")
@@ -164,7 +167,7 @@ class FitCheckpoints:
                 f"resume={os.fspath(resume)!r} is no folder of checkpoints; give 'auto', a step "
                 "or such a folder"
             )
-        with CheckpointManager(resume, across_ranks=self._step.ranks.are_many) as other:
+        with checkpoints.CheckpointManager(resume, across_ranks=self._step.ranks.are_many) as other:
             found = other.load(like=self._placed())
         if found is None:
             raise ValueError(

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchfast import graphs
 from torchfast._core.building import at_work
 from torchfast._core.decisions import Decision
 from torchfast.graphs import (
     CUDAGraphOptions,
-    GraphedUpdate,
     GraphForm,
     OptimizerForm,
     graph_decision,
     graph_form,
 )
-from torchfast.graphs.graph_form import Numerics
-from torchfast.graphs.graphed_update import Half
 from torchfast.parallel import Sharding
 from torchfast.plan import Plan
 from torchfast.precision import as_low_bit
+
+if TYPE_CHECKING:
+    from torchfast.graphs import GraphedUpdate
+    from torchfast.graphs.graph_form import Numerics
+    from torchfast.graphs.graphed_update import Half
 
 # DistributedDataParallel builds its buckets anew behind its first step, and times some later ones.
 WARM_UP_OF_REPLICAS = 11
@@ -69,7 +72,7 @@ class Levers(NamedTuple):
         """Return what runs a step through a graph, or None if nothing is captured."""
         if self.options is None:
             return None
-        graphed = GraphedUpdate(
+        graphed = graphs.GraphedUpdate(
             whole,
             until_update,
             model=model,

@@ -7,16 +7,18 @@ is.
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
+from torchfast import compiler
 from torchfast._core.batches import as_group, as_steps
 from torchfast._core.untouched import TrialRun, untouched
-from torchfast.compiler import measuring
 from torchfast.gradients import Gradients
-from torchfast.graphs import GraphedUpdate
 from torchfast.memory.splitting import parts_of
 from torchfast.step_memory import StepMemory
 from torchfast.transforms import ModelTransforms
+
+if TYPE_CHECKING:
+    from torchfast.graphs import GraphedUpdate
 
 
 @final
@@ -51,7 +53,7 @@ class StepInputs:
         """Return the micro-batches of the step of this number; the first is 1."""
         group = as_group(batch, self._accumulate)
         if self._is_looked_at:
-            with measuring():
+            with compiler.measuring():
                 self._look_before(batch, group, number)
         return group
 

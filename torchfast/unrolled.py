@@ -13,26 +13,29 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchfast import graphs
 from torchfast._core.decisions import Decision, Outcome
 from torchfast._core.loss import Number, SeveralOutput
 from torchfast.compiled_loss import CompiledLoss
 from torchfast.ema import WeightAverage
-from torchfast.graphs import GraphedUpdate, Ready
-from torchfast.graphs.unrolled_update import CHANGES_MORE
 from torchfast.plan import Plan
 from torchfast.step_memory import StepMemory
+
+if TYPE_CHECKING:
+    from torchfast.graphs import GraphedUpdate
 
 logger = logging.getLogger(__name__)
 
 Groups = tuple[Any, ...]  # the micro-batches of each step
 NO_GRAPH = "there is no graph of a step, see cuda_graph"
 NO_UPDATE = "the update is not in the graph, see cuda_graph"
+CHANGES_MORE = "the schedule changed more than the learning rates, or ended"
 
 
 @final
@@ -158,7 +161,7 @@ class UnrolledSteps:
         unrolled = self._graph.unrolled
         assert unrolled is not None
         ready = unrolled.prepared(groups)
-        if not isinstance(ready, Ready):
+        if not isinstance(ready, graphs.Ready):
             return None, ready.why
         output = unrolled.replay(ready, self._optimizer, self._scheduler)
         return output, CHANGES_MORE if output is None else None

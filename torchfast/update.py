@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from torchfast.compiled_loss import CompiledLoss
 from torchfast.compiled_update import CompiledUpdate
 from torchfast.compiler import CompileOptions
 from torchfast.ema import WeightAverage
-from torchfast.graphs import GraphedUpdate
 from torchfast.parallel import Sharding
 from torchfast.precision import PrecisionPolicy, UpdateGuard
 from torchfast.step_guards import StepSyncs
+
+if TYPE_CHECKING:
+    from torchfast.graphs import GraphedUpdate
 
 FirstHalf = Callable[[tuple[Any, ...]], tuple[Tensor, dict[str, Number]]]
 

@@ -35,6 +35,12 @@ def is_capturing() -> bool:
         return False
 
 
+def drain(device: torch.device) -> None:
+    """Wait until a device has done all that it was asked for; nothing on the CPU."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
 def resolve_device(device: object, model: nn.Module) -> torch.device:
     """Return the device to train on, with its index; ``None`` means where the parameters are.
 

@@ -38,6 +38,7 @@ from typing import Final, Literal, final
 import torch
 
 from torchfast._core.arguments import check_callable, check_choice, check_positive
+from torchfast._core.device import drain
 
 Verdict = Literal["faster", "slower", "no difference", "cannot tell"]
 Stopwatch = Callable[[Callable[[], object], int], float]
@@ -193,12 +194,6 @@ def _verdict(low: float, high: float, smallest: float) -> Verdict:
     if low >= 1 - smallest and high <= 1 + smallest:
         return "no difference"
     return "cannot tell"
-
-
-def drain(device: torch.device) -> None:
-    """Wait until a device has done all that it was asked for; nothing on the CPU."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
 
 
 def measure(

@@ -38,8 +38,9 @@ from torch import Tensor, nn
 
 from torchfast._core.arguments import check_callable, check_positive
 from torchfast._core.batches import tensors
+from torchfast._core.device import drain
 from torchfast._core.generators import held_with_generators
-from torchfast._core.measure import Measurement, drain, first_line, measure
+from torchfast._core.measure import Measurement, first_line, measure
 from torchfast._core.saved_modules import SavedModules
 from torchfast.compiler.candidates import Candidate, OutError
 from torchfast.compiler.causes import is_of_the_machine

@@ -41,7 +41,6 @@ from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import check_device
 from torchfast._core.errors import UnsupportedDeviceError
 from torchfast._core.reachable import held_by
-from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.graph_form import Numerics, graph_form
 from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.named_state import NamedState
@@ -127,6 +126,8 @@ class CUDAGraphStep(Closing):
         self._forms: list[OptimizerForm] = []
         self._hooks: list[RemovableHandle] = []
         self._decisions: list[Decision] = []
+        from torchfast.graphs.engine import GraphEngine  # as for every step that is captured
+
         self._engine = GraphEngine(fn, named, options, self.device)
         for optimizer in named.optimizers:
             release(optimizer)

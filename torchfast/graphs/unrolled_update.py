@@ -26,8 +26,6 @@ from torchfast.graphs.learning_rates import LearningRates
 from torchfast.graphs.signature import Several
 from torchfast.graphs.watch import NOT_FROZEN
 
-CHANGES_MORE = "the schedule changed more than the learning rates, or ended"
-
 
 @final
 class UnrolledUpdate:

@@ -40,8 +40,8 @@ from torchfast._core.arguments import (
     explain_keywords,
 )
 from torchfast._core.batches import map_batch, tensors
-from torchfast._core.device import check_device
-from torchfast._core.measure import Measurement, Verdict, drain, measure
+from torchfast._core.device import check_device, drain
+from torchfast._core.measure import Measurement, Verdict, measure
 from torchfast._core.rng import get_rng_state, set_rng_state
 from torchfast.profiling.closeness import Outcome, check_close, differentiable, leaves_below
 
