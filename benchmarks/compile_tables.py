@@ -111,6 +111,31 @@ def losses(result: Row) -> list[str]:
     return lines
 
 
+def compiled_update(result: Row) -> list[str]:
+    """Return a line for each workload and optimizer, with what "auto" has found."""
+    lines = [
+        "| workload | optimizer | a step as it is, ms | update compiled | saved, ms "
+        '| ``"auto"`` takes | weights off |',
+        "|---|---|---:|---:|---:|---|---:|",
+    ]
+    trained: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in result["rows"]:
+        trained.setdefault((row["workload"], row["optimizer"]), {})[row["update"]] = row
+    for (workload, optimizer), ways in trained.items():
+        plain, compiled, auto = (ways[update] for update in ("False", "True", "auto"))
+        taken = "compiled" if auto["update_graphs"] else "as it is"
+        lines.append(
+            f"| {workload} | {optimizer} | {_with_quartiles(plain)} | {_with_quartiles(compiled)} "
+            f"| {plain['ms'] - compiled['ms']:.2f} | {taken} | {compiled['apart']:.1e} |"
+        )
+    return lines
+
+
+def _with_quartiles(row: Row) -> str:
+    low, high = map(figure, row["quartiles_ms"])
+    return f"{figure(row['ms'])} ({low} to {high})"
+
+
 def _line(row: Row, name: str) -> str:
     if row["status"] != "ran":
         return f"| {name} | {why_not(row)} |  |  |  |"

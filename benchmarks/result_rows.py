@@ -1,8 +1,8 @@
 """Rows of a result file that several runs fill.
 
 A GPU is had for minutes at a time, and some scripts take longer. A run measures what it is asked
-for, and has time for; the rows of earlier ones stay, if they were measured under the same settings
-on such a machine. Each row says which run it is from.
+for, and has time for; the rows of other ones stay, if they were measured under the same settings on
+such a machine, and though they be written meanwhile. Each row says which run it is from.
 """
 
 from __future__ import annotations
@@ -35,19 +35,10 @@ class ResultRows:
         self._path = path
         self._identity = identity
         self._settings = dict(settings)
-        expected = {"settings": self._settings}
-        found = results.resumed(self._path, expected, ignoring=["commit"]) if self._path else None
-        earlier = found or {"rows": []}
-        # Rows of a file that one run wrote do not say so each.
-        run = {"run": results.run_of(found)} if found else {}
-        self._rows: dict[tuple[Any, ...], dict[str, Any]] = {
-            self._key(row): {**run, **row} for row in earlier["rows"]
-        }
-        # By what it is called, so that what is measured later is no longer said to be missing.
-        self._left_out: dict[str, str] = {
-            text.partition(":")[0]: text for text in earlier.get("left_out", ())
-        }
         self._run = results.this_run()
+        self._own: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._own_left_out: dict[str, str] = {}  # by what was left out
+        self._earlier()  # raises now what would raise behind the first measurement
 
     def add(self, row: dict[str, Any], **others: Any) -> None:
         """Take a row up, in place of an earlier one of its kind, and write the file.
@@ -56,22 +47,39 @@ class ResultRows:
             row: What was measured.
             others: What else the file is to hold.
         """
-        self._rows[self._key(row)] = {**row, "run": self._run}
-        self._left_out.pop(", ".join(map(str, self._key(row)[:2])), None)
+        self._own[self._key(row)] = {**row, "run": self._run}
         self._write(others)
 
     def leave_out(self, first: str, second: str, why: str, **others: Any) -> None:
         """Note what was not measured, unless an earlier run has, and write the file."""
         name = f"{first}, {second}"
-        if not any([str(part) for part in key[:2]] == [first, second] for key in self._rows):
-            self._left_out[name] = f"{name}: {why}"
+        self._own_left_out[name] = f"{name}: {why}"
         self._write(others)
 
     def _key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row[key] for key in self._identity)
 
     def _write(self, others: Mapping[str, Any]) -> None:
-        if self._path is not None:
-            rows, left_out = list(self._rows.values()), list(self._left_out.values())
-            figures = {"settings": self._settings, **others, "left_out": left_out, "rows": rows}
-            results.write(self._path, figures)
+        if self._path is None:
+            return
+        # Anew each time, as another run may write rows of its own meanwhile.
+        with results.alone(self._path):
+            rows, left_out = self._earlier()
+            rows |= self._own
+            left_out |= self._own_left_out
+            # What is measured by now is no longer said to be missing.
+            measured = {", ".join(map(str, key[:2])) for key in rows}
+            missing = [text for name, text in left_out.items() if name not in measured]
+            every = {"left_out": missing, "rows": list(rows.values())}
+            results.write(self._path, {"settings": self._settings, **others, **every})
+
+    def _earlier(self) -> tuple[dict[tuple[Any, ...], dict[str, Any]], dict[str, str]]:
+        """Return the rows that stand in the file, and what it says was left out."""
+        expected = {"settings": self._settings}
+        found = results.resumed(self._path, expected, ignoring=["commit"]) if self._path else None
+        if found is None:
+            return {}, {}
+        # Rows of a file that one run wrote do not say so each.
+        run = results.run_of(found)
+        rows = {self._key(row): {"run": run, **row} for row in found["rows"]}
+        return rows, {text.partition(":")[0]: text for text in found.get("left_out", ())}

@@ -198,6 +198,7 @@ TABLES: dict[str, tuple[str, Table]] = {
     "compile curves": (COMPILE, compile_tables.curves),
     "compile workloads": (COMPILE, compile_tables.workloads),
     "losses": ("losses_CARD.json", compile_tables.losses),
+    "compiled update": ("compiled_update_CARD.json", compile_tables.compiled_update),
     "below bf16": ("below_bf16_CARD.json", below_bf16_tables.steps),
     "below bf16 curves": ("below_bf16_CARD.json", below_bf16_tables.curves),
     "below bf16 warm-up": (

@@ -14,6 +14,8 @@ import torch
 
 from benchmarks import (
     compare_check,
+    compile_tables,
+    compiled_update,
     figures,
     first_replay,
     fragmentation,
@@ -117,6 +119,21 @@ def test_rows_that_do_not_say_their_run_keep_that_of_their_file(monkeypatch, tmp
     assert tables.runs(found, "recompute") == [row["run"] for row in found["rows"]]
 
 
+def test_runs_side_by_side_lose_no_row_of_each_other(tmp_path):
+    out = tmp_path / "figures.json"
+    one, other = (ResultRows(out, ("name", "mode"), {}) for _ in range(2))
+    one.add({"name": "a", "mode": "eager"})
+    other.leave_out("c", "eager", "no time was left")
+    other.add({"name": "b", "mode": "eager"})
+    one.add({"name": "c", "mode": "eager"})
+    other.leave_out("a", "eager", "no time was left")
+
+    found = json.loads(out.read_text())
+
+    assert [row["name"] for row in found["rows"]] == ["a", "b", "c"]
+    assert found["left_out"] == []
+
+
 def test_rows_of_another_machine_stand_in_no_file_with_ours(run, tmp_path, monkeypatch):
     run(offload)
     here = results.machine()
@@ -191,6 +208,29 @@ def test_slow_to_fast(run):
     assert "fast" in printed
     table = profiling_tables.slow_to_fast({"rows": rows})
     assert len(table) == 2 + len(rows)
+
+
+def test_compiled_update(run):
+    rows, printed = run(
+        compiled_update, "--block-s", "0.01", "--workloads", "mlp", "--optimizers", "RMSprop"
+    )
+
+    plain, compiled, auto = rows
+    assert [row["update"] for row in rows] == ["False", "True", "auto"]
+    assert all(len(row["turns_ms"]) == 2 and row["ms"] > 0 for row in rows)
+    assert (plain["update_graphs"], compiled["update_graphs"]) == (0, 1)
+    assert plain["told"] == []
+    assert plain["apart"] == 0
+    assert "compiled in" in compiled["told"][0]
+    assert compiled["told"][0] in printed
+    assert "of the time as it is" in auto["told"][0] or "runs as it is" in auto["told"][0]
+    assert 0 < compiled["apart"] < 1e-3
+    assert not any(row["is_captured"] for row in rows)  # there is no GPU
+
+    table = compile_tables.compiled_update({"rows": rows})
+    assert len(table) == 3
+    assert f"{plain['ms'] - compiled['ms']:.2f}" in table[-1]
+    assert ("compiled |" in table[-1]) == (auto["update_graphs"] == 1)
 
 
 def test_offload_in_training(run, tmp_path):
