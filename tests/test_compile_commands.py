@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
+from compile_receipts import make_key, make_receipt
 from compile_stores import key, process
 from torchfast.__main__ import main
+from torchfast.compiler.receipt_files import save_receipt
 
 
 @pytest.fixture
@@ -124,6 +126,72 @@ def test_clear_removes_what_is_ours_and_nothing_else(command, folder):
     assert status == 0
     assert len(out.splitlines()) == 7  # entries, accounts, a receipt and leftovers
     assert set(os.listdir(folder)) == {*others, key("a folder of this name").name}
+
+
+@pytest.fixture
+def receipts(folder):
+    """The names of two receipts in the folder, the older first."""
+
+    def made(created, **changes):
+        return save_receipt(folder, make_receipt(created=created, **changes)).name
+
+    older = made("2026-01-01T00:00:00Z", choice="eager")
+    newer = made(
+        "2026-02-01T00:00:00Z", key=make_key(loss="another"), model_name=HOSTILE, notes=("a\nb",)
+    )
+    return older, newer
+
+
+def test_list_tells_what_was_measured(command, receipts):
+    status, out, err = command("list")
+    *_, newer, older, total = out.splitlines()
+    assert (status, err) == (0, "")
+    assert newer.endswith("one\\x1b[2J\\r\\nwhole\\x9b31m\\u202eenil: blocks: default")
+    assert older.startswith(receipts[0].split("-")[1][:8])
+    assert "  2026-01-01T00:00:00Z  Linear: eager" in older
+    assert total.endswith("; 2 receipts")
+
+
+def test_show_tells_all_that_was_measured(command, receipts):
+    older, newer = receipts
+    status, out, err = command("show", older)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == older
+    assert "Linear on" in lines[1]
+    assert "eager" in lines[1]
+    assert any("blocks: default" in line for line in lines)
+    assert newer not in out
+    assert "whole: the payload" not in out  # no entry
+
+    status, out, err = command("show")
+    assert (status, err) == (0, "")
+    assert out.count("whole: the payload") == 2
+    assert all(name in out for name in receipts)
+    assert all(line.isprintable() for line in out.split("\n"))
+    assert "  a\\nb" in out
+
+
+def test_a_damaged_receipt_is_told_beside_the_others(command, folder, receipts):
+    older, newer = receipts
+    text = (folder / older).read_text()
+    (folder / older).write_text(text.replace("eager", "ragee"))
+    for name in ("list", "show"):
+        status, out, err = command(name)
+        assert status == 1
+        assert f"{older}: its contents do not have the hash that stands in it" in err
+        assert "2026-02-01T00:00:00Z" in out
+    (folder / older).unlink()
+    (folder / older).symlink_to(folder / newer)
+    assert command("list")[0] == 1
+
+
+def test_clear_of_receipts_keeps_what_was_compiled(command, folder, receipts):
+    status, out, _ = command("clear", "--receipts")
+    assert status == 0
+    assert out.splitlines() == [f"removed {name}" for name in sorted(receipts)]
+    assert command("list")[1].splitlines()[-1].startswith("2 entries, ")
+    assert len(list(folder.glob("*.use"))) == 2
 
 
 @pytest.mark.parametrize("name", ["list", "show", "clear", "prune"])

@@ -16,58 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchfast.compiler import receipts
+from compile_receipts import CPU, NAMES, make_key, make_receipt
+from torchfast.compiler import receipt_files, receipts
 from torchfast.compiler.machine import machine_of
-from torchfast.compiler.receipts import (
-    CandidateResult,
-    Receipt,
-    ReceiptKey,
-    find_receipt,
-    save_receipt,
-)
-
-CPU = torch.device("cpu")
-BATCH = torch.zeros(4, 2)
-NAMES = ("eager", "blocks: default", "whole: default")
-
-
-def make_key(model=None, batch=BATCH, options=None, loss="a"):
-    model = nn.Linear(2, 3) if model is None else model
-    options = {"dynamic": None} if options is None else options
-    return ReceiptKey.of(model, batch, CPU, options, loss=loss)
-
-
-def make_receipt(key=None, **changes):
-    candidates = (
-        CandidateResult(name="eager", status="measured", compile_s=0.0, median_ms=12.5, ratio=1.0),
-        CandidateResult(
-            name="blocks: default",
-            status="measured",
-            compile_s=21.5,
-            median_ms=10.0,
-            low_ms=9.5,
-            high_ms=10.5,
-            ratio=0.8,
-            ratio_low=0.79,
-            ratio_high=0.81,
-            peak_bytes=123_000_000,
-            loss_error=1e-7,
-            gradient_error=2e-6,
-        ),
-        CandidateResult(name="whole: default", status="timed out", reason="not done in 60 s"),
-    )
-    values = {
-        "key": make_key() if key is None else key,
-        "model_name": "Linear",
-        "candidates": candidates,
-        "choice": "blocks: default",
-        "why": "it is faster",
-        "notes": ("a note",),
-        "budget_s": 120.0,
-        "elapsed_s": 100.0,
-        "created": "2026-01-01T00:00:00Z",
-    }
-    return Receipt(**{**values, **changes})
+from torchfast.compiler.receipt_files import find_receipt, save_receipt
+from torchfast.compiler.receipts import CandidateResult, Receipt
 
 
 def resigned(content):
@@ -224,7 +177,7 @@ def pipe(path):
 
 
 def too_large(path):
-    path.write_bytes(b" " * (receipts._MOST_BYTES + 1))
+    path.write_bytes(b" " * (receipt_files._MOST_BYTES + 1))
 
 
 def link(path):
@@ -379,7 +332,7 @@ def test_processes_that_write_at_once_leave_a_whole_one(tmp_path):
 
 
 def test_one_that_is_written_while_its_neighbours_are_read_is_none_of_them(tmp_path, monkeypatch):
-    reads, works = [], receipts._read
+    reads, works = [], receipt_files._read
 
     def read(path):
         reads.append(path)
@@ -388,7 +341,7 @@ def test_one_that_is_written_while_its_neighbours_are_read_is_none_of_them(tmp_p
             raise FileNotFoundError(path)
         return works(path)
 
-    monkeypatch.setattr(receipts, "_read", read)
+    monkeypatch.setattr(receipt_files, "_read", read)
     found = find_receipt(tmp_path, make_key(), NAMES)
     assert len(reads) == 2
     assert found.receipt is None

@@ -14,14 +14,8 @@ from torchfast._core.measure import Measurement
 from torchfast._core.option_fields import json_ready
 from torchfast.compiler import CompileOptions
 from torchfast.compiler.machine import machine_of
-from torchfast.compiler.receipts import (
-    CandidateResult,
-    Receipt,
-    ReceiptKey,
-    find_receipt,
-    new_date,
-    save_receipt,
-)
+from torchfast.compiler.receipt_files import find_receipt, save_receipt
+from torchfast.compiler.receipts import CandidateResult, Receipt, ReceiptKey, new_date
 from torchfast.update_trial import WAYS, UpdateTrial
 
 

@@ -1,5 +1,8 @@
 """``python -m torchfast cache``: look at a folder of compiled artifacts, and make room in it.
 
+Beside its entries, which are compiled code, lie the receipts of what was measured: which way to
+compile was the fastest.
+
 ``list`` and ``show`` change nothing, ``prune`` and ``clear`` remove only what the cache wrote. None
 of them runs anything of what is stored. They exit with 0 if all is well, with 1 if an entry is
 damaged or the folder cannot be used, and with 2 if the arguments are wrong or what they name is not
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchfast._core.shell import DAMAGED, UNITS, WRONG, fail, one_line, say, size
+from torchfast.compiler.receipt_files import StoredReceipt, list_receipts
 from torchfast.compiler.store_contents import StoredEntry, clear, list_entries, prune
 from torchfast.compiler.store_files import Unusable
 
@@ -25,14 +29,14 @@ def add_commands(commands: Any) -> None:
     """Add ``cache`` and what is under it to the subparsers of ``python -m torchfast``."""
     parser = commands.add_parser(
         "cache",
-        help="list, show, prune or clear compiled artifacts",
+        help="list, show, prune or clear compiled artifacts and what was measured",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add(actions, "list", _list, "one line for each entry, last used first")
-    show = _add(actions, "show", _show, "what entries are for, and whether they are whole")
-    show.add_argument("entry", nargs="?", default="", metavar="ENTRY", help="how its name begins")
+    _add(actions, "list", _list, "one line for each entry, last used first, and each receipt")
+    show = _add(actions, "show", _show, "what entries are for, if they are whole, and receipts")
+    show.add_argument("entry", nargs="?", default="", metavar="NAME", help="how its name begins")
     room = _add(actions, "prune", _prune, "remove the least recently used")
     room.add_argument(
         "--max-bytes",
@@ -41,7 +45,12 @@ def add_commands(commands: Any) -> None:
         metavar="N",
         help="what may stay: a number of bytes, or one with kB, MB, GB or TB behind it",
     )
-    _add(actions, "clear", _clear, "remove all that the cache wrote, and nothing else")
+    rid = _add(actions, "clear", _clear, "remove all that the cache wrote, and nothing else")
+    rid.add_argument(
+        "--receipts",
+        action="store_true",
+        help="remove what was measured and keep what was compiled: the next run searches again",
+    )
 
 
 def _add(
@@ -80,22 +89,29 @@ def _list(path: Path, arguments: argparse.Namespace) -> int:
             f"used {entry.uses:>3}  torch {one_line(torch_and_device)}  "
             f"{one_line(work.get('model_class', '?'))}"
         )
-    say(_total(entries))
+    receipts = list_receipts(path)
+    for stored in receipts:
+        if stored.receipt is None:
+            status = fail(_problem(stored), DAMAGED)
+            continue
+        found = stored.receipt
+        say(
+            f"{_short(stored.name)}  {size(stored.num_bytes):>8}  {one_line(found.created)}  "
+            f"{one_line(found.model_name)}: {one_line(found.choice)}"
+        )
+    say(_total(entries, receipts))
     return status
 
 
 def _show(path: Path, arguments: argparse.Namespace) -> int:
-    begin = arguments.entry.removeprefix("entry-")
-    entries = [
-        entry
-        for entry in list_entries(path, verify=True)
-        if entry.name.removeprefix("entry-").startswith(begin) or _short(entry.name) == begin
-    ]
-    if not entries and not begin:
-        say(_total(entries))
+    begin = arguments.entry
+    entries = [e for e in list_entries(path, verify=True) if _is_called(e.name, begin)]
+    receipts = [r for r in list_receipts(path) if _is_called(r.name, begin)]
+    if not entries and not receipts:
+        if begin:
+            return fail(f"{path} has no entry whose name begins with {begin!r}", WRONG)
+        say(_total(entries, receipts))
         return 0
-    if not entries:
-        return fail(f"{path} has no entry whose name begins with {begin!r}", WRONG)
     status = 0
     for entry in entries:
         if entry.header is None:
@@ -113,6 +129,14 @@ def _show(path: Path, arguments: argparse.Namespace) -> int:
             for name, value in facts.items():
                 say(f"  {title} {one_line(name)} = {one_line(value)}")
         say("  whole: the payload has the SHA-256 of its header")
+    for stored in receipts:
+        if stored.receipt is None:
+            status = fail(_problem(stored), DAMAGED)
+            continue
+        say(f"{stored.name}")
+        for line in str(stored.receipt).splitlines():
+            say(f"  {one_line(line)}")
+        say(f"  batches: {one_line(stored.receipt.key.batch)}")
     return status
 
 
@@ -121,8 +145,7 @@ def _prune(path: Path, arguments: argparse.Namespace) -> int:
 
 
 def _clear(path: Path, arguments: argparse.Namespace) -> int:
-    del arguments
-    return _removed(clear(path))
+    return _removed(clear(path, receipts_only=arguments.receipts))
 
 
 def _removed(names: list[str]) -> int:
@@ -131,18 +154,27 @@ def _removed(names: list[str]) -> int:
     return 0
 
 
-def _total(entries: list[StoredEntry]) -> str:
-    return f"{len(entries)} entries, {size(sum(entry.num_bytes for entry in entries))}"
+def _total(entries: list[StoredEntry], receipts: list[StoredReceipt]) -> str:
+    total = f"{len(entries)} entries, {size(sum(entry.num_bytes for entry in entries))}"
+    return f"{total}; {len(receipts)} receipts" if receipts else total
 
 
-def _problem(entry: StoredEntry) -> str:
-    problem = one_line(entry.problem)
-    return problem if entry.name in problem else f"{entry.name}: {problem}"
+def _problem(stored: StoredEntry | StoredReceipt) -> str:
+    problem = one_line(stored.problem)
+    return problem if stored.name in problem else f"{stored.name}: {problem}"
 
 
 def _short(name: str) -> str:
-    work, machine = name.removeprefix("entry-").removesuffix(".cache").split("-")
-    return f"{work[:8]}..{machine[:4]}"
+    """Return the name of an entry or a receipt so that it fits a line."""
+    first, last = name.rpartition(".")[0].split("-")[1:]
+    return f"{first[:8]}..{last[:4]}"
+
+
+def _is_called(name: str, begin: str) -> bool:
+    """Whether a name begins so, with or without what it is of, or is this in short."""
+    return (
+        name.startswith(begin) or name.partition("-")[2].startswith(begin) or _short(name) == begin
+    )
 
 
 def _bytes(text: str) -> int:

@@ -3,17 +3,13 @@
 A search takes as long as its compiles do, and its answer is the same the next time: for this model
 and loss, batches like these, these options, on this machine, under this torch. So the answer is
 written down beside the compile cache, as JSON, under a name made of all that it depends on
-(`ReceiptKey`). The next run finds it and measures nothing.
+(`ReceiptKey`), by `torchfast.compiler.receipt_files`. The next run finds it and measures nothing.
 
 A receipt holds names and numbers, never code. What is read back chooses among the candidates that
-the caller has anyway; a name that is not among them chooses nothing. A file that is damaged, was
-measured elsewhere or is of another format is not an error: it is passed over, and `Found.reason`
-says why. Delete the file, or give another folder, to have the search run again.
+the caller has anyway; a name that is not among them chooses nothing.
 
 Only an answer is written down. Where the time was used up before anything was compared, or the
 compiler was switched off, the next run has to search again (`Receipt.is_answer`).
-
-Writing is atomic, so that of several processes that write the same receipt the last one wins whole.
 """
 
 from __future__ import annotations
@@ -24,22 +20,16 @@ import hashlib
 import json
 import logging
 import math
-import os
-import stat
-import uuid
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import nn
 
 from torchfast._core.fingerprint import batch_signature, model_fingerprint
-from torchfast._core.replacing import replacing, write_all
+from torchfast._core.shell import one_line
 from torchfast.compiler.machine import machine_of
-from torchfast.compiler.store_files import Unusable, check_owner
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +39,6 @@ Status = Literal["measured", "failed", "timed out", "wrong", "left out", "not no
 _STATUSES: Final = ("measured", "failed", "timed out", "wrong", "left out", "not now")
 # What the next run would find, too, however much time it had.
 _FOR_GOOD: Final = ("failed", "wrong")
-_MOST_BYTES: Final = 1 << 20
-# Of how many receipts of the same model it is asked why they are not the one looked for.
-_MOST_NEIGHBOURS: Final = 32
 
 
 @final
@@ -106,10 +93,11 @@ class ReceiptKey:
     @property
     def file_name(self) -> str:
         """The name of the file: the model, so that neighbours are found, and all of it."""
-        return f"{self._prefix}{_digest(dataclasses.asdict(self))[:24]}.json"
+        return f"{self.neighbours}{_digest(dataclasses.asdict(self))[:24]}.json"
 
     @property
-    def _prefix(self) -> str:
+    def neighbours(self) -> str:
+        """How the names of the files of all receipts of this model begin."""
         return f"receipt-{self.model[:12]}-"
 
     def difference(self, other: ReceiptKey) -> str | None:
@@ -307,102 +295,13 @@ class Receipt:
                 said = "" if candidate.status == "measured" else candidate.status
                 said = ": ".join(filter(None, (said, candidate.reason)))
             lines.append("  " + "  ".join([*cells, said]).rstrip())
-        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
-
-
-class Found(NamedTuple):
-    """A receipt, or why there is none."""
-
-    receipt: Receipt | None
-    reason: str
-
-
-def find_receipt(folder: str | os.PathLike[str], key: ReceiptKey, names: Collection[str]) -> Found:
-    """Return a receipt from a folder, or the reason why there is none. Never raises.
-
-    Args:
-        folder: Where `save_receipt` put it.
-        key: What the answer depends on.
-        names: The candidates that there are to choose from; a receipt of others is of no use.
-    """
-    path = Path(folder) / key.file_name
-    try:
-        receipt = _read(path)
-        different = key.difference(receipt.key)
-    except FileNotFoundError:
-        return Found(None, _why_not(Path(folder), key))
-    except (OSError, ValueError) as error:
-        return Found(None, f"{path} is ignored: {error}")
-    if different is not None:
-        return Found(None, f"{path} is ignored: it was {different}")
-    known = {candidate.name for candidate in receipt.candidates}
-    if known != set(names):
-        return Found(None, f"{path} is ignored: it is about {sorted(known)}, not {sorted(names)}")
-    if not receipt.is_answer:
-        return Found(None, f"{path} is ignored: nothing was compared for it")
-    return Found(receipt, f"{path}, of {receipt.created}")
-
-
-def save_receipt(folder: str | os.PathLike[str], receipt: Receipt) -> Path | None:
-    """Write a receipt into a folder; None, and a warning, if that cannot be done.
-
-    What is there under its name is replaced whole. Nothing is written of one that is no answer:
-    the next run would not look for one.
-    """
-    if not receipt.is_answer:
-        return None
-    path = Path(folder) / receipt.key.file_name
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_owner(os.stat(path.parent), f"the folder {path.parent}")  # or it would not be read
-        temporary = path.with_name(f".receipt-{uuid.uuid4().hex}")
-        with replacing(path, temporary, mode=0o600) as fd:
-            write_all(fd, receipt.to_json().encode())
-    except (OSError, Unusable) as error:
-        logger.warning(
-            "the receipt of what was measured could not be written (%s); the next run "
-            "will measure again: make %s writable, or give another folder",
-            error,
-            path.parent,
-        )
-        return None
-    return path
+        # Of what a file says, or an error of several lines, each stays a part of its own line.
+        return "\n".join(map(one_line, [*lines, *(f"  {note}" for note in self.notes)]))
 
 
 def new_date() -> str:
     """Return the time now, UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _read(path: Path) -> Receipt:
-    # Not blocking, or a pipe under its name would hang; no link that leads elsewhere.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode):
-            raise ValueError("it is no regular file")
-        try:
-            check_owner(state, "it")
-            check_owner(os.stat(path.parent), "its folder")
-        except Unusable as error:
-            raise ValueError(str(error)) from error
-        if state.st_size > _MOST_BYTES:
-            raise ValueError(f"it has {state.st_size} bytes, a receipt at most {_MOST_BYTES}")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return Receipt.from_json(file.read(_MOST_BYTES).decode())
-    finally:
-        os.close(descriptor)
-
-
-def _why_not(folder: Path, key: ReceiptKey) -> str:
-    """Return what the receipts of the same model were measured for."""
-    with suppress(OSError):
-        for path in sorted(folder.glob(f"{key._prefix}*.json"))[:_MOST_NEIGHBOURS]:
-            with suppress(OSError, ValueError):
-                different = key.difference(_read(path).key)
-                if different is not None:  # or another process has written it just now
-                    return f"{path} is not used: it was {different}"
-    return f"no receipt of this model is in {folder}"
 
 
 def _digest(content: Mapping[str, Any]) -> str:

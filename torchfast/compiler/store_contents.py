@@ -17,13 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, final
 
+from torchfast.compiler.receipt_files import LEFTOVER, NAME
 from torchfast.compiler.store_entry import EntryHeader, read_header, read_payload
 from torchfast.compiler.store_files import StoreFolder, Unusable
 
 ENTRY: Final = re.compile(r"entry-[0-9a-f]{32}-[0-9a-f]{32}\.cache\Z")
 _USE: Final = re.compile(r"entry-[0-9a-f]{32}-[0-9a-f]{32}\.use\Z")
-# Of a search, and what was left of one whose writing was cut off.
-_RECEIPT: Final = re.compile(r"(receipt-[0-9a-f]{12}-[0-9a-f]{24}\.json|\.receipt-[0-9a-f]{32})\Z")
 _MOST_USE_BYTES: Final = 4096
 _LOCK_WAIT_S: Final = 10.0
 
@@ -77,8 +76,12 @@ def prune(path: Path, max_bytes: int) -> list[str]:
         return removed + evict(folder, max_bytes, keep="")
 
 
-def clear(path: Path) -> list[str]:
+def clear(path: Path, *, receipts_only: bool = False) -> list[str]:
     """Remove all that the cache wrote in a folder, and nothing else; return the names.
+
+    Args:
+        path: The folder.
+        receipts_only: Remove the receipts of searches and nothing else.
 
     Raises:
         Unusable: As `prune`.
@@ -86,13 +89,14 @@ def clear(path: Path) -> list[str]:
     """
     with StoreFolder(path) as folder, folder.locked(_LOCK_WAIT_S) as lock:
         _check_not_busy(lock, path)
-        removed = folder.clean() if lock == "held" else []
+        kinds = (NAME, LEFTOVER) if receipts_only else (ENTRY, _USE, NAME, LEFTOVER)
+        removed = folder.clean() if lock == "held" and not receipts_only else []
         for name in folder.names():
-            is_ours = any(kind.match(name) for kind in (ENTRY, _USE, _RECEIPT))
+            is_ours = any(kind.match(name) for kind in kinds)
             if is_ours and not stat.S_ISDIR(folder.status(name).st_mode):
                 folder.remove(name)
                 removed.append(name)
-        if lock == "held":
+        if lock == "held" and not receipts_only:
             folder.remove_lock()
         return removed
 
