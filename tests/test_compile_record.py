@@ -351,3 +351,8 @@ def test_a_second_process_finds_the_graph_in_the_cache(tmp_path):
     assert warm["cache_autograd_hits"] == 1
     assert warm["cache_graph_misses"] == warm["cache_autograd_misses"] == 0
     assert cold["graphs"] == warm["graphs"] == 1
+
+
+def test_what_cannot_be_called_before_a_compilation():
+    with pytest.raises(TypeError, match=r"before must be callable as before\(\), got 3"):
+        CompileRecord(before=3)

@@ -64,5 +64,5 @@ def test_a_loader_says_how_it_groups():
 def test_a_closed_trainer_takes_no_steps():
     trainer = make_trainer()
     trainer.close()
-    with pytest.raises(RuntimeError, match="this step was closed"):
+    with pytest.raises(RuntimeError, match=r"this step was closed, by close\(\)"):
         trainer.steps(StepBatches(BATCHES))

@@ -25,7 +25,7 @@ from torchfast._core.batches import StepBatches
 from torchfast._core.building import claim, device_decision, parameter_decisions, scheduler_decision
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.device import resolve_device
-from torchfast._core.errors import ClosedError
+from torchfast._core.errors import STEP_CLOSED, ClosedError
 from torchfast._core.loss import LossParts, Number, SeveralOutput, check_loss_fn, with_norm
 from torchfast._core.reachable import weak_hook, weak_method
 from torchfast.compiled_loss import CompiledLoss, LossFn
@@ -409,7 +409,7 @@ class TrainStep:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("this step was closed; build a new Trainer to go on training")
+            raise ClosedError(STEP_CLOSED)
 
     def _after_update(self, skipped: Tensor | None) -> None:
         """Do what the host does after an update."""

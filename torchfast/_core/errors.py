@@ -91,6 +91,12 @@ class ClosedError(TorchFastError, RuntimeError):
     """An object was used after its ``close()``."""
 
 
+STEP_CLOSED = (
+    "this step was closed, by close(), the end of its with block or another Trainer on the same "
+    "optimizer; build a new Trainer to go on training"
+)
+
+
 class EmptyEpochError(TorchFastError, RuntimeError):
     """An epoch yielded no batch."""
 

@@ -27,9 +27,9 @@ from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast._core.decisions import Decision
-from torchfast.compiler.in_place import Region, RegionKind, decision_of, name_of
+from torchfast.compiler.in_place import Region
 from torchfast.compiler.options import CompileOptions
-from torchfast.compiler.parameters import note_parameters
+from torchfast.compiler.region_kind import RegionKind, decision_of, name_of
 
 
 @final
@@ -85,12 +85,11 @@ class CodeAround(Closing):
     def _kind_of(self, options: CompileOptions) -> RegionKind:
         # Until a search has found the mode this is not in force, and torch knows no "auto".
         mode = "default" if options.mode == "auto" else options.mode
-        kind = RegionKind(
+        return RegionKind(
             name_of(self._function),
             "what stands around them",
             replace(options, mode=mode, fullgraph=False, on_failure="eager"),
+            calls=self._function,
             is_function=True,
             is_around=True,
         )
-        note_parameters(kind.code_name, self._function)
-        return kind

@@ -14,9 +14,9 @@ from torchfast._core.compiled_code import is_compiled_by_torch
 from torchfast._core.decisions import Decision, Report
 from torchfast._core.errors import ClosedError
 from torchfast.compiler.account import CompileAccount
-from torchfast.compiler.in_place import Region, RegionKind, decision_of, name_of
+from torchfast.compiler.in_place import Region
 from torchfast.compiler.options import CompileOptions
-from torchfast.compiler.parameters import note_parameters
+from torchfast.compiler.region_kind import RegionKind, decision_of, name_of
 
 
 @final
@@ -62,8 +62,7 @@ class CompiledCallable(Closing):
         self.options = options
         self._function = function
         self._account = CompileAccount(model, options, context)
-        self._kind = RegionKind(name_of(function), "", options, is_function=True)
-        note_parameters(self._kind.code_name, function)
+        self._kind = RegionKind(name_of(function), "", options, calls=function, is_function=True)
         self._region = Region("", None, self._kind)
         self._is_closed = False
         self._is_suspended = False

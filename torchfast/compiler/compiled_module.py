@@ -40,7 +40,7 @@ from torchfast._core.loss import check_differentiable, check_loss_fn, unpack_los
 from torchfast.compiler.account import CompileAccount
 from torchfast.compiler.around import CodeAround
 from torchfast.compiler.compiled_callable import CompiledCallable
-from torchfast.compiler.in_place import Region, RegionKind, decision_of
+from torchfast.compiler.in_place import Region
 from torchfast.compiler.options import CompileOptions, Mode, Regions, compile_decision
 from torchfast.compiler.places import (
     ASIDE,
@@ -49,6 +49,7 @@ from torchfast.compiler.places import (
     state_of_place,
     told_of_place,
 )
+from torchfast.compiler.region_kind import RegionKind, decision_of
 from torchfast.compiler.regions import choose_regions
 
 if TYPE_CHECKING:

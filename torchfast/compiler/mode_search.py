@@ -25,10 +25,10 @@ from torchfast._core.decisions import Outcome
 from torchfast.compiler import Compiled, CompiledModule, CompileOptions
 from torchfast.compiler.candidates import Candidate, ModeChoice, OutError, mode_choices
 from torchfast.compiler.causes import is_of_the_machine
-from torchfast.compiler.in_place import has_global_hooks
 from torchfast.compiler.options import WHERE_AND_IF
 from torchfast.compiler.receipt_files import find_receipt, save_receipt
 from torchfast.compiler.receipts import Receipt, ReceiptKey
+from torchfast.compiler.region_kind import has_global_hooks
 from torchfast.compiler.replays import Graphs
 from torchfast.compiler.search import search
 from torchfast.compiler.switched_off import why_off

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchfast._core.compiled_code import is_compiled_by_torch
-from torchfast.compiler.in_place import Region, RegionKind, region_of
+from torchfast.compiler.in_place import Region, region_of
 from torchfast.compiler.options import CompileOptions
-from torchfast.compiler.parameters import note_parameters
+from torchfast.compiler.region_kind import RegionKind
 from torchfast.compiler.regions import RegionChoice
 
 # How the state of a region begins that does not run what was compiled.
@@ -70,9 +70,13 @@ def made_regions(
     """Return the kinds and the regions of what was chosen; they stand nowhere yet."""
     kinds, regions = [], []
     for chosen in choice.kinds:
-        number = len(chosen.regions)
-        kind = RegionKind(chosen.class_name, chosen.names, options, num_regions=number)
-        note_parameters(kind.code_name, chosen.regions[0][1].forward)
+        kind = RegionKind(
+            chosen.class_name,
+            chosen.names,
+            options,
+            calls=chosen.regions[0][1].forward,
+            num_regions=len(chosen.regions),
+        )
         kinds.append(kind)
         regions += [Region(path, module, kind) for path, module in chosen.regions]
     return tuple(kinds), tuple(regions)

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
+from torchfast._core.arguments import check_callable
 from torchfast._core.closing import Closing
 from torchfast._core.user_code import is_library
 from torchfast.compiler.breaks import (
@@ -82,6 +83,7 @@ class CompileRecord(Closing):
     """
 
     def __init__(self, *, before: Callable[[], object] = lambda: None) -> None:
+        check_callable("before", before, "before()")
         self._called_before = before
         # The callback of a lazy backward runs in autograd's thread, `summary` in the user's.
         self._lock = threading.RLock()
