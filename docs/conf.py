@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Names of annotations that are imported for type checkers only, or the others beside them would not
 # be resolved either.
 vars(torchfast.plan)["AllocatorConfig"] = torchfast.AllocatorConfig
+vars(torchfast.trainer)["CheckpointManager"] = torchfast.CheckpointManager
 vars(torchfast.compiler.compiled_module)["Receipt"] = torchfast.compiler.receipts.Receipt
 _ = torchfast.reporting.plot_lines  # imported when it is asked for, which autodoc does too late
 

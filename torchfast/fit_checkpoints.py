@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, final
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT = 3  # of a run whose folder was given by its path
-Target: TypeAlias = "str | os.PathLike[str] | CheckpointManager"
+# Not by |, which takes no name of a class that is imported when one is made.
+Target: TypeAlias = Union[str, os.PathLike[str], "CheckpointManager"]
 Resume = str | os.PathLike[str] | int | None
 
 
