@@ -380,3 +380,19 @@ def test_on_cuda_the_peak_is_asked_of_the_allocator(monkeypatch):
     assert calls == ["reset", "run", "wait"]
     assert _peak_bytes(CPU, lambda: calls.append("run")) is None
     assert calls[-1] == "run"
+
+
+@pytest.mark.parametrize("unit", range(1, 7))
+def test_one_that_fails_at_any_unit_is_ruled_out(unit):
+    lab, calls = Lab(), []
+
+    def doing():
+        calls.append(None)
+        if len(calls) == unit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    receipt = lab.search(lab.candidate("greedy", 0.5, doing=doing), lab.candidate("good", 0.5))
+
+    assert receipt["greedy"].status == "failed"
+    assert "CUDA out of memory" in receipt["greedy"].reason
+    assert receipt.choice == "good"

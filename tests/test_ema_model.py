@@ -381,3 +381,38 @@ def test_other_bad_options_are_refused():
     with pytest.raises(TypeError, match=r"ema must be True or False, got 0.9"):
         make_trainer(SGD, ema=0.9).evaluate(make_batches(1), ema=0.9)
     assert EMAOptions.of(0).decay == 0.0
+
+
+class Resizing(nn.Module):
+    """Resizes a buffer in place in its first forward, as observers of quantization do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x):
+        if not self.seen.numel():
+            self.seen.resize_(8).zero_()
+        with torch.no_grad():
+            self.seen.add_(x.mean(0))
+        return self.layer(x)
+
+
+def test_a_buffer_that_is_resized_in_place_is_followed():
+    trainer = make_trainer(SGD, net=Resizing, ema=0.9)
+    for batch in make_batches(3):
+        trainer.step(batch)
+    assert torch.equal(trainer.ema_model.seen, trainer.model.seen)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_model_is_averaged():
+    trainer = make_trainer(SGD, net=lambda: torch.jit.script(BatchNormNet()), ema=0.9)
+    plain = make_trainer(SGD, net=BatchNormNet, ema=0.9)
+    for batch in make_batches(3):
+        trainer.step(batch)
+        plain.step(batch)
+    found = dict(trainer.ema_model.named_parameters())
+    for name, expected in plain.ema_model.named_parameters():
+        torch.testing.assert_close(found[name], expected)

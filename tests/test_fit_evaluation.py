@@ -8,6 +8,8 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,6 +24,7 @@ from fitting import (
     training,
 )
 from models import loss_and_metrics, make_batches, mean_loss, split, weighted_loss
+from torchfast import Trainer
 from torchfast._core.compare import differences
 from torchfast._core.rng import get_rng_state
 
@@ -230,3 +233,119 @@ def test_the_closing_evaluation_belongs_to_the_last_epoch():
     fit(epochs=2, evaluate=BATCHES, evaluate_every=10_000, callbacks=[events.append])
     assert [e.record["epoch"] for e in events if e.kind == "evaluate"] == [1]
     assert [e.epoch for e in events if e.kind == "end"] == [1]
+
+
+# -- What is not the model's own -------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter that ``eval()`` merges into its weight, and ``train()`` takes out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8) / 3, requires_grad=False)
+        self.down = nn.Parameter(torch.randn(2, 8) / 3)
+        self.up = nn.Parameter(torch.zeros(4, 2))
+        self.is_merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.is_merged == mode:
+            with torch.no_grad():
+                self.weight.add_(self.up @ self.down, alpha=-1 if mode else 1)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x):
+        out = F.linear(x, self.weight)
+        return out if self.is_merged else out + x @ self.down.T @ self.up.T
+
+
+def adapted_trainer(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), nn.Tanh(), nn.Linear(4, 4))
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, **options)
+
+
+def test_evaluation_takes_merged_adapters_apart_again():
+    trainer, plain = adapted_trainer(), adapted_trainer()
+    for batch in BATCHES:
+        trainer.step(batch)
+        plain.step(batch)
+        trainer.evaluate(BATCHES)
+        plain.model.eval()
+        plain.model.train()
+    assert not trainer.model[0].is_merged
+    assert trainer.model[0].up.abs().max() > 0
+    assert not differences(plain.model.state_dict(), trainer.model.state_dict())
+
+
+def test_averaged_adapters_are_not_merged_with_what_they_were():
+    trainer = adapted_trainer(ema=0.5)
+    for batch in BATCHES:
+        trainer.step(batch)
+        apart = adapted_trainer().model
+        apart.load_state_dict(trainer.ema_model.state_dict())
+        with torch.no_grad():
+            expected = np.mean([float(mean_loss(apart, batch)) for batch in BATCHES])
+        assert trainer.evaluate(BATCHES, ema=True)["loss"] == pytest.approx(expected)
+    assert not trainer.ema_model[0].is_merged
+    assert not any(module.training for module in trainer.ema_model.modules())
+
+
+def test_evaluation_does_not_train_what_the_loss_holds():
+    head = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
+    model = nn.Linear(8, 4)
+
+    def loss_fn(model, batch):
+        inputs, targets = split(batch)
+        return F.cross_entropy(head(model(inputs)), targets)
+
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    trainer = Trainer(model, optimizer, loss_fn)
+    trainer.step(BATCHES[0])
+    head[2].eval()
+    before = copy.deepcopy(head.state_dict())
+    first = trainer.evaluate(BATCHES)
+    assert first == trainer.evaluate(BATCHES)  # no dropout
+    assert not differences(before, head.state_dict())
+    assert [module.training for module in head] == [True, True, False]
+    head.eval()
+    assert first == trainer.evaluate(BATCHES)
+    assert not head.training
+
+
+@pytest.mark.parametrize("is_prefetched", [False, True])
+def test_evaluation_puts_the_generator_of_its_loader_back(is_prefetched):
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(*split(BATCHES[0]))
+    loader = DataLoader(data, batch_size=2, shuffle=True, generator=generator)
+    trainer = make_trainer(list_loss)
+    before = generator.get_state()
+    trainer.evaluate(trainer.prefetch(loader) if is_prefetched else loader)
+    assert torch.equal(before, generator.get_state())
+
+
+def test_a_run_that_shares_a_generator_with_its_evaluations_resumes_as_it_was(tmp_path):
+    def run(steps, **options):
+        generator = torch.Generator().manual_seed(5)
+        data = TensorDataset(
+            *(torch.cat(parts) for parts in zip(*map(split, BATCHES), strict=True))
+        )
+        loaders = [
+            DataLoader(data, batch_size=8, shuffle=True, generator=generator) for _ in range(2)
+        ]
+        trainer = make_trainer(list_loss)
+        trainer.fit(
+            loaders[0],
+            steps=steps,
+            evaluate=loaders[1],
+            evaluate_every=2,
+            progress=False,
+            **options,
+        )
+        return trainer.model.state_dict()
+
+    whole = run(12)
+    run(3, checkpoint=tmp_path)
+    assert not differences(whole, run(12, checkpoint=tmp_path))

@@ -264,3 +264,23 @@ def test_auto_progress_is_plain_without_a_terminal(capsys, mode):
 def test_silence(capfd, mode):
     fit(steps=3, progress=mode, evaluate=BATCHES)
     assert capfd.readouterr() == ("", "")
+
+
+class Otherwise(optim.Optimizer):
+    """Calls its rate otherwise than torch's do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"eta": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["eta"])
+
+
+def test_an_optimizer_without_a_learning_rate_of_that_name_is_fitted():
+    trainer = make_trainer(optimizer=lambda parameters: Otherwise(parameters))
+    result = fit(trainer=trainer, steps=3, progress="plain")
+    assert len(result.history) == 3
+    assert all("lr" not in record for record in result.history)

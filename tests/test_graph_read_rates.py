@@ -14,8 +14,9 @@ import torch
 from torch import optim
 
 from both_ways import alike, own_step, trained
-from models import make_batches, mean_loss
+from models import DropoutNet, make_batches, mean_loss
 from tape import counts, reasons
+from torchfast import CaptureError, CUDAGraphOptions, Plan, TrainStep
 from torchfast._core.compare import differences
 from torchfast.graphs import CUDAGraphStep, places
 
@@ -169,3 +170,54 @@ def test_groups_that_are_the_steps_own_are_watched_as_such():
         results.append(model.state_dict())
     assert not differences(*results)
     assert counts(fn) == (1, STEPS - 3, 3, 1), reasons(fn)
+
+
+FUSED = partial(optim.AdamW, lr=0.01, fused=True)
+IN_GRAPH = {"SGD": partial(optim.SGD, lr=0.01), "fused AdamW": FUSED}
+
+
+def stepped_in_a_hook(step):
+    scheduler = EACH_STEP(step.optimizer)
+    step.optimizer.register_step_post_hook(lambda *_: scheduler.step())
+
+
+def halved_in_a_hook(step):
+    def halve(optimizer, *_):
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.5
+
+    step.optimizer.register_step_post_hook(halve)
+
+
+@pytest.mark.parametrize("hook", [stepped_in_a_hook, halved_in_a_hook])
+@pytest.mark.parametrize("optimizer", IN_GRAPH.values(), ids=IN_GRAPH)
+def test_a_rate_that_the_step_itself_moves_makes_it_run_eagerly(optimizer, hook):
+    def train(cuda_graph):
+        return trained(mean_loss, STEPS, optimizer, cuda_graph=cuda_graph, started=hook)
+
+    _, expected = train(cuda_graph=False)
+    step, found = train(cuda_graph=True)
+    assert counts(step)[1] == 0
+    assert "the step changes its learning rate" in reasons(step)[-1]
+    rates = [state[-1]["param_groups"][0]["lr"] for state in (expected, found)]
+    assert all(isinstance(rate, float) for rate in rates)
+    # The first is as float32 has it, which the tensor was.
+    assert rates[1] == pytest.approx(rates[0], rel=1e-6)
+    for one, other in zip(expected[0], found[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_rate_that_the_step_itself_moves_raises_where_that_is_asked_for():
+    model = DropoutNet()
+    step = TrainStep(
+        model,
+        partial(optim.SGD, lr=0.01),
+        mean_loss,
+        Plan(cuda_graph=CUDAGraphOptions(on_failure="raise")),
+    )
+    stepped_in_a_hook(step)
+    batches = make_batches(2)
+    step(batches[0])
+    with pytest.raises(CaptureError, match="the step changes its learning rate"):
+        step(batches[1])
+    assert step.optimizer.param_groups[0]["lr"] == pytest.approx(0.009)

@@ -212,7 +212,7 @@ def test_5_a_state_keeps_the_learning_rate_it_was_taken_with(planted, monkeypatc
             for group, tensor in zip(self.groups, self._tensors, strict=True):
                 group["lr"] = tensor
 
-        monkeypatch.setattr(LearningRates, "on_device", lambda self: _Entering(stays, self))
+        monkeypatch.setattr(LearningRates, "on_device", lambda self, **_: _Entering(stays, self))
     twins = Twins(DropoutNet, ADAMW)
     for batch in make_batches(6):
         twins.step(batch)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchfast._core import measure as measuring
+from torchfast._core.device import drain
 from torchfast._core.measure import MOST_ROUNDS, measure, ratio_of
 
 CPU = torch.device("cpu")
@@ -323,3 +324,11 @@ def test_real_work_is_told_apart_by_the_real_clock():
     measurement = measure(works, reference="one", device=CPU, budget_s=3.0)
     assert measurement.ratio("three").verdict == "slower"
     assert measurement.elapsed_s < 6.0
+
+
+def test_the_device_that_works_is_waited_for_and_not_the_current_one(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    drain(torch.device("cuda:1"))
+    drain(CPU)
+    assert waited == [torch.device("cuda:1")]

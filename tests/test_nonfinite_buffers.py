@@ -49,6 +49,11 @@ def grow(model):
     model.held = torch.cat([model.held, model.held[-1:]])
 
 
+def resize(model):
+    """As observers of quantization do in their first forward."""
+    model.held.resize_(5).fill_(1)
+
+
 def make(model):
     model.held = torch.ones(2)
 
@@ -75,6 +80,8 @@ CHANGES = {
     "replaced large": (replace, torch.zeros(200, 200)),
     "replaced while expanded": (replace, torch.zeros(1).expand(3)),
     "grown": (grow, torch.zeros(3)),
+    "resized": (resize, torch.zeros(3)),
+    "resized large": (resize, torch.zeros(200, 200)),
     "made": (make, None),
     "unmade": (unmake, torch.zeros(3)),
 }
@@ -146,3 +153,28 @@ def test_spectral_norm_is_put_back():
     before = state_of(trainer)
     run(trainer, batches_with(["NaN input"]))
     assert_same(before, state_of(trainer))
+
+
+def test_buffers_of_what_the_loss_holds_are_put_back():
+    head = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model = nn.Linear(8, 4)
+
+    def loss_fn(model, batch):
+        return poisoned_loss(lambda inputs: head(model(inputs)), batch)
+
+    optimizer = optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    trainer = Trainer(model, optimizer, loss_fn, SKIP)
+    before = copy.deepcopy(head.state_dict())
+    run(trainer, batches_with(["NaN input"]))
+    assert trainer.num_skipped == 1
+    assert_same(before, head.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_model_skips_too():
+    model = torch.jit.script(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4)))
+    trainer = Trainer(model, partial(optim.SGD, lr=0.1), poisoned_loss, SKIP)
+    before = copy.deepcopy(model.state_dict())
+    run(trainer, batches_with(["NaN input"]))
+    assert trainer.num_skipped == 1
+    assert_same(before, model.state_dict())

@@ -20,11 +20,12 @@ from torch import nn
 from torchfast._core.arguments import check_batches, check_flag
 from torchfast._core.errors import EmptyEpochError
 from torchfast._core.loss import LossParts, Number
-from torchfast._core.modes import preserved_modes
+from torchfast._core.modes import preserved_modes, put_into_eval
 from torchfast._core.reading import Reading
 from torchfast._core.rng import RNGState, get_rng_state, preserved_rng, set_rng_state
 from torchfast._core.rounds import Rounds
 from torchfast.data import PrefetchingLoader
+from torchfast.data.own_generators import preserved_generators
 from torchfast.data.whole_batches import DealtBatches
 from torchfast.step import TrainStep
 
@@ -56,9 +57,11 @@ def evaluated_model(step: TrainStep, *, ema: bool) -> nn.Module:
 def undisturbed(step: TrainStep, model: nn.Module) -> Iterator[None]:
     """Put every module's mode and every random generator back, whatever the body does.
 
-    Those of the training model too, where ``model`` is its average.
+    Those of the training model too, where ``model`` is its average, and of modules that the loss
+    function uses beside it.
     """
-    with preserved_modes(step.model, model), preserved_rng(step.device):
+    modules = (step.model, model, *step.state.beside.modules())
+    with preserved_modes(*modules), preserved_rng(step.device):
         yield
 
 
@@ -166,6 +169,7 @@ def _evaluated(
     """Evaluate this rank's batches, in rounds with the other ranks where there are any."""
     if isinstance(batches, PrefetchingLoader):
         loader = batches.ungrouped()  # one loss a batch, not one a group
+        source: Any = batches.loader
     else:
         source = batches.loader if isinstance(batches, DealtBatches) else batches
         loader = PrefetchingLoader(
@@ -173,11 +177,12 @@ def _evaluated(
         )
     dealt = batches if isinstance(batches, DealtBatches) and batches.is_dealt else None
     parts: list[LossParts] = []
-    with undisturbed(step, model), torch.no_grad(), loader:
+    # Behind the loader, which draws ahead until it is closed.
+    with undisturbed(step, model), preserved_generators(source), torch.no_grad(), loader:
         if dealt is not None and drawn is not None:
             set_rng_state(drawn, _CPU)
-        step.model.eval()  # a loss that uses it all the same must not train its BatchNorm
-        model.eval()
+        # The training model too: a loss that uses it all the same must not train its BatchNorm.
+        put_into_eval(step.model, model, *step.state.beside.modules())
         for batch, counts in _each(loader, rounds):
             if should_stop():
                 raise EvaluationCutError

@@ -131,7 +131,8 @@ class IntervalRecords:
             for name, value in values.items()
             if name.startswith("metric ")
         }
-        record["lr"] = rates[0] if len(set(rates)) == 1 else rates
+        if rates:
+            record["lr"] = rates[0] if len(set(rates)) == 1 else rates
         record["loss"] = values["loss"]
         if self._step.max_grad_norm is not None:
             record["grad_norm"] = metrics.pop("grad_norm")

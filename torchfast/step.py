@@ -236,7 +236,7 @@ class TrainStep:
 
         Synchronizes: Yes.
         """
-        return self._state.save(
+        return self.state.save(
             plan=self.plan.to_json(), num_steps=self.num_steps, num_epochs=self.num_epochs
         )
 
@@ -251,7 +251,7 @@ class TrainStep:
             StateMismatchError: A newer format, or keys, shapes or parts that do not fit.
         """
         self._check_open()
-        self._state.load(state)
+        self.state.load(state)
         self.num_steps = state["num_steps"]
         self.num_epochs = state["num_epochs"]
 
@@ -338,7 +338,7 @@ class TrainStep:
         options, any_rank = self.plan.precision_options, self.sharding.any
         scaler = LossScaler(options, self.optimizer, self.device) if is_fp16 else None
         self._guard = UpdateGuard(
-            model, self.optimizer, self.device, nonfinite, scaler=scaler, any_rank=any_rank
+            model, loss_fn, self.optimizer, self.device, nonfinite, scaler=scaler, any_rank=any_rank
         )
         # What nonfinite="skip" counts, on the device, for whoever reads late.
         self.skip_counts: SkipCounts | None = self._guard.counts if self._guard.is_on else None
@@ -368,8 +368,8 @@ class TrainStep:
             sharding=self.sharding,
             gradients=self._gradients,
         )
-        parts = self._guard, self._average, self._transforms
-        self._state = TrainingState(model, self.optimizer, self.lr_scheduler, *parts, self.device)
+        parts = self._guard, self._average, self._transforms, self.device, loss_fn
+        self.state = TrainingState(model, self.optimizer, self.lr_scheduler, *parts)
         self.memory.watch(
             model, self.optimizer, self._guard, self._average, self._offload, self._gradients
         )

@@ -44,15 +44,13 @@ class StepInputs:
         self._gradients, self._transforms, self._memory = gradients, transforms, memory
         self._compiled, self._sharding = gradients.compiled, gradients.sharding
         self._graph, self._accumulate = graph, accumulate
-        # Whether anything ever looks at what a step is given: on one rank, by most plans, nothing.
-        self._is_looked_at = (
-            transforms.looks_at_batches or self._compiled.is_undecided or self._sharding.is_on
-        )
+        # Whether anything looks at what each step is given: on one rank, by most plans, nothing.
+        self._is_looked_at = transforms.looks_at_batches or self._sharding.is_on
 
     def of_step(self, batch: Any, number: int) -> tuple[Any, ...]:
         """Return the micro-batches of the step of this number; the first is 1."""
         group = as_group(batch, self._accumulate)
-        if self._is_looked_at:
+        if self._is_looked_at or self._compiled.is_undecided:
             with compiler.measuring():
                 self._look_before(batch, group, number)
         return group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
@@ -17,6 +17,7 @@ from torchfast._core.state import FORMAT, check_tensors, check_training_state
 from torchfast.checkpoint.sharded import is_sharded, part_of
 from torchfast.ema import WeightAverage
 from torchfast.precision import UpdateGuard
+from torchfast.state_beside import BESIDE, StateBeside
 from torchfast.transforms import ModelTransforms
 
 _OTHERS = "parameters_of_others"
@@ -34,6 +35,10 @@ class TrainingState:
         average: Of the weights.
         transforms: With what was measured of the model.
         device: Whose generator is saved.
+        loss_fn: As the user gave it: what it keeps beside the model is saved, too.
+
+    Attributes:
+        beside: What the loss function keeps.
     """
 
     def __init__(
@@ -45,10 +50,12 @@ class TrainingState:
         average: WeightAverage,
         transforms: ModelTransforms,
         device: torch.device,
+        loss_fn: Callable[..., Any],
     ) -> None:
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._guard, self._average, self._device = guard, average, device
         self._transforms = transforms
+        self.beside = StateBeside(model, optimizer, loss_fn, average)
 
     def save(self, **counts: Any) -> dict[str, Any]:
         """Return the state, with ``counts`` in it. Synchronizes: Yes."""
@@ -60,10 +67,11 @@ class TrainingState:
             "optimizer": self._optimizer.state_dict(),
             "lr_scheduler": None if self._scheduler is None else scheduler_state(),
             **({_OTHERS: others} if (others := self._others()) else {}),
+            **({BESIDE: beside} if (beside := self.beside.save()) else {}),
             **self._guard.state_dict(),
             **self._average.state_dict(),
             **self._transforms.state_dict(),
-            "rng": get_rng_state(self._device),
+            "rng": {**get_rng_state(self._device), **self.beside.generators()},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -85,6 +93,7 @@ class TrainingState:
             others = {}
         check_tensors(state.get(_OTHERS, {}), others, "the optimizer's other parameters")
         self._average.check_state_dict(state)
+        self.beside.check(state)
         state = self._parted(state)
         self._model.load_state_dict(state["model"])
         for place, value in others.items():
@@ -97,6 +106,7 @@ class TrainingState:
         self._guard.load_state_dict(state)
         self._average.load_state_dict(state)
         self._transforms.load_state_dict(state)
+        self.beside.load(state)
         set_rng_state(state["rng"], self._device)
 
     def _others(self) -> dict[str, Tensor]:

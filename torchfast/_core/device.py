@@ -37,8 +37,10 @@ def is_capturing() -> bool:
 
 def drain(device: torch.device) -> None:
     """Wait until a device has done all that it was asked for; nothing on the CPU."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+    if device.type == "mps":
+        torch.mps.synchronize()
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
 
 
 def resolve_device(device: object, model: nn.Module) -> torch.device:

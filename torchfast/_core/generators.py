@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchfast._core.reachable import KINDS, held_of_kinds
 
@@ -82,6 +84,32 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.bit_generator.state = state
+
+
+def packed(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return states as a file can have them that is read without pickle."""
+    return {name: packed_state(state) for name, state in states.items()}
+
+
+def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+    """Bring back each generator of which there is a state, as it is or packed."""
+    for name, generator in generators.items():
+        if name in states:
+            state = states[name]
+            if isinstance(state, Tensor) and not isinstance(generator, torch.Generator):
+                state = json.loads(bytes(state.tolist()))
+            set_state(generator, state)
+
+
+def packed_state(state: Any) -> Tensor:
+    """Return one state so."""
+    if isinstance(state, Tensor):
+        return state
+    return torch.tensor(list(json.dumps(state, default=_plain).encode()), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist()  # NumPy's arrays and numbers
 
 
 def held_with_generators(function: Callable[..., Any]) -> list[Any]:

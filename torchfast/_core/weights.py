@@ -80,8 +80,9 @@ def divide_gradients(model: nn.Module, optimizer: Optimizer, weight: Tensor) -> 
 
 def _as_tensor(weight: Number, device: torch.device) -> Tensor:
     if isinstance(weight, Tensor) and weight.device.type != "cpu":
-        weight = weight.to(device, non_blocking=True)
-        return weight if weight.is_floating_point() else weight.float()
+        # Summed over micro-batches and ranks, which is too much for 16 bits.
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return weight.to(device, dtype, non_blocking=True)
     if isinstance(weight, Tensor) and device.type == "cpu":
         return weight.float()
     # full() fills on the device; tensor() would copy from pageable memory and wait.

@@ -27,7 +27,7 @@ _REMEDIES = (
         "mode='default' autotunes nothing and needs less memory while it compiles",
     ),
 )
-_OTHERWISE = "on_failure='raise' shows the whole error; compile other regions to leave this one out"
+OTHERWISE = "on_failure='raise' shows the whole error; compile other regions to leave this one out"
 # What makes a break one that was asked for, which fullgraph allows as little.
 _ON_PURPOSE = re.compile(r"(?:,? or |; )?[^;,]*torch\.compiler\.disable[^;,]*")
 # What a machine lacks at the moment, and another day may have.
@@ -62,7 +62,7 @@ def explained(error: BaseException, timeout_s: float) -> tuple[str, str]:
         cause = f"{_unstopped(reading.reason)}{_place(str(inner))}"
         return cause, remedy if lacks_fake else f"{remedy}; or leave fullgraph out"
     words = f"{type(error).__name__} {type(inner).__name__} {inner}"
-    remedy = next((r for signs, r in _REMEDIES if any(s in words for s in signs)), _OTHERWISE)
+    remedy = next((r for signs, r in _REMEDIES if any(s in words for s in signs)), OTHERWISE)
     # The machine's failure may stand below the compiler's.
     lines = [line for line in str(inner).splitlines() if is_of_the_machine(line)]
     return f"{type(inner).__name__}: {_unstopped(first_line((lines or [str(inner)])[0]))}", remedy

@@ -15,10 +15,12 @@ from types import FunctionType
 from typing import Any, final
 
 import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch.fx import GraphModule, Node
 from typing_extensions import override
 
 from torchfast._core.closing import Closing
-from torchfast.compiler.causes import explained
+from torchfast.compiler.causes import OTHERWISE, explained
 from torchfast.compiler.conversion import FrameConversion, GaveUpError
 from torchfast.compiler.options import CompileOptions
 from torchfast.compiler.switched_off import why_off
@@ -26,10 +28,13 @@ from torchfast.compiler.switched_off import why_off
 # As for regions: torch counts compiled versions by the code they are of.
 _NUMBERS = itertools.count()
 
+# How a graph says that a value goes to the host.
+_READS = ("item", "tolist")
 _WHOLE = "it is compiled in one graph or not at all, so leave it out"
 _REMEDIES = (
     ("Unsupported", _WHOLE),
     ("UserError", _WHOLE),
+    ("HostRead", _WHOLE),
     (
         "FailOnRecompileLimitHit",
         "let no number but the learning rate change at each step (cycle_momentum=False in a "
@@ -40,6 +45,37 @@ _REMEDIES = (
 
 def _call(function: Any, *args: Any) -> None:
     function(*args)
+
+
+class HostReadError(Exception):
+    """A value is read on the host in the middle."""
+
+
+def _without_reads(backend: Any) -> Callable[..., Any]:
+    """Return a backend that refuses a graph with reads in it.
+
+    In one graph torch takes them up, and what a function then keeps of them in plain attributes,
+    such as a running number, may be lost without a word.
+    """
+
+    def compiled(graph: GraphModule, inputs: Any) -> Any:
+        if any(map(_reads_a_value, graph.graph.nodes)):
+            raise HostReadError(
+                "it reads a value of a tensor on the host (.item(), float(), .tolist()), which "
+                "one graph may lose"
+            )
+        return lookup_backend(backend)(graph, inputs)
+
+    return compiled
+
+
+def _reads_a_value(node: Node) -> bool:
+    if node.op != "call_method" or node.target not in _READS:
+        return False
+    # A Python number that changed comes in as a tensor, and is read where it was a number.
+    source = node.args[0]
+    given = source.meta.get("grapharg") if isinstance(source, Node) else None
+    return not getattr(given, "pass_arg_as_tensor", False)
 
 
 @final
@@ -75,7 +111,7 @@ class OneGraph(Closing):
         try:
             self._compiled = torch.compile(
                 FunctionType(code, own_globals, code_name),
-                backend=options.backend,
+                backend=_without_reads(options.backend),
                 fullgraph=True,
                 dynamic=options.dynamic,
             )
@@ -142,6 +178,9 @@ class OneGraph(Closing):
     def _fail(self, error: BaseException) -> None:
         cause, remedy = explained(error, self._timeout_s)
         # What helps with a module is not to be had here.
-        remedy = next((r for sign, r in _REMEDIES if sign in type(error).__name__), remedy)
+        inner = getattr(error, "inner_exception", None) or error
+        remedy = next((r for sign, r in _REMEDIES if sign in type(inner).__name__), remedy)
+        if remedy == OTHERWISE:
+            remedy = "on_failure='raise' shows the whole error; update=False leaves it out"
         self.error, self.failure = error, f"{cause}. Remedy: {remedy}"
         self._compiled = None

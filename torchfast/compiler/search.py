@@ -216,27 +216,28 @@ class _Search:
 
     def _compiled(self, candidate: Candidate, limit: float) -> CandidateResult:
         started = self.clock()
+
+        def within(function: Callable[[], R]) -> R:
+            return self._within(limit - (self.clock() - started), function)
+
         with self._in_force(candidate):
-            self._within(limit, self._first_units)
+            within(self._first_units)
             first_s = self.clock() - started
-            unit_s = self._timed_unit()
+            unit_s = within(self._timed_unit)
             failure = candidate.failure()
             if failure is not None:
                 raise OutError("failed", failure)
-            errors = self.judge.errors()
-            peak = self.peak_bytes(self.judge.unit)
-        objection = self.judge.objection(
-            errors,
-            lambda: self._in_force(candidate),
-            lambda function: self._within(limit - (self.clock() - started), function),
-        )
+            # What has run so far may still compile anew, or run out of memory.
+            errors = within(self.judge.errors)
+            peak = within(lambda: self.peak_bytes(self.judge.unit))
+        objection = self.judge.objection(errors, lambda: self._in_force(candidate), within)
         if objection is not None:
             raise OutError("wrong", objection)
         compile_s = max(0.0, first_s - _FIRST_UNITS * unit_s)
-        started = self.clock()
+        again = self.clock()
         with self._in_force(candidate):
             self._within(limit, self._timed_unit)
-        again_s = self.clock() - started - unit_s
+        again_s = self.clock() - again - unit_s
         if again_s > max(_SWITCH_S, _SWITCH_SHARE * compile_s):
             raise OutError(
                 "failed",

@@ -12,16 +12,14 @@ parts of a ``ConcatDataset``) or on a device is not found.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from torchfast._core.generators import has_state, set_state
+from torchfast._core.generators import has_state, packed_state
 
 if TYPE_CHECKING:
     from torchfast._core.generators import Generator
@@ -53,22 +51,7 @@ def held_generators(loader: Any, known: Collection[object]) -> dict[str, Generat
 
 def same_state(state: Any, other: Any) -> bool:
     """Whether two states of one generator are the same."""
-    return torch.equal(_packed(state), _packed(other))
-
-
-def packed(states: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return states as a file can have them that is read without pickle."""
-    return {name: _packed(state) for name, state in states.items()}
-
-
-def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
-    """Bring back each generator of which there is a state, as it is or packed."""
-    for name, generator in generators.items():
-        if name in states:
-            state = states[name]
-            if isinstance(state, Tensor) and not isinstance(generator, torch.Generator):
-                state = json.loads(bytes(state.tolist()))
-            set_state(generator, state)
+    return torch.equal(packed_state(state), packed_state(other))
 
 
 def _parts(loader: Any) -> Iterator[tuple[str, Any]]:
@@ -95,13 +78,3 @@ def _has_state(value: object) -> bool:
     # A device's is not to be asked while a step is captured.
     is_far = isinstance(value, torch.Generator) and value.device.type != "cpu"
     return not is_far and has_state(value)
-
-
-def _packed(state: Any) -> Tensor:
-    if isinstance(state, Tensor):
-        return state
-    return torch.tensor(list(json.dumps(state, default=_plain).encode()), dtype=torch.uint8)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist()  # NumPy's arrays and numbers

@@ -29,11 +29,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchfast._core.errors import StateMismatchError
-from torchfast._core.generators import state_of
+from torchfast._core.generators import packed, set_states, state_of
 from torchfast._core.rng import get_rng_state, preserved_rng, set_rng_state
 from torchfast.data.drawn_ahead import FEW, Draw, DrawnAhead, states_of
 from torchfast.data.fitting import SAVED, check_fits, fitted, fitting
-from torchfast.data.held_generators import held_generators, packed, set_states
+from torchfast.data.held_generators import held_generators
 from torchfast.data.loader_fingerprint import fingerprint
 from torchfast.data.one_shot import begun, is_iterator, is_shared, parts_of
 from torchfast.data.own_generators import own_generators

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from torchfast._core.generators import state_of
-from torchfast.data.held_generators import held_generators, set_states
+from torchfast._core.generators import set_states, state_of
+from torchfast.data.held_generators import held_generators
 from torchfast.data.monitored import MonitoredDataLoader, end_workers, named_loss
 from torchfast.data.workers import PREFETCH_FACTOR, build_dataloader
 

@@ -70,7 +70,8 @@ class Group:
         found = [(e, e.source) for e in self.entries]
         if self.may_move:
             now = [(e, e.source if e.table is None else e.table.get(e.key)) for e in self.entries]
-            found = [(e, t) for e, t in now if t is not None and _alike(t, e.source)]
+            # Not like the source of before, which a forward may have resized in place.
+            found = [(e, t) for e, t in now if t is not None and _alike(t, e.shown)]
         averages = [local(entry.average) for entry, _ in found]
         rounded = [local(entry.shown) for entry, _ in found if entry.is_rounded]
         return averages, [local(tensor) for _, tensor in found], rounded
@@ -121,7 +122,12 @@ def copied(model: nn.Module) -> nn.Module:
                 f"{type(model).__name__} shares a {type(part).__name__} with it; let __deepcopy__ "
                 "copy its modules and parameters"
             )
-    return averaged.requires_grad_(False).eval()
+    for parameter in averaged.parameters():  # not by the model: scripted ones have no such method
+        parameter.detach_().requires_grad_(False)
+    # Not by eval(), which may merge weights that are to be averaged apart.
+    for module in averaged.modules():
+        module.training = False
+    return averaged
 
 
 @final

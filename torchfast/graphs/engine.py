@@ -25,7 +25,7 @@ from torchfast.graphs.entries import Aside, Entry, GraphStore, Ready
 from torchfast.graphs.failures import LETS_GO, NOT_NOW, Failure, explain, unlike
 from torchfast.graphs.gradients import GradientHabits, GradientsBefore, none_left
 from torchfast.graphs.host_facts import HostFacts
-from torchfast.graphs.learning_rates import LearningRates
+from torchfast.graphs.learning_rates import CHANGED, LearningRates
 from torchfast.graphs.manner import ATTEMPTS
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions
@@ -168,7 +168,7 @@ class GraphEngine:
 
     def rates_on_device(self) -> AbstractContextManager[None]:
         """Let the optimizers see learning rates as graphs read them, if any may: on the device."""
-        if self._steady.refused.is_running:
+        if self._steady.refused.is_running or self._state.changes_rates:
             return NO_CONTEXT
         self._state.fill_rates()
         return self._state.rates_on_device()
@@ -198,9 +198,7 @@ class GraphEngine:
         """Return graphs, replays, eager steps, captures, seconds and bytes."""
         return {
             "graphs": len(self.store.graphs),
-            "replays": self._counts["replays"],
-            "eager steps": self._counts["eager steps"],
-            "captures": self._counts["captures"],
+            **{name: self._counts[name] for name in ("replays", "eager steps", "captures")},
             "capture_s": round(self._capture_s, 3),
             "pool_bytes": self.backend.pool_bytes(),
         }
@@ -248,8 +246,7 @@ class GraphEngine:
         surroundings = entry.manner.before_another(
             failure, self._options, self.device, call.tensors, is_alone=self._together.is_alone
         )
-        goes_on = self._together.all_agree(surroundings is not None)
-        if surroundings is None or not goes_on:
+        if not self._together.all_agree(surroundings is not None) or surroundings is None:
             return self._fail(entry, failure)
         self._drop_error()
         return Aside(failure.reason, surroundings)
@@ -329,7 +326,7 @@ class GraphEngine:
             return StaticOutputs(outputs)
 
         before, self.facts = GradientsBefore(state), facts
-        with state.rates_on_device():
+        with state.rates_on_device(is_recorded=True):
             entry.graph, entry.outputs = self.backend.capture(body, state.generators)
         self.facts = None
         entry.inputs = static
@@ -357,8 +354,7 @@ class GraphEngine:
         entry, call, _ = ready
         assert entry.inputs is not None
         assert entry.outputs is not None
-        for rates in self._state.rates:
-            rates.fill()
+        self._state.fill_rates()
         entry.inputs.fill(call.tensors)
         entry.replay()
         self.store.used(entry)
@@ -412,6 +408,9 @@ class GraphEngine:
         if reason is not None and store.graphs:
             self._state.settle_loaded()
             reason = watch.moved()
+        if self._state.changes_rates:
+            self._give_up(CHANGED)
+            return
         if not store.graphs:
             if reason is not None:
                 watch.refresh()
@@ -426,13 +425,14 @@ class GraphEngine:
         self._num_hasty = self._num_hasty + 1 if self._num_since_change < _SETTLED_REPLAYS else 0
         if self._num_hasty >= (1 if frozen else ATTEMPTS):
             self.varies, after = frozen, f", again after {self._num_since_change} replays"
-            self.why_eager = reason + after + FILL * frozen
+            self._give_up(reason + after + FILL * frozen)
         self._num_since_change = 0
-        if self.why_eager is not None:
-            message = f"the step runs eagerly from now on: {self.why_eager}"
-            if self._options.on_failure == "raise":
-                raise CaptureError(message)
-            self._warn(reason, message)
+
+    def _give_up(self, why: str) -> None:
+        self.why_eager, message = why, f"the step runs eagerly from now on: {why}"
+        if self._options.on_failure == "raise":
+            raise CaptureError(message)
+        self._warn(why, message)
 
     def _fail(self, entry: Entry, failure: Failure) -> Aside:
         entry.why_eager, self.failure = str(failure), failure

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -20,12 +20,21 @@ from torchfast._core.building import optimized
 from torchfast._core.errors import CaptureError
 from torchfast._core.loss import Number
 
+CHANGED: Final = (
+    "the step changes its learning rate; step the scheduler outside the step that is captured, "
+    "after it"
+)
+
 
 def rates_of(optimizer: Optimizer) -> list[Number]:
-    """Return the learning rates that stand in the parameter groups now, safe to keep."""
+    """Return the learning rates that stand in the parameter groups now, safe to keep.
+
+    A group of an optimizer that calls its rate otherwise has none.
+    """
     return [
         rate.clone() if isinstance(rate := group["lr"], Tensor) else rate
         for group in optimizer.param_groups
+        if "lr" in group
     ]
 
 
@@ -37,12 +46,17 @@ class LearningRates:
         optimizer: Its groups are written to inside `on_device`.
         dtype: Of the tensors; what the update takes, and which rounds as the float does, differs.
 
+    Attributes:
+        are_changed: Whether what ran between them and the floats has changed one, as a scheduler
+            does that is stepped in a hook of the optimizer.
+
     Numerics: As the optimizer computes with a tensor of this dtype in place of the float.
     Synchronizes: Never.
     """
 
     def __init__(self, optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> None:
         self.optimizer = optimizer
+        self.are_changed = False
         self._dtype = dtype
         device = next(iter(optimized(optimizer))).device
         self._device = device
@@ -99,12 +113,19 @@ class LearningRates:
                     group["lr"] = other
 
     @contextmanager
-    def on_device(self) -> Iterator[None]:
+    def on_device(self, *, is_recorded: bool = False) -> Iterator[None]:
         """Let the groups hold the tensors, filled before; what the body puts there itself stays.
 
+        A rate that the body changes in place, as a scheduler does with tensors, or replaces by what
+        it computes of it, is a float again behind it.
+
+        Args:
+            is_recorded: What the body computes is recorded, and has no value yet.
+
         Raises:
-            CaptureError: The body changed a rate in place, as a scheduler's step does; the float
-                would not know of it.
+            CaptureError: The body changed a rate while it was recorded.
+
+        Synchronizes: Where the body changed a rate.
         """
         given: list[tuple[dict[str, Any], Tensor, Any]] = []
         for group, tensor in zip(self.groups, self._tensors, strict=False):
@@ -112,14 +133,17 @@ class LearningRates:
                 given.append((group, tensor, group["lr"]))
                 group["lr"] = tensor
         versions = [tensor._version for _, tensor, _ in given]
+        are_changed = False
         try:
             yield
         finally:
-            for group, tensor, rate in given:
-                if group["lr"] is tensor:
-                    group["lr"] = rate
-        if versions != [tensor._version for _, tensor, _ in given]:
-            raise CaptureError(
-                "the step changes its learning rate; step the scheduler outside the step that is "
-                "captured, after it"
-            )
+            for (group, tensor, rate), version in zip(given, versions, strict=True):
+                now = group["lr"]
+                if not isinstance(now, Tensor):
+                    continue
+                is_kept = now is tensor and tensor._version == version
+                are_changed |= not is_kept
+                group["lr"] = rate if is_kept or is_recorded else now.item()
+            self.are_changed |= are_changed and not is_recorded
+        if are_changed and is_recorded:
+            raise CaptureError(CHANGED)

@@ -289,12 +289,17 @@ class NamedState:
         for rates in self.rates:
             rates.fill()
 
+    @property
+    def changes_rates(self) -> bool:
+        """Whether a step has changed learning rates itself."""
+        return any(rates.are_changed for rates in self.rates)
+
     @contextmanager
-    def rates_on_device(self) -> Iterator[None]:
-        """Let the groups hold device tensors as learning rates."""
+    def rates_on_device(self, *, is_recorded: bool = False) -> Iterator[None]:
+        """Let the groups hold device tensors as learning rates; see `LearningRates.on_device`."""
         with ExitStack() as stack:
             for rates in self.rates:
-                stack.enter_context(rates.on_device())
+                stack.enter_context(rates.on_device(is_recorded=is_recorded))
             yield
 
 

@@ -16,7 +16,7 @@ the gradients, two copies of the buffers, and what `SkippableUpdate` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast, final
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchfast._core.arguments import check_choice, check_int, explain_init_keywords
+from torchfast._core.beside import modules_beside
 from torchfast._core.building import optimized
 from torchfast._core.decisions import Decision
 from torchfast._core.errors import NonFiniteError, PlanError
@@ -106,7 +107,8 @@ class UpdateGuard:
     GradScaler makes it.) Judged are the optimizer's parameters. A norm that is NaN counts too, for
     it makes every gradient that it clips NaN, and other parameters of the model may be the cause.
 
-    Put back are all buffers of the model, of any dtype, also those that are not saved: those
+    Put back are all buffers of the model and of modules that the loss function uses beside it,
+    of any dtype, also those that are not saved: those
     written in place by a select on the device; those that the forward replaced by another tensor
     of the same form likewise. Where the form changed too (a cache that grows), the flag is read on
     the host in that step. Not put back: sparse buffers, buffers registered during the step, and
@@ -114,6 +116,7 @@ class UpdateGuard:
 
     Args:
         model: Whose buffers are put back.
+        loss_fn: And those of the modules that it uses beside the model.
         optimizer: Whose update it is.
         device: Where the loss is.
         options: What to do.
@@ -127,6 +130,7 @@ class UpdateGuard:
     def __init__(
         self,
         model: nn.Module,
+        loss_fn: Callable[..., Any],
         optimizer: Optimizer,
         device: torch.device,
         options: NonfiniteOptions,
@@ -138,7 +142,7 @@ class UpdateGuard:
         self.is_on = options.action == "skip"
         self.counts = SkipCounts(device)
         self.scaler = scaler
-        self._model = model
+        self._model, self._loss_fn = model, loss_fn
         self._optimizer = optimizer
         self._device = device
         self._any_rank = any_rank
@@ -163,7 +167,8 @@ class UpdateGuard:
             # A half that was never applied leaves no NaN behind either.
             self._buffers.put_back(self._bad_loss)
         self._bad_loss = self._flag = None
-        self._buffers = _Buffers(self._model)
+        beside = modules_beside(self._model, self._loss_fn).values()
+        self._buffers = _Buffers([*self._model.modules(), *beside])
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss to differentiate."""
@@ -322,16 +327,18 @@ class UpdateGuard:
 
 @final
 class _Buffers:
-    """A model's buffers before a step, and where they stood."""
+    """The buffers of modules before a step, and where they stood."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._places = [
             (module._buffers, name, buffer)
-            for module in model.modules()
+            for module in modules
             for name, buffer in module._buffers.items()
         ]
         tensors = {id(b): b for _, _, b in self._places if b is not None and _can_change(b)}
         self._snapshot = Snapshot(list(tensors.values()))
+        # Scripted modules keep no tables in Python, so nothing can be put into them again.
+        self._places = [place for place in self._places if isinstance(place[0], dict)]
 
     def put_back(self, flag: Tensor) -> None:
         """Put them back where ``flag`` is set."""

@@ -48,7 +48,8 @@ class Snapshot:
     by one: a model has hundreds of statistics and counters of a few bytes each.
 
     Numerics: Bitwise, in both directions, for every dtype.
-    Synchronizes: Never.
+    Synchronizes: Where a tensor was resized in place meanwhile, as by the first forward of an
+        observer of quantization: it is put back in its old size.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -63,6 +64,7 @@ class Snapshot:
                 else:
                     self._large.append((tensor, tensor.clone()))
             self._small = [(group, _joined(group)) for group in groups.values()]
+        self._shapes = [[t.shape for t in group] for group in groups.values()]
 
     def put_back(self, flag: Tensor) -> None:
         """Put the tensors back where ``flag`` is not zero; elsewhere leave every bit alone."""
@@ -70,10 +72,22 @@ class Snapshot:
         with torch.no_grad():
             set_on = _OnDevices(flag.bool())
             for tensor, old in self._large:
-                torch.where(set_on.of(tensor), old, tensor, out=tensor)
-            for group, old in self._small:
-                chosen = torch.where(set_on.of(old), old, _flatten_dense_tensors(group))
-                torch._foreach_copy_(group, _unflatten_dense_tensors(chosen, group))
+                _choose(flag, set_on, tensor, old)
+            for (group, old), shapes in zip(self._small, self._shapes, strict=True):
+                if [t.shape for t in group] == shapes:
+                    chosen = torch.where(set_on.of(old), old, _flatten_dense_tensors(group))
+                    torch._foreach_copy_(group, _unflatten_dense_tensors(chosen, group))
+                    continue
+                parts = old.split([shape.numel() for shape in shapes])
+                for tensor, part, shape in zip(group, parts, shapes, strict=True):
+                    _choose(flag, set_on, tensor, part.view(shape))
+
+
+def _choose(flag: Tensor, set_on: _OnDevices, tensor: Tensor, old: Tensor) -> None:
+    if tensor.shape == old.shape:
+        torch.where(set_on.of(tensor), old, tensor, out=tensor)
+    elif bool(flag):
+        tensor.resize_(old.shape).copy_(old)
 
 
 @final

@@ -1,0 +1,294 @@
+"""What a loss function keeps beside the model, and generators: a resumed run goes on with them."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchfast import StateMismatchError, Trainer
+from torchfast._core.compare import differences
+from torchfast.state_beside import BESIDE
+
+BATCHES = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(8)]
+
+
+class Masked(nn.Module):
+    """Draws its masks from a generator of its own."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.first, self.generator = nn.Linear(4, 6), generator
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if isinstance(self.generator, torch.Generator):
+            keep = torch.rand(hidden.shape, generator=self.generator)
+        elif isinstance(self.generator, random.Random):
+            keep = torch.tensor([self.generator.random() for _ in range(6)])
+        else:
+            keep = torch.from_numpy(self.generator.random(hidden.shape)).float()
+        return self.last(hidden * (keep > 0.3))
+
+
+class Centred(nn.Module):
+    """A criterion with a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, logits, targets):
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(logits.mean(0), alpha=0.1)
+        return F.cross_entropy(logits - self.centre, targets)
+
+
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def with_generator(make):
+    return lambda: (Masked(make()), cross_entropy, [])
+
+
+def with_head():
+    model, head = nn.Linear(4, 6), nn.Sequential(nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(head(model(batch[0])), batch[1])
+
+    return model, loss_fn, [*head.parameters()]
+
+
+def with_criterion():
+    criterion = Centred()
+    return nn.Linear(4, 3), lambda model, batch: criterion(model(batch[0]), batch[1]), []
+
+
+def with_tensor():
+    queue = torch.zeros(3)
+
+    def loss_fn(model, batch):
+        logits = model(batch[0])
+        loss = F.cross_entropy(logits + queue, batch[1])
+        queue.mul_(0.9).add_(logits.detach().mean(0))
+        return loss
+
+    return nn.Linear(4, 3), loss_fn, []
+
+
+def with_follower(moved):
+    def make():
+        model = nn.Linear(4, 3)
+        follower = copy.deepcopy(model).requires_grad_(False)
+
+        def loss_fn(model, batch):
+            logits = model(batch[0])
+            loss = F.cross_entropy(logits, batch[1]) + F.mse_loss(logits, follower(batch[0]))
+            with torch.no_grad():
+                for own, other in zip(follower.parameters(), model.parameters(), strict=True):
+                    moved(own, other)
+            return loss
+
+        return model, loss_fn, []
+
+    return make
+
+
+def by_data(own, other):
+    own.data.mul_(0.9).add_(other.data, alpha=0.1)  # which torch does not count
+
+
+KEPT = {
+    "generator of torch": with_generator(lambda: torch.Generator().manual_seed(3)),
+    "generator of NumPy": with_generator(lambda: np.random.default_rng(3)),
+    "generator of Python": with_generator(lambda: random.Random(3)),
+    "statistics of a head": with_head,
+    "buffer of a criterion": with_criterion,
+    "tensor": with_tensor,
+    "follower": with_follower(lambda own, other: own.lerp_(other, 0.1)),
+    "follower by data": with_follower(by_data),
+}
+
+
+def make_trainer(make):
+    torch.manual_seed(0)
+    model, loss_fn, others = make()
+    optimizer = torch.optim.AdamW([*model.parameters(), *others], lr=0.05)
+    return Trainer(model, optimizer, loss_fn)
+
+
+def train(trainer, batches):
+    return [trainer.step(batch).clone() for batch in batches]
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_a_run_goes_on_from_a_state_as_if_it_had_not_ended(make):
+    whole = make_trainer(make)
+    losses = train(whole, BATCHES)
+
+    first = make_trainer(make)
+    train(first, BATCHES[:4])
+    state = copy.deepcopy(first.state_dict())
+    second = make_trainer(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.load_state_dict(state)
+
+    assert not differences(losses[4:], train(second, BATCHES[4:]))
+    assert not differences(whole.state_dict(), second.state_dict())
+
+
+@pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
+def test_without_it_the_run_would_be_another(make):
+    """The control."""
+    whole = make_trainer(make)
+    losses = train(whole, BATCHES)
+    first = make_trainer(make)
+    train(first, BATCHES[:4])
+    state = copy.deepcopy(first.state_dict())
+    state.pop(BESIDE, None)
+    state["rng"].pop("held", None)
+    second = make_trainer(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        second.load_state_dict(state)
+    # Statistics are not read while they are counted.
+    found = [train(second, BATCHES[4:]), second.state_dict()]
+    assert differences([losses[4:], whole.state_dict()], found)
+
+
+@pytest.mark.parametrize("make", [KEPT["generator of torch"], with_head, with_criterion])
+def test_fit_resumes_with_it(make, tmp_path):
+    whole = make_trainer(make)
+    whole.fit(BATCHES, steps=8, progress=False)
+    make_trainer(make).fit(BATCHES, steps=4, checkpoint=tmp_path, progress=False)
+    resumed = make_trainer(make)
+    resumed.fit(BATCHES, steps=8, checkpoint=tmp_path, progress=False)
+    assert not differences(whole.state_dict()["model"], resumed.state_dict()["model"])
+
+
+def with_weights(weights):
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor(weights))
+    return lambda: (nn.Linear(4, 3), lambda m, b: criterion(m(b[0]), b[1]), [])
+
+
+def with_teacher():
+    teacher = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).requires_grad_(False).eval()
+
+    def loss_fn(model, batch):
+        return F.mse_loss(model(batch[0]), teacher(batch[0]))
+
+    return nn.Linear(4, 3), loss_fn, []
+
+
+def with_critic():
+    """Of a GAN: another optimizer trains it, and saves it."""
+    critic = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    return nn.Linear(4, 3), lambda model, batch: -critic(model(batch[0])).mean(), []
+
+
+CONSTANT = {
+    "nothing": lambda: (nn.Linear(4, 3), cross_entropy, []),
+    "weights of classes": with_weights([1.0, 2.0, 3.0]),
+    "frozen teacher": with_teacher,
+}
+
+
+@pytest.mark.parametrize("make", CONSTANT.values(), ids=CONSTANT)
+def test_what_is_constant_is_not_saved(make):
+    trainer = make_trainer(make)
+    train(trainer, BATCHES)
+    state = trainer.state_dict()
+    assert BESIDE not in state
+    assert "held" not in state["rng"]
+
+
+def test_what_another_optimizer_trains_is_left_to_it():
+    trainer = make_trainer(with_critic)
+    train(trainer, BATCHES)
+    names = trainer.state_dict().get(BESIDE, {})
+    assert not any(name.endswith("weight") for name in names)
+
+
+def test_a_program_with_other_constants_keeps_them():
+    first = make_trainer(with_weights([1.0, 1.0, 1.0]))
+    train(first, BATCHES[:2])
+    second = make_trainer(with_weights([1.0, 2.0, 3.0]))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    control = make_trainer(with_weights([1.0, 2.0, 3.0]))
+    assert not differences(train(second, BATCHES[2:3]), _stepped_from(first, control))
+
+
+def _stepped_from(first, control):
+    control.model.load_state_dict(first.model.state_dict())
+    control.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    return train(control, BATCHES[2:3])
+
+
+def test_what_is_kept_once_is_saved_from_then_on():
+    first = make_trainer(with_criterion)
+    train(first, BATCHES[:2])
+    second = make_trainer(with_criterion)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert list(second.state_dict()[BESIDE]) == ["0.centre"]
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    first = make_trainer(with_criterion)
+    train(first, BATCHES[:2])
+    state = copy.deepcopy(first.state_dict())
+    second = make_trainer(with_criterion)
+    before = copy.deepcopy(second.state_dict())
+    for wrong, words in (
+        ({"0.centre": torch.zeros(5)}, r"has shape \(5,\), expected \(3,\); build the loss"),
+        ([torch.zeros(3)], "'beside' must be a mapping, got list"),
+    ):
+        with pytest.raises(StateMismatchError, match=words):
+            second.load_state_dict({**state, BESIDE: wrong})
+    assert not differences(before, second.state_dict())
+
+
+def test_what_is_not_there_any_more_is_told():
+    first = make_trainer(with_criterion)
+    train(first, BATCHES[:2])
+    plain = make_trainer(CONSTANT["nothing"])
+    with pytest.warns(UserWarning, match=r"not there any more \['0.centre'\]"):
+        plain.load_state_dict(copy.deepcopy(first.state_dict()))
+    drawing = make_trainer(KEPT["generator of torch"])
+    state = copy.deepcopy(drawing.state_dict())
+    del state["rng"]["held"]
+    with pytest.warns(UserWarning, match=r"without a saved state \['model\..generator.0'\]"):
+        drawing.load_state_dict(state)
+
+
+class Losses:
+    """Keeps a centre, and lists in which tensors come and go."""
+
+    def __init__(self):
+        self.centre, self.seen = torch.zeros(3), []
+
+    def of(self, model, batch):
+        logits = model(batch[0])
+        self.seen.append(logits.detach())
+        with torch.no_grad():
+            self.centre.add_(logits.mean(0))
+        return F.cross_entropy(logits - self.centre, batch[1])
+
+
+def test_tensors_are_known_by_their_names():
+    losses = Losses()
+    trainer = make_trainer(lambda: (nn.Linear(4, 3), losses.of, []))
+    train(trainer, BATCHES[:2])
+    assert list(trainer.state_dict()[BESIDE]) == ["centre"]
+    trainer = make_trainer(with_tensor)
+    train(trainer, BATCHES[:2])
+    assert list(trainer.state_dict()[BESIDE]) == ["queue"]
