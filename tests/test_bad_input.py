@@ -304,6 +304,15 @@ ROWS = [
     Row(
         "plateau",
         lambda: fit(
+            trainer=build(lr_scheduler=lambda o: schedulers.ReduceLROnPlateau(o, mode="max")),
+            evaluate=BATCHES,
+        ),
+        ValueError,
+        r"mode='max'\) would be stepped with the loss of each evaluation, which is to fall",
+    ),
+    Row(
+        "plateau",
+        lambda: fit(
             trainer=build(lr_scheduler=lambda o: schedulers.ReduceLROnPlateau(o)),
             evaluate=lambda model: {"accuracy": 0.5},
         ),

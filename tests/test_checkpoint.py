@@ -380,3 +380,29 @@ def test_closing_twice_does_nothing(tmp_path):
 
 def fail(*args, **kwargs):
     raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 4), ("max", 1)])
+def test_the_best_is_loaded_by_name(tmp_path, mode, best):
+    losses = [3.0, 1.0, 2.0, 1.0, float("nan"), 2.0]
+    with CheckpointManager(tmp_path, keep_last=9, monitor="loss", mode=mode) as manager:
+        for step, loss in enumerate(losses, start=1):
+            manager.save({"model": {"w": torch.tensor(loss)}}, step, metrics={"loss": loss})
+        assert manager.best_step() == best  # of equal ones the later
+        assert manager.load("best").step == best
+        manager.verify("best")
+        manager.export(tmp_path / "best.pt", "best")
+    exported = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert exported["w"] == losses[best - 1]
+
+
+def test_a_best_that_nobody_knows_is_refused(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"model": {}}, 1, metrics={"loss": 1.0})
+        with pytest.raises(ValueError, match=r"is not known without monitor=\.\.\."):
+            manager.load("best")
+    with (
+        CheckpointManager(tmp_path, keep_last=1, monitor="accuracy") as manager,
+        pytest.raises(ValueError, match="has the metric 'accuracy' that is monitored"),
+    ):
+        manager.best_step()

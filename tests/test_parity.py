@@ -363,3 +363,25 @@ def test_dropout_in_compiled_code_is_named(rate):
         return
     with pytest.raises(ParityError, match=r"drops other units .* \(p=0\.5 in 2 modules\): comp"):
         compare()
+
+
+class KeepsItsLoss(nn.Module):
+    """Keeps an auxiliary loss, with its graph, in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.extra = self.layer.weight.square().mean()
+
+    def forward(self, x):
+        self.extra = self.layer.weight.square().mean()
+        return self.layer(x)
+
+
+def test_a_model_that_keeps_a_graph_is_copied():
+    def loss_fn(model, batch):
+        return mean_loss(model, batch) + model.extra
+
+    assert_parity(
+        KeepsItsLoss(), partial(optim.SGD, lr=0.1), loss_fn, make_batches(3), plan="exact"
+    )

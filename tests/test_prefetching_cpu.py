@@ -7,10 +7,11 @@ from collections import UserDict
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from simulated_device import Prompt, simulated
-from torchfast import PadToLengths, PrefetchingLoader
+from torchfast import PadToLengths, PrefetchingLoader, Trainer
 
 
 @pytest.fixture(params=["cpu", "ring"])
@@ -157,3 +158,26 @@ def test_what_a_dataloader_collates_is_not_copied(collate_fn, monkeypatch):
     assert len(list(PrefetchingLoader(loader, "cpu", transform=lambda batch: batch))) == 2
     with pytest.raises(TypeError):  # as what a list holds is
         list(PrefetchingLoader([torch.ones(2)], "cpu"))
+
+
+@pytest.mark.parametrize("way", ["prefetch", "fit", "transform"])
+def test_parameters_in_a_batch_are_trained(way):
+    """Latent codes or prompts, which the optimizer holds: of a copy nothing would come back."""
+
+    def trained(way):
+        torch.manual_seed(0)
+        model, codes = nn.Linear(4, 2), [nn.Parameter(torch.randn(8, 4)) for _ in range(3)]
+        batches = [(code, torch.randn(8, 2)) for code in codes]
+        optimizer = torch.optim.SGD([*model.parameters(), *codes], lr=0.1)
+        trainer = Trainer(model, optimizer, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]))
+        if way == "fit":
+            trainer.fit(batches, epochs=1, progress=False)
+        else:
+            same = (lambda batch: batch) if way == "transform" else None
+            loader = PrefetchingLoader(batches, "cpu", transform=same)
+            for batch in batches if way == "plain" else loader:
+                trainer.step(batch)
+        return codes
+
+    for own, expected in zip(trained(way), trained("plain"), strict=True):
+        assert torch.equal(own, expected)

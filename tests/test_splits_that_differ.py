@@ -219,3 +219,25 @@ def test_a_mean_of_samples_says_nothing_of_it(caplog):
     with caplog.at_level(logging.WARNING, "torchfast"):
         trainer.step(batch_of(7))
     assert not any("tried out" in record.getMessage() for record in caplog.records)
+
+
+def of_the_active(model, batch):
+    """The mean over samples that are still off: of none at first, which tells nothing."""
+    each = F.cross_entropy(model(batch[0]), batch[1], reduction="none") - batch[2]
+    active = (each > 0).sum().clamp(min=1)
+    return each.relu().sum() / active
+
+
+def aiming(limit):
+    x, y, _ = labelled(16)
+    return x, y, torch.where(torch.arange(16) < 3, limit, torch.full((), 99.0))
+
+
+def test_samples_without_a_gradient_tell_nothing(caplog):
+    trainer = classifier(9, of_the_active)
+    with caplog.at_level(logging.WARNING, "torchfast"):
+        trainer.step(aiming(torch.tensor(99.0)))
+    assert "some samples give no gradient at all" in caplog.text
+    # The next batch is looked at, though its samples are no more unlike.
+    with pytest.raises(OutOfMemoryError, match="their parts make"):
+        trainer.step(aiming(torch.tensor(0.0)))

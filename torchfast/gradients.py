@@ -15,16 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchfast._core.batches import to_device
+from torchfast._core.batches import map_batch, to_device
 from torchfast._core.loss import LossParts, Number, check_differentiable, detached, unpack_loss
 from torchfast._core.phases import BACKWARD, FORWARD, phase
+from torchfast._core.reachable import used_by
 from torchfast._core.weights import combine
 from torchfast.compiled_loss import CompiledLoss
 from torchfast.memory import SplitBatch
 from torchfast.memory.attention_watch import AttentionWatch
+from torchfast.memory.before_step import BeforeStep
 from torchfast.parallel import Sharding
 from torchfast.precision import Convolutions, PrecisionPolicy, UpdateGuard
+from torchfast.precision.convolutions import as_nchw
 from torchfast.step_guards import StepSyncs
+
+_NEEDS_NCHW = (
+    "The plan's channels_last=True lays 4-d tensors out as NHWC, of which view(...) cannot join "
+    "dimensions; use reshape(...), or leave it out: plan.replace(channels_last=False)."
+)
 
 
 @final
@@ -100,22 +108,53 @@ class Gradients:
 
     def compute_loss(self, batch: Any, model: nn.Module) -> LossParts:
         """Run the loss function as it was given, without a backward."""
-        moved = self._moved(batch)
-        with self._precision.step(), phase(FORWARD), self._precision.forward():
-            run = self.sharding.whole
-            return unpack_loss(run(lambda: self.compiled.as_given(model, moved), model))
+
+        def run() -> LossParts:
+            moved = self._moved(batch)
+            with self._precision.step(), phase(FORWARD), self._precision.forward():
+                whole = self.sharding.whole
+                return unpack_loss(whole(lambda: self.compiled.as_given(model, moved), model))
+
+        return self._laid_out(run)
 
     def _moved(self, batch: Any) -> Any:
-        return to_device(batch, self.device, channels_last=self._layout.active)
+        moved = to_device(batch, self.device, channels_last=self._layout.active)
+        # Whoever made it may have been told of NHWC.
+        return map_batch(moved, as_nchw) if self._layout.is_undone else moved
 
     def _forward(self, batch: Any, *, is_last: bool) -> LossParts:
-        moved = self._moved(batch)
         look = self._attention
-        with phase(FORWARD), self._precision.forward(), self._around_forward(), look.forward():
-            run = self.sharding.run
-            parts = unpack_loss(run(lambda: self.compiled(self.model, moved), is_last=is_last))
+
+        def run() -> LossParts:
+            moved = self._moved(batch)
+            with phase(FORWARD), self._precision.forward(), self._around_forward(), look.forward():
+                run = self.sharding.run
+                return unpack_loss(run(lambda: self.compiled(self.model, moved), is_last=is_last))
+
+        parts = self._laid_out(run)
         look.after_forward(parts.loss)
         return parts
+
+    def _laid_out(self, run: Callable[[], LossParts]) -> LossParts:
+        """Run a forward; where the first one cannot bear NHWC, once more without."""
+        layout = self._layout
+        before = None
+        if layout.is_on_trial:
+            before = BeforeStep(self.model, self.device, lambda: used_by(self.compiled.loss_fn))
+        try:
+            parts = run()
+        except RuntimeError as error:
+            if not layout.cannot_bear(error):
+                raise
+            if before is None:
+                error.add_note(_NEEDS_NCHW)
+                raise
+        else:
+            layout.is_on_trial = False
+            return parts
+        before.put_back()
+        layout.step_aside(self._optimizer)
+        return run()
 
     def _backward(self, batch: Any, *, divisor: float, is_last: bool) -> LossParts:
         """Run a micro-batch; in the backward of the last one the ranks come together."""

@@ -69,6 +69,12 @@ class FitLoop:
         is_plateau = isinstance(step.lr_scheduler, ReduceLROnPlateau)
         if is_plateau and options.evaluate is None:
             raise ValueError("ReduceLROnPlateau is stepped on evaluations: fit needs evaluate=")
+        if isinstance(step.lr_scheduler, ReduceLROnPlateau) and step.lr_scheduler.mode == "max":
+            raise ValueError(
+                "ReduceLROnPlateau(mode='max') would be stepped with the loss of each evaluation, "
+                "which is to fall; give mode='min', or leave it out of the trainer and step it by "
+                "your metric in a callback, on the events of kind 'evaluate'"
+            )
         self._plateau = step.lr_scheduler if is_plateau else None
         step.memory.note_loader(loader)
         evaluated_model(step, ema=options.evaluate_ema)  # or raise before hours of training

@@ -264,7 +264,9 @@ def move_tensor(tensor: Tensor, device: torch.device, *, channels_last: bool = F
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cpu":  # what is on a device already is left to who put it there
+    # What is on a device already is left to who put it there, and of what is trained a copy would
+    # be trained in its place.
+    if tensor.device.type != "cpu" or isinstance(tensor, nn.Parameter):
         return tensor
     if tensor.requires_grad and tensor.is_leaf:
         return tensor.detach().clone().requires_grad_()

@@ -133,7 +133,8 @@ def _check_optimizer(saved: object, optimizer: Optimizer) -> None:
     if found != expected:
         raise StateMismatchError(
             f"optimizer state has parameter groups of sizes {found}, {kind} "
-            f"has {expected}; build the optimizer as it was"
+            f"has {expected}; build the optimizer as it was, with all parameters from the start: "
+            "those that are frozen are left alone"
         )
     for index, (theirs, ours) in enumerate(
         zip(saved["param_groups"], optimizer.param_groups, strict=True)

@@ -38,6 +38,7 @@ from torchfast._core.replacing import replacing, write_all
 from torchfast.checkpoint.files import make_folder, remove_tree, sync_folder
 
 Step = int | Literal["latest"]
+Which = Step | Literal["best"]
 LATEST: Final = "latest"
 _SHOWN: Final = 10
 _STEP: Final = re.compile(r"step-(0|[1-9]\d{0,18})\Z")

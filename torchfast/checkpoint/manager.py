@@ -46,7 +46,7 @@ from torchfast.checkpoint.checks import (
     problems_of_all,
     refuse_capture,
 )
-from torchfast.checkpoint.folder import CheckpointFolder, Step, folder_path
+from torchfast.checkpoint.folder import CheckpointFolder, Which, folder_path
 from torchfast.checkpoint.loading import read_checkpoint, verify_folder
 from torchfast.checkpoint.retention import Mode, Retention
 from torchfast.checkpoint.saving import Saver
@@ -252,11 +252,13 @@ class CheckpointManager:
         self, step: Literal["latest"] = "latest", *, like: Mapping[str, Any] | None = None
     ) -> Checkpoint | None: ...
     @overload
-    def load(self, step: int, *, like: Mapping[str, Any] | None = None) -> Checkpoint: ...
     def load(
-        self, step: Step = "latest", *, like: Mapping[str, Any] | None = None
+        self, step: int | Literal["best"], *, like: Mapping[str, Any] | None = None
+    ) -> Checkpoint: ...
+    def load(
+        self, step: Which = "latest", *, like: Mapping[str, Any] | None = None
     ) -> Checkpoint | None:
-        """Load the newest checkpoint, or that of a step.
+        """Load the newest checkpoint, the best, or that of a step.
 
         ``"latest"`` takes the largest step. One that is damaged is renamed (``step-N.bad-...``,
         never deleted) with a warning in the log, and the one before it is taken. A step that is
@@ -264,7 +266,7 @@ class CheckpointManager:
         finds damaged none of them takes.
 
         Args:
-            step: ``"latest"`` or a step.
+            step: ``"latest"``, ``"best"`` (see `best_step`) or a step.
             like: A state whose sharded tensors say how to shard those under the same keys: each
                 rank then reads its part only. One in the place of a mapping stands for all tensors
                 of its size in there, so ``{"optimizer": {"state": dict(enumerate(parameters))}}``
@@ -274,7 +276,7 @@ class CheckpointManager:
             The checkpoint; for ``"latest"`` None where there is none yet.
 
         Raises:
-            ValueError: There is none of that step.
+            ValueError: There is none of that step, or it is not known which is the best.
             CheckpointCorruptError: That step is damaged; or ``"latest"``, and all of them are.
             UnsafeCheckpointError: A file of that step is a pickle; it was not loaded.
             StateMismatchError: It was written by a newer torchfast, or ``like`` has other sizes.
@@ -285,7 +287,7 @@ class CheckpointManager:
         self.wait()
         placed = None if like is None else sharded_tensors(like)
         if step != "latest":
-            return self._ranks.alike(lambda: self._read(self._folder.existing(step), placed))
+            return self._ranks.alike(lambda: self._read(self._existing(step), placed))
         bad: dict[int, str] = {}
         for candidate in reversed(self._ranks.gather(self._folder.steps(), "load")[0]):
             found, problems = self._tried(candidate, placed)
@@ -313,7 +315,16 @@ class CheckpointManager:
         """Return the steps that have a checkpoint, in order. None is opened."""
         return self._folder.steps()
 
-    def verify(self, step: Step = "latest") -> None:
+    def best_step(self) -> int:
+        """Return the step whose metric ``monitor`` is the best; of two that are equal the later.
+
+        Raises:
+            ValueError: No ``monitor`` was given, or no checkpoint has that metric.
+        """
+        self.wait()
+        return self._saver.best_step()
+
+    def verify(self, step: Which = "latest") -> None:
         """Read a checkpoint and compare all of it with its hashes; nothing is changed.
 
         Raises:
@@ -323,10 +334,10 @@ class CheckpointManager:
             StateMismatchError: It was written by a newer torchfast.
         """
         self.wait()
-        verify_folder(self._folder.of(self._folder.existing(step)))
+        verify_folder(self._folder.of(self._existing(step)))
 
     def export(
-        self, path: str | os.PathLike[str], step: Step = "latest", *, part: str = "model"
+        self, path: str | os.PathLike[str], step: Which = "latest", *, part: str = "model"
     ) -> None:
         """Write one part of a checkpoint into one file, as ``torch.save`` does.
 
@@ -344,7 +355,7 @@ class CheckpointManager:
             CheckpointWriteError: The file cannot be written.
         """
         self.wait()
-        _, state = read_checkpoint(self._folder.of(self._folder.existing(step)), part)
+        _, state = read_checkpoint(self._folder.of(self._existing(step)), part)
         export_state_dict(state, path)
 
     def close(self) -> None:
@@ -383,6 +394,9 @@ class CheckpointManager:
         return f"CheckpointManager({os.fspath(self.directory)!r}, steps={self.steps()})"
 
     # -- The parts of a save and of a load ---------------------------------------------------------
+
+    def _existing(self, step: Which) -> int:
+        return self._folder.existing(self.best_step() if step == "best" else step)
 
     def _check_open(self) -> None:
         check_usable(self._ranks, closed=self._closed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -55,15 +55,21 @@ class Retention:
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
         if self.monitor is not None:
-            kept |= set(self._best(self.monitor, metrics))
+            kept |= set(self.best(metrics)[: self.keep_best])
         return [step for step in steps if step not in kept]
 
-    def _best(self, monitor: str, metrics: Mapping[int, Mapping[str, float]]) -> Iterable[int]:
+    def best(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Return the steps that have the metric that is monitored, the best first."""
+        if self.monitor is None:
+            raise ValueError(
+                "which checkpoint is the best is not known without monitor=...; give "
+                "CheckpointManager the name of the metric, or load a step"
+            )
         known = {
-            step: values[monitor]
+            step: values[self.monitor]
             for step, values in metrics.items()
-            if not math.isnan(values.get(monitor, math.nan))
+            if not math.isnan(values.get(self.monitor, math.nan))
         }
         sign = 1 if self.mode == "min" else -1
         # Of two that are equal, the later one has trained longer.
-        return sorted(known, key=lambda step: (sign * known[step], -step))[: self.keep_best]
+        return sorted(known, key=lambda step: (sign * known[step], -step))

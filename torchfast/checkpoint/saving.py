@@ -208,6 +208,16 @@ class Saver:
                     error.strerror,
                 )
 
+    def best_step(self) -> int:
+        """Return the step with the best metric; see `CheckpointManager.best_step`."""
+        monitor, metrics = self._retention.monitor, dict(self._metrics())
+        if not (best := self._retention.best(metrics)):
+            raise ValueError(
+                f"no checkpoint in {self._folder.path} has the metric {monitor!r} that is "
+                "monitored; save with metrics=..., as fit does where it evaluates"
+            )
+        return best[0]
+
     def _surplus(self, step: int, more: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Return what need not be kept, once ``step`` is there; ``more`` is not there yet."""
         return self._retention.surplus({**self._own_metrics(), **more}, step)
@@ -216,15 +226,16 @@ class Saver:
         """Return the metrics of the checkpoints that were saved into this folder."""
         if self._retention.keep_last is None:
             return {}
-        identity = self._folder.identity()
-        found: dict[int, Mapping[str, float]] = {}
+        return dict(self._metrics(owner=self._folder.identity()))
+
+    def _metrics(self, owner: str | None = None) -> Iterator[tuple[int, Mapping[str, float]]]:
+        """Yield the metrics of each checkpoint that can be read, of an owner or of all."""
         for step in self._folder.steps():
             # What cannot be read is not known to be ours.
             with suppress(TorchFastError, OSError):
                 manifest = read_manifest(self._folder.of(step))
-                if manifest.owner == identity:
-                    found[step] = manifest.metrics
-        return found
+                if owner in (None, manifest.owner):
+                    yield step, manifest.metrics
 
 
 @final

@@ -25,6 +25,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from torchfast._core.batches import map_batch, move_object, move_tensor, tensors
 from torchfast._core.rng import get_rng_state, same_rng_state
@@ -213,6 +214,8 @@ class Ring:
         return batch
 
     def _own(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Parameter):
+            return tensor
         if tensor.requires_grad and tensor.is_leaf:
             return self.transport.clone(tensor.detach()).requires_grad_()
         return self.transport.clone(tensor)

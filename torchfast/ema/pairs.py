@@ -106,7 +106,7 @@ def copied(model: nn.Module) -> nn.Module:
         TypeError: It cannot be copied, or the copy shares modules or parameters with it.
     """
     try:
-        with _WithoutGraphs():
+        with WithoutGraphs():
             averaged = copy.deepcopy(model)
     except Exception as error:
         raise TypeError(
@@ -131,7 +131,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @final
-class _WithoutGraphs(TorchFunctionMode):
+class WithoutGraphs(TorchFunctionMode):
     """Lets deepcopy() copy a tensor with a graph, such as a loss that a module keeps, detached."""
 
     def __torch_function__(

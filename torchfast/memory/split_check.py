@@ -137,6 +137,9 @@ def _checked(
         raise _Draws
     if not math.isfinite(whole.loss) or not all(map(_is_finite, gradient)):
         return Verdict(why_unknown="some samples give a loss that is not finite", is_kept=False)
+    if tried.differentiates and not any(map(_is_any, gradient)):
+        # As of a loss over the pairs that are active, where none is: parts of nothing are nothing.
+        return Verdict(why_unknown="some samples give no gradient at all", is_kept=False)
     split = split_at(some, [place for place in _PLACES if place < size])
     difference, scale, found = gradient, 0.0, []
     for part, share in split:
@@ -184,6 +187,7 @@ class _Tried:
 
     def __init__(self, loss_of: Callable[[Any], LossParts], parameters: list[nn.Parameter]) -> None:
         self._loss_of, self._parameters = loss_of, parameters
+        self.differentiates = bool(parameters)
 
     def run(
         self, batch: Any, *, share: float = 1.0, weight: float | None = None
@@ -279,6 +283,10 @@ def _number(value: Number) -> float:
 
 def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(float(torch.linalg.vector_norm(tensor)))
+
+
+def _is_any(tensor: Tensor) -> bool:
+    return bool(tensor.any())
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -11,6 +11,7 @@ is on while gradients are computed, and what it was otherwise.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ from torchfast._core.local import local
 # costs more than it gains.
 MOST_SHAPES: Final = 8
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+# What torch says, and what its compiler does, of a view of elements that do not lie in order.
+_NO_VIEW: Final = ("view size is not compatible", "Cannot view a tensor with shape")
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -44,6 +49,11 @@ class Convolutions:
         channels_last: Whether the plan asks for NHWC.
         benchmark: Whether it asks for the measuring.
 
+    Attributes:
+        active: Whether batches are laid out as NHWC.
+        is_on_trial: Whether no forward has run so yet.
+        is_undone: Whether the first forward could not, and all is laid out as NCHW.
+
     Numerics: May differ by rounding: other kernels are chosen; by measuring not always the same.
     Synchronizes: Never; cuDNN does while it measures.
     """
@@ -53,7 +63,8 @@ class Convolutions:
     ) -> None:
         self._changed: list[Tensor] = []
         convolutions = sum(isinstance(module, _CONVOLUTIONS) for module in model.modules())
-        self.active = channels_last and convolutions > 0
+        self.active = self.is_on_trial = channels_last and convolutions > 0
+        self.is_undone = False
         self._shapes: set[tuple[Any, ...]] = set()
         self._benchmark = _benchmark_decision(model, device, benchmark)
         num_sharded = 0
@@ -104,6 +115,21 @@ class Convolutions:
         finally:
             backend.benchmark = before
 
+    def cannot_bear(self, error: RuntimeError) -> bool:
+        """Whether a forward failed for the layout: it asks for a view that NHWC does not give."""
+        return self.active and any(sign in str(error) for sign in _NO_VIEW)
+
+    def step_aside(self, optimizer: Optimizer) -> None:
+        """Lay all of it out as NCHW again, for good."""
+        self.close(optimizer)
+        self.is_on_trial, self.is_undone = False, True
+        why = "a view(...) in the forward needs NCHW; write reshape(...) for it to have NHWC"
+        self._layout = _said("channels_last", "stepped aside", why)
+        logger.warning(
+            "channels_last: a view(...) in the forward needs NCHW; write reshape(...) for it to "
+            "have NHWC"
+        )
+
     def align(self, optimizer: Optimizer) -> None:
         """Lay optimizer state out as its parameters are; fused updates demand it."""
         _align(optimizer, [p for p in optimized(optimizer) if p.dim() == 4 and local(p) is p])
@@ -115,6 +141,12 @@ class Convolutions:
         _align(optimizer, self._changed)
         self._changed = []
         self.active = False
+
+
+def as_nchw(tensor: Tensor) -> Tensor:
+    """Return a 4-d tensor that lies as NHWC as NCHW, any other as it is."""
+    is_to_move = tensor.dim() == 4 and tensor.layout is torch.strided and _is_nhwc(tensor)
+    return tensor.contiguous() if is_to_move else tensor
 
 
 def _is_nhwc(tensor: Tensor) -> bool:

@@ -128,6 +128,10 @@ class _Seen:
             return []
         us = share * f.window_us
         what = "the device is idle" if f.launched else "the host waits"
+        ahead = "trainer.prefetch(loader), which makes the next batch meanwhile"
+        remedy = "more workers (torchfast.build_dataloader, sweep_workers), a cheaper transform"
+        # Without a device the step is the host's own, and nothing is made meanwhile.
+        remedy += f", or {ahead}" if f.launched else ""
         return [
             Finding(
                 "slow-data",
@@ -135,8 +139,7 @@ class _Seen:
                 f.per_step_ms(us),
                 share,
                 f"{what} for {f.per_step_ms(us):.2f} ms a step while the next batch is made",
-                "more workers (torchfast.build_dataloader, sweep_workers), a cheaper transform, "
-                "or trainer.prefetch(loader), which makes the next batch meanwhile",
+                remedy,
             )
         ]
 

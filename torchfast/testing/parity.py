@@ -32,6 +32,7 @@ from torchfast._core.decisions import Report
 from torchfast._core.device import resolve_device
 from torchfast._core.errors import ParityError
 from torchfast._core.rng import get_rng_state, preserved_rng, seed_everything, set_rng_state
+from torchfast.ema.pairs import WithoutGraphs
 from torchfast.plan import Plan
 from torchfast.step import TrainStep
 from torchfast.testing.plain_loop import plain_step
@@ -343,7 +344,8 @@ def _relative(expected: float, actual: float) -> float:
 
 def _twins(model: nn.Module | Callable[[], nn.Module], seed: int) -> tuple[nn.Module, nn.Module]:
     if isinstance(model, nn.Module):
-        return copy.deepcopy(model), copy.deepcopy(model)
+        with WithoutGraphs():  # a loss that a module keeps in an attribute, say
+            return copy.deepcopy(model), copy.deepcopy(model)
     check_callable("model", model, "model() -> torch.nn.Module")
     twins = []
     for _ in range(2):
