@@ -11,23 +11,16 @@ import functools
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from torchfast._core.any_name import takes_any_name
+from torchfast._core.names_in_code import HAS_BIT, LOADS, Names, loaded_last, names_of
 from torchfast._core.proxies import is_dead
 from torchfast._core.user_code import is_users, place_in
 
 _MOST_FUNCTIONS = 2000
 _INSTALLED = "-packages"  # whose ``__dict__`` is about objects of their own
-_LOADS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"))
-# What these return may be any object that their caller holds.
-_HANDING_ON = frozenset(("getattr", "cast", "next"))
-_CALLS = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX"))
 _TESTS = ("POP_JUMP", "TO_BOOL", "UNARY_NOT")
-# From 3.12 on the lowest bit of the argument says that a method is called.
-_HAS_BIT = sys.version_info >= (3, 12)
 # Reached without being named.
 _ALWAYS = frozenset(
     (
@@ -44,34 +37,6 @@ _SELDOM_RUN = frozenset(
         *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
     )
 )
-_WITH_ALL_NAMES = frozenset(("__dict__", "vars", "asdict"))
-
-
-class Names(NamedTuple):
-    """What a function names.
-
-    Attributes:
-        read: Attributes that it reads; not those that it only calls, or only counts up.
-        called: Those that it calls.
-        counted: Those that it counts up.
-        of_results: Those that it reads of what a call has returned, such as ``model(batch).loss``;
-            in ``read`` are the others.
-        used: All names, of methods and global variables too.
-        global_: Global variables that it reads.
-        strings: Those that are constants of it.
-        all: Whether it may read all attributes of what it sees.
-        is_open: Whether it may read an attribute by a name that is written nowhere in it.
-    """
-
-    read: frozenset[str]
-    called: frozenset[str]
-    counted: frozenset[str]
-    of_results: frozenset[str]
-    used: frozenset[str]
-    global_: frozenset[str]
-    strings: frozenset[str]
-    all: bool
-    is_open: bool
 
 
 class Read(NamedTuple):
@@ -89,6 +54,9 @@ class Read(NamedTuple):
         codes: Where all this was found.
         used: All names in it, of attributes that it only writes too.
         is_open: Whether code of the user's may read more, by names that are written nowhere in it.
+        of_others: Those of ``names`` and ``called`` that may be asked of an object of a library's,
+            which is never the ``self`` of a method of the user's.
+        of_getters: Those that properties and methods of libraries read, where code names them.
     """
 
     names: frozenset[str]
@@ -100,6 +68,8 @@ class Read(NamedTuple):
     codes: frozenset[CodeType] = frozenset()
     used: frozenset[str] = frozenset()
     is_open: bool = False
+    of_others: frozenset[str] = frozenset()
+    of_getters: frozenset[str] = frozenset()
 
 
 class Load(NamedTuple):
@@ -142,13 +112,14 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     """
     waiting = [found for f in functions for found in _with_wrapped(f)]
     every = {c for cls in classes for c in cls.__mro__ if not c.__module__.startswith("torch.")}
-    waiting += [f for cls in every for name in _ALWAYS for f in _functions_of(vars(cls).get(name))]
+    waiting += [f for cls in every for name in _ALWAYS for f in functions_of(vars(cls).get(name))]
     read: set[str] = set()
     called: set[str] = set()
     counted: set[str] = set()
     of_results: set[str] = set()
     used = set(_ALWAYS)
     strings: set[str] = set()
+    of_others: set[str] = set()
     named: set[str] = set()  # by strings
     by_strings = is_all = is_open = False
     variables: dict[int, tuple[dict[str, Any], set[str]]] = {}
@@ -159,7 +130,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         if code in seen or not is_users(code.co_filename):
             continue
         seen.add(code)
-        names = _names_of(code)
+        names = names_of(code)
         is_own = _INSTALLED not in code.co_filename
         if len(seen) > _MOST_FUNCTIONS:
             is_all = True
@@ -171,6 +142,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         counted |= names.counted
         of_results |= names.of_results
         strings |= names.strings
+        of_others |= names.of_others
         if is_own:
             for table, found in _variables_of(function, names):
                 variables.setdefault(id(table), (table, set()))[1].update(found)
@@ -196,6 +168,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         codes=frozenset(seen),
         used=frozenset(used | strings if "setattr" in used else used),
         is_open=is_open,
+        of_others=frozenset(of_others | named),
     )
 
 
@@ -207,7 +180,7 @@ def special_methods(classes: Iterable[type]) -> list[FunctionType]:
         for cls in every
         for name, value in vars(cls).items()
         if name.startswith("__") and name.endswith("__") and name not in _ALWAYS | _SELDOM_RUN
-        for function in _functions_of(value)
+        for function in functions_of(value)
         if is_users(function.__code__.co_filename)
     ]
 
@@ -224,9 +197,9 @@ def loads_of(name: str, codes: Iterable[CodeType]) -> Iterator[Load]:
             is_load = load.opname.startswith("LOAD") and load.opname != "LOAD_CONST"
             if is_load and load.argval == name:
                 line = load.positions.lineno if load.positions else None
-                asked = then.argval if then.opname in _LOADS else None
+                asked = then.argval if then.opname in LOADS else None
                 is_call = load.opname == "LOAD_METHOD" or then.opname == "PUSH_NULL"
-                is_call |= _HAS_BIT and load.opname in _LOADS and bool((load.arg or 0) & 1)
+                is_call |= HAS_BIT and load.opname in LOADS and bool((load.arg or 0) & 1)
                 yield Load(
                     code,
                     line or code.co_firstlineno,
@@ -235,13 +208,13 @@ def loads_of(name: str, codes: Iterable[CodeType]) -> Iterator[Load]:
                     is_called=is_call,
                     is_own=before.opname.startswith("LOAD_FAST")
                     and load.opname != "LOAD_SUPER_ATTR"
-                    and _loaded_last(before) in code.co_varnames[: min(1, code.co_argcount)],
+                    and loaded_last(before) in code.co_varnames[: min(1, code.co_argcount)],
                 )
 
 
 def is_in_strings(name: str, codes: Iterable[CodeType]) -> bool:
     """Whether code may name it in a string, for ``getattr``."""
-    return any(name in _names_of(code).strings for code in codes)
+    return any(name in names_of(code).strings for code in codes)
 
 
 def _variables_of(
@@ -249,21 +222,45 @@ def _variables_of(
 ) -> list[tuple[dict[str, Any], frozenset[str]]]:
     """Return the variables of modules that a function reads: its own module's, and others'."""
     found = [(function.__globals__, names.global_)]
+    # What it imports by ``from module import name`` stands among its names, too.
+    of_imports = names.read | names.of_results | names.used
+    found += [(vars(m), of_imports) for m in _imported_by(function, names) if is_users_module(m)]
     for table, read in found:  # which grows: a module may be reached through another
         for name in read & table.keys():
             value = table[name]
-            if is_dead(value) or not isinstance(value, ModuleType):
-                continue
-            file = getattr(value, "__file__", None) or ""
-            if is_users(file) and file and _INSTALLED not in file:
+            if is_users_module(value):
                 inner = (vars(value), names.read | names.of_results)
                 if all(inner[0] is not known for known, _ in found):
                     found.append(inner)
     return [(table, names & table.keys()) for table, names in found]
 
 
+def is_users_module(value: Any) -> bool:
+    """Whether it is a module of the user's own, and not of an installed package."""
+    if is_dead(value) or not isinstance(value, ModuleType):
+        return False
+    if type(value).__module__.startswith("torch."):  # as ``torch.ops`` is, whose file is nowhere
+        return False
+    # A package without a file of its own lies in folders.
+    file = getattr(value, "__file__", None) or next(iter(getattr(value, "__path__", ())), "")
+    return bool(file) and is_users(file) and _INSTALLED not in file
+
+
+def _imported_by(function: FunctionType, names: Names) -> list[ModuleType]:
+    """Return the modules that a function imports itself, as far as they have been by now."""
+    found: dict[str, ModuleType] = {}
+    package = str(function.__globals__.get("__package__") or "")
+    for name, level in names.imports:
+        parents = package.split(".")[: package.count(".") + 2 - level] if level else []
+        path = ".".join([*parents, name] if name else parents)
+        for known in (path, path.partition(".")[0]):  # ``import a.b`` gives ``a``
+            if isinstance(module := sys.modules.get(known), ModuleType):
+                found[known] = module
+    return [*found.values()]
+
+
 def _of_classes(classes: Iterable[type], names: Iterable[str]) -> list[FunctionType]:
-    return [f for n in names for cls in classes for f in _functions_of(vars(cls).get(n))]
+    return [f for n in names for cls in classes for f in functions_of(vars(cls).get(n))]
 
 
 def _globals_of(function: FunctionType, names: Names) -> set[Any]:
@@ -273,7 +270,8 @@ def _globals_of(function: FunctionType, names: Names) -> set[Any]:
     user's, which is the loop mostly.
     """
     found: set[Any] = set()
-    for value in map(function.__globals__.get, names.global_):
+    of_globals = map(function.__globals__.get, names.global_)
+    for value in (*of_globals, *_imported_by(function, names)):
         if is_dead(value):
             continue
         if isinstance(value, ModuleType) and is_users(getattr(value, "__file__", "") or ""):
@@ -300,7 +298,8 @@ def _with_wrapped(value: Any) -> list[FunctionType]:
     return found
 
 
-def _functions_of(value: Any) -> list[FunctionType]:
+def functions_of(value: Any) -> list[FunctionType]:
+    """Return the functions that run where a class's attribute is read, or called."""
     if is_dead(value):
         return []
     if isinstance(value, property):
@@ -310,104 +309,3 @@ def _functions_of(value: Any) -> list[FunctionType]:
     elif isinstance(value, functools.cached_property | functools.partialmethod):
         value = value.func
     return _with_wrapped(value)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_of(code: CodeType) -> Names:
-    read: set[str] = set()
-    called: set[str] = set()
-    counted: set[str] = set()
-    of_results: set[str] = set()
-    global_: set[str] = set()
-    used, strings, others = set(code.co_names), set[str](), []
-    hands_on = not used.isdisjoint(_HANDING_ON)
-    results = set[str]() if hands_on else _results_in(code)
-    before = None
-    for instruction in dis.get_instructions(code):
-        name, number = instruction.opname, instruction.arg or 0
-        is_call = name == "LOAD_METHOD" or (_HAS_BIT and bool(number & 1))
-        # What is loaded to be counted up (``self.calls += 1``) is copied right before.
-        if name in _LOADS and before is not None and before.opname == "COPY":
-            counted.add(instruction.argval)
-        elif name in _LOADS:
-            is_sure = not (hands_on or instruction.is_jump_target)
-            is_of_result = is_sure and _gives_result(before, results)
-            into = called if is_call else of_results if is_of_result else read
-            into.add(instruction.argval)
-        elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
-            global_.add(instruction.argval)
-        before = instruction
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            others.append(_names_of(constant))
-        else:
-            strings |= _strings_in(constant)
-    for inner in others:
-        read |= inner.read
-        called |= inner.called
-        counted |= inner.counted
-        of_results |= inner.of_results
-        used |= inner.used
-        global_ |= inner.global_
-        strings |= inner.strings
-    is_all = bool(used & _WITH_ALL_NAMES) or any(inner.all for inner in others)
-    is_open = takes_any_name(code) or any(inner.is_open for inner in others)
-    return Names(
-        read=frozenset(read),
-        called=frozenset(called),
-        counted=frozenset(counted),
-        of_results=frozenset(of_results),
-        used=frozenset(used),
-        global_=frozenset(global_),
-        strings=frozenset(strings),
-        all=is_all,
-        is_open=is_open,
-    )
-
-
-def _results_in(code: CodeType) -> set[str]:
-    """Return the local variables to which nothing is assigned but what calls return."""
-    results: set[str] = set()
-    others = {*code.co_varnames[: _num_parameters(code)]}
-    before = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname.startswith("STORE_FAST"):
-            names = instruction.argval  # several, where two instructions have become one
-            names = (names,) if isinstance(names, str) else names
-            if "LOAD_FAST" in instruction.opname:
-                names = names[:1]
-            # Behind a jump it may be what another branch has left.
-            is_result = not instruction.is_jump_target and _is_call(before) and len(names) == 1
-            (results if is_result else others).update(names)
-        before = instruction
-    return results - others
-
-
-def _num_parameters(code: CodeType) -> int:
-    num = code.co_argcount + code.co_kwonlyargcount
-    return num + sum(bool(code.co_flags & f) for f in (CO_VARARGS, CO_VARKEYWORDS))
-
-
-def _gives_result(instruction: dis.Instruction | None, results: set[str]) -> bool:
-    """Whether what an instruction leaves is what a call has returned, and nobody else's."""
-    if instruction is None or "LOAD_FAST" not in instruction.opname:
-        return _is_call(instruction)
-    return _loaded_last(instruction) in results
-
-
-def _loaded_last(instruction: dis.Instruction) -> str:
-    names = instruction.argval  # two, where two instructions have become one
-    return names if isinstance(names, str) else names[-1]
-
-
-def _is_call(instruction: dis.Instruction | None) -> bool:
-    return instruction is not None and instruction.opname in _CALLS
-
-
-def _strings_in(constant: Any) -> set[str]:
-    """Return the strings of a constant, which may be ``("a", "b")``."""
-    if isinstance(constant, str):
-        return {constant}
-    if isinstance(constant, tuple | frozenset):
-        return {found for part in constant for found in _strings_in(part)}
-    return set()

@@ -37,6 +37,7 @@ from torchfast.graphs.holders import (
     parts_of,
 )
 from torchfast.graphs.iterators import iterator_in, lines_drawing
+from torchfast.graphs.library_objects import is_elsewhere
 from torchfast.graphs.places import (
     BEYOND,
     CELL,
@@ -52,7 +53,10 @@ from torchfast.graphs.places import (
 )
 from torchfast.graphs.reached import Reached
 from torchfast.graphs.value_forms import (
+    BUFFERS,
     OTHER,
+    as_of_library,
+    bytes_of,
     contents,
     counts,
     form_of,
@@ -81,6 +85,7 @@ class Attributes:
     Attributes:
         take: Functions that return what has to be the very object that it was, some at a time.
         out_of: What each of them is called with.
+        elsewhere: What another process keeps of what is read, in words; None if nothing.
     """
 
     def __init__(self, function: object, device: torch.device) -> None:
@@ -101,6 +106,7 @@ class Attributes:
         self._stopped: dict[str, None] = {}  # counts that no replay goes on with, in words
         self._generators: list[tuple[Any, Any]] = []
         self._may_draw = False
+        self.elsewhere: str | None = None
 
     def refresh(
         self,
@@ -117,7 +123,12 @@ class Attributes:
         counts = [(place, dict(counts_in(place, self._read))) for place, _ in held]
         self._counts = [(place, found) for place, found in counts if found]
         kinds = Kinds()
-        values = [v for _, _, v in self._not_written(held) if kinds[type(v)] > TENSOR]
+        unlike = [f for f in self._not_written(held) if kinds[type(f[2])] > TENSOR]
+        away = (
+            _in_words(n, place) for place, n, v in unlike if any(map(is_elsewhere, parts_of(v)))
+        )
+        self.elsewhere = next(away, None)
+        values = [value for _, _, value in unlike]
         found = {id(g): g for value in values for g in _generators_in(value)}
         self._generators = [(g, state_of(g)) for g in found.values()]
         # Another walk, as for the step alone, could find one only in groups of what updates.
@@ -314,6 +325,7 @@ class Attributes:
         for place, name, value in self._not_written(held):
             form = form_of(value, on_host=self._device.type != "cpu")
             form = form if self._is_sure_to_be_read(place, name) else only_plain(form)
+            form = as_of_library(form) if place.of_library else form
             if form is not OTHER:
                 found[id(place.holder), name] = (place, form)
         return found
@@ -336,10 +348,15 @@ class Attributes:
         for place, held in found:
             self._is_all &= place is not BEYOND
             values = [(name, value) for name, value in held if (id(place.holder), name) in known]
-            for _, value in values:
-                pairs += [(tuple, view) for view in _views(value)]
+            names = []
+            for name, value in values:
                 self._sized += _readers(value, on_host=self._device.type != "cpu")
-            names = [name for name, _ in values]
+                if place.of_library and isinstance(value, CONTAINERS):
+                    # A new one each time may say the same, as a trainer's metrics without any do.
+                    self._sized.append((_form_in, (place, name)))
+                    continue
+                pairs += [(tuple, view) for view in _views(value)]
+                names.append(name)
             self._sized += [
                 (_kind_in, (place, name))
                 for name, _ in held
@@ -355,7 +372,7 @@ class Attributes:
                 pairs += [(get, place.holder)] if get is not None else []
                 continue
             table: Any = place.table
-            if place.names is None:
+            if place.names is None or place.of_library:
                 # One that is new hides what the class has, or takes the place of one that is gone.
                 self._sized.append((len, table))
             if place.is_module and "training" in table:
@@ -387,11 +404,15 @@ def _views(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
 
 def _readers(value: Any, *, on_host: bool) -> list[_Reader]:
     """Return how to read what can change in an object that stays the same."""
-    return [
-        (bits if isinstance(part, np.ndarray) else contents, part)
-        for part in parts_of(value)
-        if is_small_array(part) or (on_host and is_frozen(part))
-    ]
+    found: list[_Reader] = []
+    for part in parts_of(value):
+        if is_small_array(part):
+            found.append((bits, part))
+        elif isinstance(part, BUFFERS):
+            found.append((bytes_of, part))
+        elif on_host and is_frozen(part):
+            found.append((contents, part))
+    return found
 
 
 def _generators_in(value: Any) -> list[Any]:
@@ -410,10 +431,17 @@ def _settings_of(optimizer: Optimizer) -> Iterator[Any]:
 
 def _kind_in(found: tuple[Place, str]) -> type:
     """Return of what type a value is that only counts if it is a plain one."""
+    return type(_value_in(found))
+
+
+def _form_in(found: tuple[Place, str]) -> Any:
+    """Return the form of what an object of a library's holds, as it is now."""
+    return as_of_library(form_of(_value_in(found), on_host=False))
+
+
+def _value_in(found: tuple[Place, str]) -> Any:
     place, name = found
-    if place.in_slots:
-        return type(getattr(place.holder, name, None))
-    return type(place.table.get(name))
+    return getattr(place.holder, name, None) if place.in_slots else place.table.get(name)
 
 
 def _cell_in_tuple(cell: Any) -> tuple[Any]:

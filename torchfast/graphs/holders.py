@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import PurePath
 from types import (
     FunctionType,
     MethodType,
@@ -28,9 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from torchfast._core.code_names import is_users_module
 from torchfast._core.proxies import is_dead
+from torchfast._core.user_code import is_users
 
 CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
 LONGEST: Final = 256  # containers of more are data
@@ -38,13 +40,16 @@ AROUND_DATA: Final = (UserDict, UserList, ChainMap)
 # They lead to what no code names.
 READ_BY_VALUE: Final = (operator.attrgetter, operator.methodcaller, weakref.ref)
 _VALUES = (bool, int, float, complex, str, bytes, range, slice, Enum, np.generic)
-_NAMESPACES = (SimpleNamespace, Namespace)
-_WATCHED_ELSEWHERE = (
-    *(nn.Module, torch.Generator, torch.amp.GradScaler),
-    *(ModuleType, np.ndarray),
-)
-_HOLDERS = (FunctionType, functools.partial, LRScheduler, Optimizer)
+NAMESPACES = (SimpleNamespace, Namespace)
+_WATCHED_ELSEWHERE = (nn.Module, torch.Generator, torch.amp.GradScaler, np.ndarray)
+_HOLDERS = (FunctionType, functools.partial, Optimizer)
 _LIBRARIES = frozenset(("torch", "torchfast", "numpy"))
+# Classes of libraries of whose objects not only what code names counts, or whose objects never
+# change; and what is looked through in ways of its own.
+OTHERWISE: Final = (
+    *(*AROUND_DATA, *READ_BY_VALUE, *CONTAINERS, PurePath),
+    *(*_HOLDERS, type, MethodType, Tensor, *_WATCHED_ELSEWHERE),
+)
 
 # What a value is by its type. The first three hold nothing that a walk goes on to.
 PLAIN: Final = 0  # it says all about itself
@@ -122,10 +127,30 @@ def is_holder(value: Any, kinds: Kinds) -> bool:
         return is_own_class(value)
     if is_plain(value) or isinstance(value, (Tensor, *_WATCHED_ELSEWHERE)):
         return False
-    kind = type(value)
-    if not isinstance(getattr(value, "__dict__", None), dict) and not slots_of(kind):
+    return _has_attributes(value) and (
+        type(value) in NAMESPACES
+        or isinstance(value, AROUND_DATA)
+        or is_own_class(type(value))
+        or is_of_library(value)
+    )
+
+
+def is_of_library(value: Any) -> bool:
+    """Whether only what code names counts of what an object holds, as a library's class made it.
+
+    So it is of a module of the user's own.
+    """
+    if is_dead(value) or is_plain(value):
         return False
-    return kind in _NAMESPACES or isinstance(value, AROUND_DATA) or is_own_class(kind)
+    if issubclass(type(value), ModuleType):
+        return is_users_module(value)
+    if isinstance(value, OTHERWISE) or type(value) in NAMESPACES or is_own_class(type(value)):
+        return False
+    return _has_attributes(value)
+
+
+def _has_attributes(value: Any) -> bool:
+    return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(type(value)))
 
 
 def _are_plain(values: list[Any], kinds: Kinds) -> bool:
@@ -140,6 +165,16 @@ def is_own_class(kind: type) -> bool:
     """Whether a class is neither a library's nor torchfast's."""
     owner = kind.__module__.partition(".")[0]
     return not (owner in _LIBRARIES or owner in sys.stdlib_module_names)
+
+
+def is_own(function: object) -> bool:
+    """Whether a function is of the user's own code; of objects, whether their class is."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = function.__func__ if inspect.ismethod(function) else function
+    if isinstance(function, FunctionType):
+        return is_users(function.__code__.co_filename)
+    return is_own_class(type(function))
 
 
 def _is_private(name: str) -> bool:

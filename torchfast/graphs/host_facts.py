@@ -125,8 +125,13 @@ class HostFacts:
         """Raise if Python draws from an iterator, as a capture would once more than steps do.
 
         Raises:
-            CaptureError: It does.
+            CaptureError: It does, or reads what cannot be watched.
         """
+        if self._read is not None and (name := self._read.elsewhere) is not None:
+            raise CaptureError(
+                f"the step reaches {name}, which another process keeps: a change there would not "
+                "be noticed; read it outside of the step, and let it read a value of your own"
+            )
         if self._read is not None and (found := self._read.iterator()) is not None:
             part, kind, place = found
             raise CaptureError(

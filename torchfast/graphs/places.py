@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import (
     FunctionType,
     GetSetDescriptorType,
     MemberDescriptorType,
+    ModuleType,
 )
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -26,7 +28,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.code_names import Read, names_read, special_methods
 from torchfast._core.proxies import is_dead
-from torchfast._core.user_code import is_users
 from torchfast.graphs.holders import (
     AROUND_DATA,
     CONTAINER,
@@ -39,9 +40,17 @@ from torchfast.graphs.holders import (
     WATCHED,
     Kinds,
     is_holder,
+    is_of_library,
     is_own_class,
     items_of,
     slots_of,
+)
+from torchfast.graphs.library_objects import (
+    names_of_getters,
+    names_of_library,
+    of_libraries,
+    table_of,
+    with_libraries,
 )
 
 Key: TypeAlias = tuple[int, str]
@@ -58,8 +67,6 @@ _NO_DATA = (
 _ONLY_NUMBERS = "torch.nn.parallel"
 _FIRST_OF_MODULES = [*vars(nn.Module())]
 _OWN_OF_MODULES = frozenset(_FIRST_OF_MODULES)
-# What a step may ask a scheduler for, by its methods too.
-_OF_SCHEDULERS = ("last_epoch", "_last_lr")
 # Of one of the user's own class the rest counts, such as a count of its steps; of one that is not
 # the step's so do its groups, as in a loss that reads the learning rate.
 _OWN_OF_OPTIMIZERS = frozenset(("state", "param_groups", "defaults"))
@@ -83,6 +90,7 @@ class Place(NamedTuple):
     is_module: bool = False
     names: tuple[str, ...] | None = None  # which count; None if those do that are read
     in_slots: bool = False
+    of_library: bool = False  # so others may use it at the same time
     via: tuple[Place, str] | None = None
 
     @property
@@ -128,21 +136,23 @@ def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> t
     """
     read, known, is_all, kinds = NOTHING, None, True, Kinds()
     of_modules = _of_modules(modules, kinds)
-    wide = read  # what the way to a function may be
+    wide, is_met = read, False  # what the way to a function may be
     classes: set[type] = set()
     specials: list[FunctionType] = []
     for number in range(_ROUNDS):  # what is read leads to other functions, which read more
         waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
         waiting += of_modules
         for place in _of_globals(read):
-            waiting += _inner(place, read, _DEPTH - 1, {}, kinds)
-        if known != read.globals:
-            known = read.globals
-            classes, is_all = _classes_reached(waiting.copy(), modules, kinds)
+            waiting += _inner_of_globals(place, read, {}, kinds)
+        everything = with_libraries(_EVERYTHING, read) if is_met else _EVERYTHING
+        if known != (now := (read.globals, everything)):
+            known = now
+            classes, is_all = _classes_reached(waiting.copy(), modules, kinds, everything)
             specials = special_methods(classes)
         is_last = number == _ROUNDS - 1  # not all that is read was found: so any function counts
-        deque(_reached(waiting, _EVERYTHING if is_last else wide, {}, kinds), maxlen=0)
+        deque(_reached(waiting, everything if is_last else wide, {}, kinds), maxlen=0)
         found = names_read(_functions_in(waiting), classes)
+        found, is_met = of_libraries(found, [value for value, _, _ in waiting])
         ways = _ways(found, waiting, specials, classes)
         if (found, ways) == (read, wide):
             break
@@ -157,7 +167,7 @@ def _ways(
     beside = names_read(specials, classes) if specials else NOTHING
     by_value = any(issubclass(type(value), READ_BY_VALUE) for value, _, _ in waiting)
     if by_value or read.is_open or beside.is_open:
-        return _EVERYTHING
+        return with_libraries(_EVERYTHING, read)
     names, called = read.names | beside.names, read.called | beside.called
     return read._replace(names=names, called=called, all=read.all | beside.all)
 
@@ -182,7 +192,7 @@ def places(
         waiting += _inner(place, read, _DEPTH - 1, written, kinds)
     for place in _of_globals(read):
         yield place
-        waiting += _inner(place, read, _DEPTH - 1, written, kinds)
+        waiting += _inner_of_globals(place, read, written, kinds)
     waiting += [(kind, _DEPTH - 1, None) for kind in dict.fromkeys(map(type, modules))]
     optimizers = [function for function in functions if isinstance(function, Optimizer)]
     watched = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
@@ -238,16 +248,6 @@ def counts_in(place: Place, read: Read) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in found if type(value) in NUMBERS]
 
 
-def is_own(function: object) -> bool:
-    """Whether a function is of the user's own code; of objects, whether their class is."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = function.__func__ if inspect.ismethod(function) else function
-    if isinstance(function, FunctionType):
-        return is_users(function.__code__.co_filename)
-    return is_own_class(type(function))
-
-
 def _of_globals(read: Read) -> list[Place]:
     return [
         Place(table, str(table.get("__name__")), names=tuple(sorted(names)))
@@ -264,6 +264,14 @@ def _inner(
         for name, value in values_in(place, read)
         if kinds[type(value)] > WATCHED and (id(place.holder), name) not in written
     ]
+
+
+def _inner_of_globals(
+    place: Place, read: Read, written: Mapping[Key, Any], kinds: Kinds
+) -> list[_Waiting]:
+    """Return the same of global variables, whose modules are known, each with its own names."""
+    found = _inner(place, read, _DEPTH - 1, written, kinds)
+    return [one for one in found if not issubclass(type(one[0]), ModuleType)]
 
 
 def _reached(
@@ -290,6 +298,9 @@ def _reached(
         is_sure = kind == HOLDER or depth == _COUNTED
         if kind <= WATCHED or not (is_sure or is_holder(value, kinds)):
             continue
+        of_library = kind == UNSURE and is_of_library(value)
+        if of_library and not any(names_of_library(value, read)):
+            continue  # it is none of the objects that are looked into
         seen[id(value)] = value
         if len(seen) > _MOST_OBJECTS:
             yield BEYOND
@@ -297,12 +308,13 @@ def _reached(
         if depth == _COUNTED:
             continue
         if kind == CONTAINER or (kind == UNSURE and isinstance(value, CONTAINERS)):
-            found = [item for item in items_of(value) if kinds[type(item)] > WATCHED]
-            waiting += [(item, depth - 1, via) for item in found]
+            items = [item for item in items_of(value) if kinds[type(item)] > WATCHED]
+            waiting += [(item, depth - 1, via) for item in items]
         elif inspect.ismethod(value):
             waiting += [(value.__self__, depth, via), (value.__func__, depth, via)]
         else:
-            for place in _places_of(value, read, watched):
+            found = _of_library(value, read) if of_library else _places_of(value, read, watched)
+            for place in found:
                 place = place._replace(via=via)
                 yield place
                 waiting += _inner(place, read, depth - 1, written, kinds)
@@ -323,13 +335,12 @@ def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Plac
             yield Place(value, name, names=attributes)
     elif isinstance(value, functools.partial):
         yield Place(value, "an argument in a functools.partial", _PARTIAL)
-    elif isinstance(value, LRScheduler):
-        yield Place(value, name, names=_OF_SCHEDULERS)
     elif isinstance(value, type):
         data = [n for n, v in vars(value).items() if not isinstance(v, _NO_DATA)]
         yield Place(value, value.__name__, names=_wanted(data, read))
     elif isinstance(value, Optimizer):
-        own = vars(value) if is_own_class(type(value)) else ()
+        of_others = read.of_others & read.names  # what the user has put into one of a library's
+        own = vars(value) if is_own_class(type(value)) else of_others & vars(value).keys()
         names = [n for n in own if n not in _OWN_OF_OPTIMIZERS]
         names += _groups_of(value, watched)
         yield Place(value, name, names=_wanted(names, read))
@@ -340,6 +351,29 @@ def _places_of(value: Any, read: Read, watched: Container[int]) -> Iterator[Plac
             yield Place(value, name)
         if slots := slots_of(type(value)):
             yield Place(value, name, names=_wanted(slots, read), in_slots=True)
+        if inherited := names_of_getters(value, read):
+            yield _held_by(value, name, inherited)
+
+
+def _of_library(value: Any, read: Read) -> Iterator[Place]:
+    name = type(value).__name__
+    names, slots = names_of_library(value, read)
+    if issubclass(type(value), ModuleType):  # some of its variables may be known already
+        table, name = vars(value), value.__name__
+        known = frozenset[str]().union(*(names for held, names in read.globals if held is table))
+        yield Place(table, name, names=tuple(n for n in names if n not in known))
+    elif names:
+        yield _held_by(value, name, names)
+    if slots:
+        yield Place(value, name, names=slots, in_slots=True, of_library=True)
+
+
+def _held_by(value: Any, name: str, names: tuple[str, ...]) -> Place:
+    if isinstance(value, LRScheduler):  # a step that steps one is not captured
+        return Place(value, name, names=names)
+    # A weak proxy's object may go, and what it held may not.
+    held = table_of(value) if type(value) in weakref.ProxyTypes else value
+    return Place(held, name, names=names, of_library=True)
 
 
 def _groups_of(optimizer: Optimizer, watched: Container[int]) -> list[str]:
@@ -384,11 +418,11 @@ def _depth_of(value: Any, kinds: Kinds) -> int | None:
 
 
 def _classes_reached(
-    waiting: list[_Waiting], modules: Sequence[nn.Module], kinds: Kinds
+    waiting: list[_Waiting], modules: Sequence[nn.Module], kinds: Kinds, everything: Read
 ) -> tuple[set[type], bool]:
     """Return classes whose methods the step may run, and whether these are all."""
     classes, is_all = {type(module) for module in modules}, True
-    for place in _reached(waiting, _EVERYTHING, {}, kinds):
+    for place in _reached(waiting, everything, {}, kinds):
         is_all &= place is not BEYOND
         if place.read is None and not isinstance(place.holder, FunctionType):
             # Of a class that the step names, its methods too: it may ask them for what is in it.

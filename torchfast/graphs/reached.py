@@ -23,11 +23,12 @@ from torchfast._core.storages import is_dense, is_expanded
 from torchfast.graphs.copies import copies_of
 from torchfast.graphs.holders import PLAIN, Kinds, parts_of
 from torchfast.graphs.places import CELL, NOTHING, Place, values_in
-from torchfast.graphs.value_forms import is_small_array
+from torchfast.graphs.value_forms import BUFFERS, bytes_of, is_small_array, put_bytes
 
 # Writes through ``.data`` and of foreach leave no version behind. More than this may be data.
 _SMALL_BYTES = 2**26
 _MISSING = object()
+_COUNTS = (int, float)  # not what is only set, as another thread does to stop this one
 
 
 @final
@@ -45,18 +46,23 @@ class Reached:
     def __init__(self, places: Iterable[Place], read: Read) -> None:
         self._read = read
         self._values: list[tuple[Place, dict[str, Any]]] = []
+        self._buffers: list[tuple[Any, bytes | None]] = []
         contents: dict[int, tuple[Any, Any]] = {}
         tensors: dict[int, Tensor] = {}
         kinds = Kinds()
         for place in places:
             held = dict(values_in(place, read))
+            if place.of_library:  # other threads may use it: only what code may count is put back
+                held = {n: v for n, v in held.items() if n in read.names and type(v) in _COUNTS}
             if place.read is None or place.read is CELL:
                 self._values.append((place, held))
             for value in held.values():
                 if kinds[type(value)] == PLAIN:
                     continue
                 for part in parts_of(value):
-                    if type(part) in REFILLED or is_small_array(part):
+                    if isinstance(part, BUFFERS):
+                        self._buffers.append((part, bytes_of(part)))
+                    elif type(part) in REFILLED or is_small_array(part):
                         contents[id(part)] = part, part.copy()
                     elif isinstance(part, Tensor):
                         tensors[id(part)] = part
@@ -68,12 +74,15 @@ class Reached:
         """Undo what has been put in, taken out or replaced since."""
         for container, content in self._contents.values():
             refill(container, content)
+        for buffer, known in self._buffers:
+            put_bytes(buffer, known)
         for place, held in self._values:
             if place.is_module:  # whose attributes are put back as a whole
                 continue
             now = dict(values_in(place, self._read))
             for name in now.keys() - held.keys():
-                place.remove(name)
+                if not place.of_library:
+                    place.remove(name)
             for name, value in held.items():
                 if now.get(name, _MISSING) is not value:
                     place.write(name, value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections import deque
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -14,7 +16,10 @@ from torchfast._core.refilling import bits
 from torchfast.graphs.holders import CONTAINERS, LONGEST
 from torchfast.graphs.places import NUMBERS
 
-COUNTED = (*NUMBERS, complex, np.generic, np.ndarray)
+# Numbers of C's, as a ``multiprocessing.Value`` holds one, and arrays of them.
+BUFFERS: Final = (ctypes.c_byte.__mro__[-2], array, bytearray)
+_NUMBERS_OF_C = frozenset("?bBhHiIlLqQfdg")
+COUNTED = (*NUMBERS, complex, np.generic, np.ndarray, *BUFFERS)
 OTHER = object()  # the form of an object that is no plain value
 _PLAIN = frozenset((bool, int, str, bytes, type(None), range, slice))
 
@@ -38,6 +43,20 @@ class Identity:
 def is_small_array(value: Any) -> bool:
     """Whether it is an array of NumPy that counts by its values."""
     return isinstance(value, np.ndarray) and value.size <= LONGEST and not value.dtype.hasobject
+
+
+def bytes_of(value: Any) -> bytes | None:
+    """Return what is in one of `BUFFERS`; None where it is data."""
+    with memoryview(value) as view:
+        return view.tobytes() if view.nbytes <= 8 * LONGEST else None
+
+
+def put_bytes(value: Any, known: bytes | None) -> None:
+    """Put back what `bytes_of` returned, if it is numbers: what else C holds may be addresses."""
+    with memoryview(value) as view:
+        is_numbers = view.format.lstrip("<>=@") in _NUMBERS_OF_C
+        if is_numbers and view.nbytes == len(known or b"") and view.tobytes() != known:
+            view.cast("B")[:] = known or b""
 
 
 def is_frozen(value: Any) -> bool:
@@ -76,6 +95,8 @@ def form_of(value: Any, within: tuple[int, ...] = (), *, on_host: bool) -> Any:
         return (kind, value.dtype.str, value.tobytes())
     if isinstance(value, np.ndarray) and is_small_array(value):
         return (kind, *bits(value))
+    if isinstance(value, BUFFERS):
+        return (kind, Identity(value) if (held := bytes_of(value)) is None else held)
     if isinstance(value, CONTAINERS) and len(value) <= LONGEST and id(value) not in within:
         now_within = (*within, id(value))
         if isinstance(value, dict):
@@ -96,6 +117,22 @@ def only_plain(form: Any) -> Any:
     if isinstance(form, Identity):
         return OTHER
     return tuple(map(only_plain, form)) if isinstance(form, tuple) else form
+
+
+def as_of_library(form: Any) -> Any:
+    """Return the form of what an object of a library's holds.
+
+    Tensors, and containers of them, are what a step has left there: a trainer's metrics are others
+    behind each step.
+    """
+    is_tensor = isinstance(form, Identity) and isinstance(form.value, Tensor)
+    return OTHER if is_tensor or (isinstance(form, tuple) and _holds_objects(form)) else form
+
+
+def _holds_objects(form: Any) -> bool:
+    if isinstance(form, tuple | frozenset):
+        return any(map(_holds_objects, form))
+    return isinstance(form, Identity) or form is OTHER
 
 
 def is_number(form: Any) -> bool:

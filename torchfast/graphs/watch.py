@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torchfast._core.compare import same_objects
 from torchfast.graphs.attributes import Attributes
+from torchfast.graphs.holders import is_own
 from torchfast.graphs.named_state import NamedState, Table
-from torchfast.graphs.places import is_own
 from torchfast.graphs.value_forms import contents, is_frozen
 
 # What helps where a value changes too often for a graph that holds it.
