@@ -129,3 +129,18 @@ def test_a_later_view_says_what_to_do():
     with pytest.raises(RuntimeError, match="view size is not compatible") as raised:
         trainer.step(batches()[1])
     assert "plan.replace(channels_last=False)" in "".join(raised.value.__notes__)
+
+
+def test_an_average_is_laid_out_as_its_model():
+    torch.manual_seed(0)
+    trainer = Trainer(Net(by_view), SGD, mean_loss, NHWC, ema=0.5)
+    assert trainer.evaluate(batches(), ema=True)["loss"] > 0
+    assert trainer.ema_model.conv.weight.is_contiguous()
+
+
+def test_a_view_that_only_training_takes_is_found_behind_an_evaluation():
+    trainer = trainer_of(NHWC, flattened=by_reshape)
+    trainer.evaluate(batches())
+    trainer.model.flattened = by_view
+    trainer.step(batches()[0])
+    assert layout(trainer).outcome == "stepped aside"

@@ -416,3 +416,27 @@ def test_a_scripted_model_is_averaged():
     found = dict(trainer.ema_model.named_parameters())
     for name, expected in plain.ema_model.named_parameters():
         torch.testing.assert_close(found[name], expected)
+
+
+class Switching(nn.Module):
+    """Goes another way in its forward in eval mode, as its ``train()`` has noted."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.is_fast = nn.Linear(8, 4), False
+
+    def train(self, mode=True):
+        self.is_fast = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return self.layer(x) * (1.0 if self.is_fast else 100.0)
+
+
+def test_an_average_is_in_the_form_of_eval_mode():
+    trainer = make_trainer(partial(optim.SGD, lr=0.0), net=Switching, ema=0.9)
+    batches = make_batches(3)
+    trainer.step(batches[0])
+    assert trainer.ema_model.is_fast
+    assert trainer.evaluate(batches, ema=True) == pytest.approx(trainer.evaluate(batches))
+    assert not trainer.model.is_fast

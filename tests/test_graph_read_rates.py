@@ -197,8 +197,8 @@ def test_a_rate_that_the_step_itself_moves_makes_it_run_eagerly(optimizer, hook)
 
     _, expected = train(cuda_graph=False)
     step, found = train(cuda_graph=True)
-    assert counts(step)[1] == 0
-    assert "the step changes its learning rate" in reasons(step)[-1]
+    assert "the step changes its learning rate" in str(step.report())
+    assert counts(step)[1] > 0  # of the rest, behind which the update runs
     rates = [state[-1]["param_groups"][0]["lr"] for state in (expected, found)]
     assert all(isinstance(rate, float) for rate in rates)
     # The first is as float32 has it, which the tensor was.

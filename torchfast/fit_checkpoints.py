@@ -214,7 +214,9 @@ class FitCheckpoints:
 
         It has those of a rank that it does know, and would draw the same as that one.
         """
-        seed_everything(int(torch.randint(2**62, (), device="cpu")) + self._step.ranks.rank)
+        seed = int(torch.randint(2**62, (), device="cpu")) + self._step.ranks.rank
+        self._step.state.beside.draw_apart(seed)
+        seed_everything(seed)
 
     # -- Saving ------------------------------------------------------------------------------------
 

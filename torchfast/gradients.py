@@ -115,7 +115,7 @@ class Gradients:
                 whole = self.sharding.whole
                 return unpack_loss(whole(lambda: self.compiled.as_given(model, moved), model))
 
-        return self._laid_out(run)
+        return self._laid_out(run, ends_trial=False)
 
     def _moved(self, batch: Any) -> Any:
         moved = to_device(batch, self.device, channels_last=self._layout.active)
@@ -135,8 +135,8 @@ class Gradients:
         look.after_forward(parts.loss)
         return parts
 
-    def _laid_out(self, run: Callable[[], LossParts]) -> LossParts:
-        """Run a forward; where the first one cannot bear NHWC, once more without."""
+    def _laid_out(self, run: Callable[[], LossParts], *, ends_trial: bool = True) -> LossParts:
+        """Run a forward; where the first of the training cannot bear NHWC, once more without."""
         layout = self._layout
         before = None
         if layout.is_on_trial:
@@ -150,7 +150,7 @@ class Gradients:
                 error.add_note(_NEEDS_NCHW)
                 raise
         else:
-            layout.is_on_trial = False
+            layout.is_on_trial &= not ends_trial
             return parts
         before.put_back()
         layout.step_aside(self._optimizer)

@@ -4,7 +4,7 @@ A head or a criterion in the closure of a loss function has buffers that it coun
 that follows the model is moved on by hand; a mask is drawn from a generator in an attribute. A run
 that is taken up again needs all of it, though it stands in no ``state_dict()``. What is constant (a
 frozen teacher, the weights of classes) belongs to the program: it is not saved, so that a program
-that was changed keeps what it has now.
+that was changed keeps what it has now. Whether it is constant is told by sums of its bits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from torch.optim import Optimizer
 from torchfast._core.beside import generators_of, modules_beside, tensors_beside
 from torchfast._core.building import optimized
 from torchfast._core.errors import StateMismatchError
-from torchfast._core.generators import packed, set_states, state_of
+from torchfast._core.generators import packed, seed_generator, set_states, state_of
 from torchfast._core.local import local
+from torchfast.checkpoint.sharded import part_of
 from torchfast.ema import WeightAverage
 
 BESIDE: Final = "beside"
 _HELD: Final = "held"  # within "rng", of which each rank has its own
-# Of so many bytes a copy is kept, to see which change; larger ones are told by what torch counts.
-_MOST_BYTES: Final = 1 << 26
+_WORDS: Final = 1 << 22  # that are added up at a time
+
+_Sums = tuple[torch.dtype, torch.Size, int, int]
 
 
 @final
@@ -54,23 +56,24 @@ class StateBeside:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._average = average
         self._changed: set[str] = set()
-        self._before: dict[str, Tensor | tuple[int, int]] = {}
-        left = _MOST_BYTES
-        tensors = self._tensors()
-        for name in sorted(tensors, key=lambda name: tensors[name].nbytes):
-            tensor = tensors[name]
-            left -= tensor.nbytes
-            self._before[name] = _marks(tensor) if left < 0 else _copy(tensor)
+        self._before = _sums(self._tensors())
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that the loss function uses and the model does not have."""
         return [*modules_beside(self._model, self._loss_fn).values()]
 
     def save(self) -> dict[str, Tensor]:
-        """Return what has changed since this was made, by where it was found. Synchronizes: Yes."""
+        """Return what has changed since this was made, by where it was found. Synchronizes: Yes.
+
+        On several ranks it is this rank's, and a checkpoint of all has that of the first.
+        """
         tensors = self._tensors()
+        now = _sums({name: t for name, t in tensors.items() if name not in self._changed})
+        # What was not there, or has another form each time, is a result and not a state.
         self._changed |= {
-            name for name, tensor in tensors.items() if self._is_changed(name, tensor)
+            name
+            for name, sums in now.items()
+            if (before := self._before.get(name)) != sums and before and before[:2] == sums[:2]
         }
         return {name: tensor.detach() for name, tensor in tensors.items() if name in self._changed}
 
@@ -81,10 +84,10 @@ class StateBeside:
         return {_HELD: packed(states)} if states else {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise unless what was saved fits what is here, as far as that is here.
+        """Raise unless what was saved is what `save` returns.
 
         Raises:
-            StateMismatchError: A tensor of another shape, or something else than a mapping.
+            StateMismatchError: It is no mapping.
         """
         given = state.get(BESIDE, {})
         if not isinstance(given, Mapping):
@@ -92,33 +95,36 @@ class StateBeside:
                 f"state's {BESIDE!r} must be a mapping, got {type(given).__name__}; load what "
                 "state_dict() returned"
             )
-        tensors = self._tensors()
-        for name, value in given.items():
-            if name in tensors and value.shape != tensors[name].shape:
-                raise StateMismatchError(
-                    f"{name!r} of what the loss function keeps has shape {tuple(value.shape)}, "
-                    f"expected {tuple(tensors[name].shape)}; build the loss function as it was"
-                )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Put back what `save` and `generators` returned; what is here and not there stays."""
         tensors, given = self._tensors(), state.get(BESIDE, {})
+        fitting = {
+            name: value
+            for name, value in given.items()
+            if name in tensors and value.shape == tensors[name].shape
+        }
         with torch.no_grad():
-            for name in given.keys() & tensors.keys():
-                tensors[name].copy_(given[name])
-        self._changed |= given.keys()
+            for name, value in fitting.items():
+                tensors[name].copy_(part_of(value, tensors[name]))
+        self._changed |= fitting.keys()
         generators = generators_of(self._model, self._loss_fn)
         states = state["rng"].get(_HELD, {})
         set_states(generators, states)
-        gone = [*sorted(given.keys() - tensors.keys()), *sorted(states.keys() - generators.keys())]
+        gone = [*sorted(given.keys() - fitting.keys()), *sorted(states.keys() - generators.keys())]
         new = sorted(generators.keys() - states.keys())
         if gone or new:
             warnings.warn(
                 "the loss function or the model keeps other things beside the parameters than the "
-                f"one that was saved: not there any more {gone}, and without a saved state {new}, "
-                "which go on from where they are; build both as they were",
+                f"one that was saved: not there any more, or of another shape {gone}, and without "
+                f"a saved state {new}, which go on from where they are; build both as they were",
                 stacklevel=4,
             )
+
+    def draw_apart(self, seed: int) -> None:
+        """Let each generator draw other numbers than the one whose state it was given."""
+        for number, generator in enumerate(generators_of(self._model, self._loss_fn).values()):
+            seed_generator(generator, seed + number)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return what may change, by where it was found."""
@@ -134,34 +140,27 @@ class StateBeside:
             if any(p.requires_grad and id(p) not in mine for p in module.parameters(recurse=False))
         }
         for name, module in modules.items():
-            if module.training and _part(name) not in others:
+            if _part(name) not in others:
                 found |= {f"{name}.{key}": tensor for key, tensor in _persistent(module)}
         held = tensors_beside(self._loss_fn).items()
         found |= {name: t for name, t in held if t.is_leaf and not t.requires_grad}
         return {
             name: tensor
             for name, tensor in found.items()
-            if id(tensor) not in mine and _has_values(tensor)
+            if id(tensor) not in mine and _is_plain(tensor)
         }
-
-    def _is_changed(self, name: str, tensor: Tensor) -> bool:
-        before = self._before.get(name)
-        if isinstance(before, Tensor):
-            now = local(tensor).detach().cpu()
-            return now.dtype != before.dtype or not torch.equal(now, before)
-        return before != _marks(tensor)  # one that is new, too
 
 
 def _part(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return local(tensor).detach().to("cpu", copy=True)
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its values can be added up and written: nothing lazy, wrapped, packed or frozen."""
+    if is_lazy(tensor) or type(own := local(tensor)) not in (Tensor, nn.Parameter):
+        return False
+    is_dense = own.layout is torch.strided and not (own.is_nested or own.is_quantized)
+    return is_dense and not (own.is_meta or own.is_inference())
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -171,6 +170,28 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
 
 
-def _marks(tensor: Tensor) -> tuple[int, int]:
-    """Return what another value mostly changes: torch's count of writes, and the address."""
-    return tensor._version, local(tensor).data_ptr()
+def _sums(tensors: Mapping[str, Tensor]) -> dict[str, _Sums]:
+    """Return of each tensor its form and two sums of its bits, of which a change changes one.
+
+    Torch's count of writes knows neither what is written to ``.data`` nor what replays write.
+    """
+    added = {name: _added(local(tensor).detach()) for name, tensor in tensors.items()}
+    on_host: dict[str, list[int]] = {}
+    for device in {pair.device for pair in added.values()}:  # one wait each
+        names = [name for name, pair in added.items() if pair.device == device]
+        both = torch.stack([added[name] for name in names]).tolist()
+        on_host |= dict(zip(names, both, strict=True))
+    return {
+        name: (tensor.dtype, tensor.shape, *on_host[name])  # type: ignore[misc]
+        for name, tensor in tensors.items()
+    }
+
+
+def _added(tensor: Tensor) -> Tensor:
+    words = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    words = words.resolve_neg().contiguous().flatten().view(torch.uint8)
+    whole = words.numel() // 8 * 8
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for part in (*words[:whole].view(torch.int64).split(_WORDS), words[whole:].long()):
+        sums += torch.stack([part.sum(), (part * part).sum()])
+    return sums

@@ -335,6 +335,7 @@ class TrainStep:
         self._form, self._graph_decisions = levers.form, levers.decisions
         self._layout.align(self.optimizer)
         self._average.align()
+        self._layout.followers.append(self._average.align)
         options, any_rank = self.plan.precision_options, self.sharding.any
         scaler = LossScaler(options, self.optimizer, self.device) if is_fp16 else None
         self._guard = UpdateGuard(

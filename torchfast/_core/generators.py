@@ -112,6 +112,16 @@ def _plain(value: Any) -> Any:
     return value.tolist()  # NumPy's arrays and numbers
 
 
+def seed_generator(generator: Generator, seed: int) -> None:
+    """Let a generator begin anew from a seed."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random | np.random.RandomState):
+        generator.seed(seed % 2**32)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+
+
 def held_with_generators(function: Callable[..., Any]) -> list[Any]:
     """Return what `held_by` returns, with generators of the host."""
     of_host = (np.random.Generator, np.random.RandomState, random.Random)

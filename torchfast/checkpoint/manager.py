@@ -286,8 +286,10 @@ class CheckpointManager:
         self._check_open()
         self.wait()
         placed = None if like is None else sharded_tensors(like)
+        if step == "best":  # one of them for all
+            step = self._ranks.together(self._saver.best_step)[0]
         if step != "latest":
-            return self._ranks.alike(lambda: self._read(self._existing(step), placed))
+            return self._ranks.alike(lambda: self._read(self._folder.existing(step), placed))
         bad: dict[int, str] = {}
         for candidate in reversed(self._ranks.gather(self._folder.steps(), "load")[0]):
             found, problems = self._tried(candidate, placed)
@@ -317,6 +319,8 @@ class CheckpointManager:
 
     def best_step(self) -> int:
         """Return the step whose metric ``monitor`` is the best; of two that are equal the later.
+
+        It is what this process sees in the folder; other ranks are not asked.
 
         Raises:
             ValueError: No ``monitor`` was given, or no checkpoint has that metric.

@@ -34,12 +34,11 @@ class Retention:
                 f"monitor must be the name of a metric or None, got {self.monitor!r} "
                 f"({type(self.monitor).__name__})"
             )
-        for name in ("keep_every", "monitor"):
-            if getattr(self, name) is not None and self.keep_last is None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} keeps some checkpoints longer than the last "
-                    "ones, but without keep_last every one is kept; give keep_last too"
-                )
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError(
+                f"keep_every={self.keep_every!r} keeps some checkpoints longer than the last "
+                "ones, but without keep_last every one is kept; give keep_last too"
+            )
 
     def surplus(self, metrics: Mapping[int, Mapping[str, float]], newest: int) -> list[int]:
         """Return the steps to delete, in order.

@@ -124,10 +124,31 @@ def copied(model: nn.Module) -> nn.Module:
             )
     for parameter in averaged.parameters():  # not by the model: scripted ones have no such method
         parameter.detach_().requires_grad_(False)
-    # Not by eval(), which may merge weights that are to be averaged apart.
-    for module in averaged.modules():
-        module.training = False
+    _into_eval(averaged)
     return averaged
+
+
+def _into_eval(averaged: nn.Module) -> None:
+    """Put a copy into eval mode, but merge no weights that are to be averaged apart.
+
+    Whether a ``train()`` of a class's own merges is tried with random numbers, since an adapter is
+    mostly zero at first.
+    """
+    own = [m for m in averaged.modules() if type(m).train is not nn.Module.train]
+    held = [t for m in own for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+    held = [local(t) for t in held if t.is_floating_point() and _is_writable(t) and not t.is_meta]
+    before = [tensor.detach().clone() for tensor in held]
+    with torch.no_grad():
+        for tensor in held:
+            tensor.uniform_(generator=torch.Generator(tensor.device).manual_seed(0))
+        drawn = [tensor.detach().clone() for tensor in held]
+        averaged.eval()
+        if not all(map(torch.equal, held, drawn)):
+            averaged.train()  # which takes them apart again
+            for module in averaged.modules():
+                module.training = False
+        for tensor, old in zip(held, before, strict=True):
+            tensor.copy_(old)
 
 
 @final

@@ -259,8 +259,7 @@ class GraphEngine:
 
     def _attempt(self, entry: Entry, call: Call, inputs: Any, facts: HostFacts) -> Failure | None:
         """Capture and check; where that fails all is as before, and the reason is returned."""
-        started = time.perf_counter()
-        together = self._together
+        started, together = time.perf_counter(), self._together
         together.begin()
         try:
             # What may fail before it, so that no rank captures while another does not.
@@ -287,8 +286,7 @@ class GraphEngine:
             if not isinstance(error, Exception):
                 raise
             together.fail()
-            failure = entry.manner.explained(explain(error))
-            self._error = error
+            failure, self._error = entry.manner.explained(explain(error)), error
             if self._options.on_failure != "raise":
                 self._drop_error()
             return failure
@@ -409,6 +407,8 @@ class GraphEngine:
             self._state.settle_loaded()
             reason = watch.moved()
         if self._state.changes_rates:
+            store.drop_all()
+            self.varies = True  # so that what updates may run behind a graph of the rest
             self._give_up(CHANGED)
             return
         if not store.graphs:

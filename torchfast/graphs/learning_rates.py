@@ -51,7 +51,7 @@ class LearningRates:
             does that is stepped in a hook of the optimizer.
 
     Numerics: As the optimizer computes with a tensor of this dtype in place of the float.
-    Synchronizes: Never.
+    Synchronizes: Where a step changes one of them itself.
     """
 
     def __init__(self, optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> None:
@@ -114,10 +114,10 @@ class LearningRates:
 
     @contextmanager
     def on_device(self, *, is_recorded: bool = False) -> Iterator[None]:
-        """Let the groups hold the tensors, filled before; what the body puts there itself stays.
+        """Let the groups hold the tensors, filled before; a float that the body puts there stays.
 
         A rate that the body changes in place, as a scheduler does with tensors, or replaces by what
-        it computes of it, is a float again behind it.
+        it computes of it, is a float again behind it: one of float32, which the tensor was.
 
         Args:
             is_recorded: What the body computes is recorded, and has no value yet.
@@ -139,7 +139,7 @@ class LearningRates:
         finally:
             for (group, tensor, rate), version in zip(given, versions, strict=True):
                 now = group["lr"]
-                if not isinstance(now, Tensor):
+                if not isinstance(now, Tensor) or now.numel() != 1:
                     continue
                 is_kept = now is tensor and tensor._version == version
                 are_changed |= not is_kept

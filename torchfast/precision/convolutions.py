@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
@@ -53,6 +53,7 @@ class Convolutions:
         active: Whether batches are laid out as NHWC.
         is_on_trial: Whether no forward has run so yet.
         is_undone: Whether the first forward could not, and all is laid out as NCHW.
+        followers: Called behind that: what is laid out as the model is, such as its average.
 
     Numerics: May differ by rounding: other kernels are chosen; by measuring not always the same.
     Synchronizes: Never; cuDNN does while it measures.
@@ -65,6 +66,7 @@ class Convolutions:
         convolutions = sum(isinstance(module, _CONVOLUTIONS) for module in model.modules())
         self.active = self.is_on_trial = channels_last and convolutions > 0
         self.is_undone = False
+        self.followers: list[Callable[[], object]] = []
         self._shapes: set[tuple[Any, ...]] = set()
         self._benchmark = _benchmark_decision(model, device, benchmark)
         num_sharded = 0
@@ -123,6 +125,8 @@ class Convolutions:
         """Lay all of it out as NCHW again, for good."""
         self.close(optimizer)
         self.is_on_trial, self.is_undone = False, True
+        for follow in self.followers:
+            follow()
         why = "a view(...) in the forward needs NCHW; write reshape(...) for it to have NHWC"
         self._layout = _said("channels_last", "stepped aside", why)
         logger.warning(

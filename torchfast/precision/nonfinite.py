@@ -107,8 +107,8 @@ class UpdateGuard:
     GradScaler makes it.) Judged are the optimizer's parameters. A norm that is NaN counts too, for
     it makes every gradient that it clips NaN, and other parameters of the model may be the cause.
 
-    Put back are all buffers of the model and of modules that the loss function uses beside it,
-    of any dtype, also those that are not saved: those
+    Put back are all buffers of the model, and of modules in training mode that the loss function
+    uses beside it, of any dtype, also those that are not saved: those
     written in place by a select on the device; those that the forward replaced by another tensor
     of the same form likewise. Where the form changed too (a cache that grows), the flag is read on
     the host in that step. Not put back: sparse buffers, buffers registered during the step, and
@@ -167,7 +167,8 @@ class UpdateGuard:
             # A half that was never applied leaves no NaN behind either.
             self._buffers.put_back(self._bad_loss)
         self._bad_loss = self._flag = None
-        beside = modules_beside(self._model, self._loss_fn).values()
+        # In eval mode nothing is counted, and a teacher may be large.
+        beside = filter(_is_training, modules_beside(self._model, self._loss_fn).values())
         self._buffers = _Buffers([*self._model.modules(), *beside])
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -365,9 +366,13 @@ def _clear(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
+def _is_training(module: nn.Module) -> bool:
+    return module.training
+
+
 def _can_change(buffer: Tensor) -> bool:
     """Whether torch would let a forward write to it in place, and a select undo that."""
-    if buffer.layout is not torch.strided:
+    if buffer.layout is not torch.strided or buffer.is_quantized:
         return False
     return not (is_expanded(buffer) or buffer.is_inference())
 
