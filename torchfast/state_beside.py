@@ -29,6 +29,7 @@ from torchfast.ema import WeightAverage
 BESIDE: Final = "beside"
 _HELD: Final = "held"  # within "rng", of which each rank has its own
 _WORDS: Final = 1 << 22  # that are added up at a time
+_MOST_BYTES: Final = 1 << 30  # of a tensor in a closure; larger ones are data
 
 _Sums = tuple[torch.dtype, torch.Size, int, int]
 
@@ -142,8 +143,10 @@ class StateBeside:
         for name, module in modules.items():
             if _part(name) not in others:
                 found |= {f"{name}.{key}": tensor for key, tensor in _persistent(module)}
-        held = tensors_beside(self._loss_fn).items()
-        found |= {name: t for name, t in held if t.is_leaf and not t.requires_grad}
+        for name, tensor in tensors_beside(self._loss_fn).items():
+            is_constant = tensor.is_leaf and not tensor.requires_grad
+            if is_constant and _is_plain(tensor) and tensor.nbytes <= _MOST_BYTES:
+                found[name] = tensor
         return {
             name: tensor
             for name, tensor in found.items()
