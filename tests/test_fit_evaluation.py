@@ -349,3 +349,35 @@ def test_a_run_that_shares_a_generator_with_its_evaluations_resumes_as_it_was(tm
     whole = run(12)
     run(3, checkpoint=tmp_path)
     assert not differences(whole, run(12, checkpoint=tmp_path))
+
+
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_evaluation_puts_the_generators_of_modules_and_of_the_loss_back(is_averaged):
+    generators = torch.Generator().manual_seed(5), np.random.default_rng(5), random.Random(5)
+
+    class Drawing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.generator = nn.Linear(8, 4), torch.Generator().manual_seed(6)
+
+        def forward(self, x):
+            return self.layer(x + torch.randn(x.shape, generator=self.generator))
+
+    def loss_fn(model, batch, generators=generators):
+        scale = 1 + torch.rand((), generator=generators[0]) + generators[1].random()
+        return mean_loss(model, batch) * (scale + generators[2].random())
+
+    ema = 0.9 if is_averaged else None
+    trainer = make_trainer(loss_fn, net=Drawing, ema=ema)
+    trainer.step(BATCHES[0])
+
+    def states():
+        of_torch = [generators[0], trainer.model.generator]
+        of_torch += [trainer.ema_model.generator] if is_averaged else []
+        others = generators[1].bit_generator.state, generators[2].getstate()
+        return [[g.get_state() for g in of_torch], *others]
+
+    before = states()
+    trainer.evaluate(BATCHES, ema=is_averaged)
+    assert not differences(before[0], states()[0])
+    assert before[1:] == states()[1:]

@@ -19,13 +19,14 @@ from torch import nn
 
 from torchfast._core.arguments import check_batches, check_flag
 from torchfast._core.errors import EmptyEpochError
+from torchfast._core.generators import put_back
 from torchfast._core.loss import LossParts, Number
 from torchfast._core.modes import preserved_modes, put_into_eval
 from torchfast._core.reading import Reading
 from torchfast._core.rng import RNGState, get_rng_state, preserved_rng, set_rng_state
 from torchfast._core.rounds import Rounds
 from torchfast.data import PrefetchingLoader
-from torchfast.data.own_generators import preserved_generators
+from torchfast.data.own_generators import every_generator
 from torchfast.data.whole_batches import DealtBatches
 from torchfast.step import TrainStep
 
@@ -60,8 +61,13 @@ def undisturbed(step: TrainStep, model: nn.Module) -> Iterator[None]:
     Those of the training model too, where ``model`` is its average, and of modules that the loss
     function uses beside it.
     """
-    modules = (step.model, model, *step.state.beside.modules())
-    with preserved_modes(*modules), preserved_rng(step.device):
+    beside = step.state.beside
+    generators = beside.generators_of(model)
+    with (
+        preserved_modes(step.model, model, *beside.modules()),
+        put_back(generators),
+        preserved_rng(step.device),
+    ):
         yield
 
 
@@ -178,7 +184,7 @@ def _evaluated(
     dealt = batches if isinstance(batches, DealtBatches) and batches.is_dealt else None
     parts: list[LossParts] = []
     # Behind the loader, which draws ahead until it is closed.
-    with undisturbed(step, model), preserved_generators(source), torch.no_grad(), loader:
+    with undisturbed(step, model), put_back(every_generator(source)), torch.no_grad(), loader:
         if dealt is not None and drawn is not None:
             set_rng_state(drawn, _CPU)
         # The training model too: a loss that uses it all the same must not train its BatchNorm.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from torchfast._core.generators import packed, seed_generator, set_states, state
 from torchfast._core.local import local
 from torchfast.checkpoint.sharded import part_of
 from torchfast.ema import WeightAverage
+
+if TYPE_CHECKING:
+    from torchfast._core.generators import Generator
 
 BESIDE: Final = "beside"
 _HELD: Final = "held"  # within "rng", of which each rank has its own
@@ -77,6 +80,11 @@ class StateBeside:
             if (before := self._before.get(name)) != sums and before and before[:2] == sums[:2]
         }
         return {name: tensor.detach() for name, tensor in tensors.items() if name in self._changed}
+
+    def generators_of(self, model: nn.Module) -> list[Generator]:
+        """Return the generators of the model, of another one, and of the loss function."""
+        every = (generators_of(each, self._loss_fn).values() for each in (self._model, model))
+        return [*dict.fromkeys(generator for found in every for generator in found)]
 
     def generators(self) -> dict[str, dict[str, Tensor]]:
         """Return what goes into the state of random generators; empty without any."""
@@ -144,8 +152,8 @@ class StateBeside:
             if _part(name) not in others:
                 found |= {f"{name}.{key}": tensor for key, tensor in _persistent(module)}
         for name, tensor in tensors_beside(self._loss_fn).items():
-            is_constant = tensor.is_leaf and not tensor.requires_grad
-            if is_constant and _is_plain(tensor) and tensor.nbytes <= _MOST_BYTES:
+            is_given = tensor.is_leaf and not tensor.requires_grad
+            if is_given and _is_plain(tensor) and tensor.nbytes <= _MOST_BYTES:
                 found[name] = tensor
         return {
             name: tensor

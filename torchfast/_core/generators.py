@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,6 +121,17 @@ def seed_generator(generator: Generator, seed: int) -> None:
         generator.seed(seed % 2**32)
     else:
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
+
+
+@contextmanager
+def put_back(generators: Iterable[Generator]) -> Iterator[None]:
+    """Bring generators back to where they were, whatever the body draws."""
+    states = [(generator, state_of(generator)) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            set_state(generator, state)
 
 
 def held_with_generators(function: Callable[..., Any]) -> list[Any]:

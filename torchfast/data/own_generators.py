@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torchfast._core.generators import set_state, state_of
 from torchfast.data.held_generators import held_generators
 from torchfast.data.loader_fingerprint import look_up
+
+if TYPE_CHECKING:
+    from torchfast._core.generators import Generator
 
 _PATHS: Final = (
     "generator",
@@ -27,14 +27,7 @@ def own_generators(loader: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
-@contextmanager
-def preserved_generators(loader: Any) -> Iterator[None]:
-    """Put the generators back that a loader and its parts draw from, whatever the body does."""
+def every_generator(loader: Any) -> list[Generator]:
+    """Return these, and those that its parts hold as attributes of their own."""
     own = own_generators(loader)
-    generators = [*own, *held_generators(loader, own).values()]
-    states = [state_of(generator) for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            set_state(generator, state)
+    return [*own, *held_generators(loader, own).values()]
