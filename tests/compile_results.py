@@ -68,3 +68,33 @@ def losses():
             for name, ms, peak in ways
         ],
     }
+
+
+def compiled_update():
+    """Two optimizers, of which "auto" compiles one."""
+
+    def row(optimizer, update, ms, graphs):
+        return {
+            "workload": "gpt2",
+            "optimizer": optimizer,
+            "update": update,
+            "ms": ms,
+            "quartiles_ms": [ms - 0.1, ms + 0.1],
+            "apart": 0.0 if update == "False" else 3e-5,
+            "told": [],
+            "update_graphs": graphs,
+            "is_captured": True,
+            "turns_ms": [ms, ms],
+        }
+
+    return {
+        "date": "2026-11-21",
+        "command": "PYTHONPATH=. python benchmarks/compiled_update.py",
+        "machine": dict(MACHINE),
+        "rows": [
+            *(row("RMSprop", u, ms, g) for u, ms, g in (("False", 62.5, 0), ("True", 60.0, 1))),
+            row("RMSprop", "auto", 60.1, 1),
+            *(row("NAdam", u, ms, g) for u, ms, g in (("False", 62.0, 0), ("True", 63.0, 1))),
+            row("NAdam", "auto", 62.1, 0),
+        ],
+    }

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from torchfast import PrefetchingLoader, shard_loader
-from torchfast._core.generators import state_of
-from torchfast.data.held_generators import held_generators, packed, set_states
+from torchfast._core.generators import packed, set_states, state_of
+from torchfast.data.held_generators import held_generators
 
 NUM_SAMPLES, BATCH_SIZE, NUM_BATCHES, EPOCHS = 12, 2, 6, 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import copy
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -106,11 +107,11 @@ def test_a_choice_that_does_not_fit_into_the_device_is_estimated(monkeypatch):
 class HostBound(GPTBlock):
     """Costs the host a second, and the device nothing that anybody would notice."""
 
-    clock: array.array[float]  # not watched by graphs: a step that counts is not captured
+    clock: ContextVar[float]  # not watched by graphs: a step that counts is not captured
     fits = True
 
     def forward(self, x):
-        self.clock[0] += 1.0
+        self.clock.set(self.clock.get() + 1.0)
         if not self.fits and "forward" not in vars(self) and _get_current_dispatch_mode():
             raise torch.OutOfMemoryError("a block that keeps everything")
         return super().forward(x)
@@ -119,13 +120,13 @@ class HostBound(GPTBlock):
 @pytest.fixture
 def host_bound(tape, monkeypatch):
     """A model whose blocks cost the host a second each, on a tape with 10,000 calls in one."""
-    clock = array.array("d", [0.0])
-    monkeypatch.setattr("torchfast.memory.recompute_times.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("torchfast._core.reading.time.perf_counter", lambda: clock[0])
+    clock = ContextVar("clock", default=0.0)
+    monkeypatch.setattr("torchfast.memory.recompute_times.time.perf_counter", clock.get)
+    monkeypatch.setattr("torchfast._core.reading.time.perf_counter", clock.get)
     played, play = [], TapeGraph.replay
 
     def replay(graph):
-        clock[0] += 1e-4 * len(graph.tape.calls)
+        clock.set(clock.get() + 1e-4 * len(graph.tape.calls))
         played.append(len(graph.tape.calls))
         play(graph)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor, nn
 
 from torchfast._core.generators import generators_in, has_state, held_with_generators
+from torchfast._core.proxies import is_dead
 from torchfast._core.reachable import used_by
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def _named_tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, Ten
     elif callable(value):
         table = getattr(value, "__dict__", {})
     for name, held in table.items():
+        if is_dead(held):
+            continue
         if isinstance(held, Tensor):
             yield f"{path}{name}", held
         elif callable(held):  # what a decorator wraps, say

@@ -109,8 +109,7 @@ class GraphEngine:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and return what ``fn`` returns, detached and safe to keep."""
-        inputs = (args, kwargs)
-        found = self._found(inputs)
+        found = self._found(inputs := (args, kwargs))
         if type(found) is Ready:
             if found.entry.manner.draws is None or found.draws():
                 return self.replay(found)
@@ -352,7 +351,8 @@ class GraphEngine:
         entry, call, _ = ready
         assert entry.inputs is not None
         assert entry.outputs is not None
-        self._state.fill_rates()
+        for rates in self._state.rates:  # a call less than fill_rates()
+            rates.fill()
         entry.inputs.fill(call.tensors)
         entry.replay()
         self.store.used(entry)
