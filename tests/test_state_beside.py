@@ -138,15 +138,19 @@ def train(trainer, batches):
     return [trainer.step(batch).clone() for batch in batches]
 
 
+def state_of_half(make):
+    """Return the state of a run that has ended in its middle."""
+    first = make_trainer(make)
+    train(first, BATCHES[:4])
+    return copy.deepcopy(first.state_dict())
+
+
 @pytest.mark.parametrize("make", KEPT.values(), ids=KEPT)
 def test_a_run_goes_on_from_a_state_as_if_it_had_not_ended(make):
     whole = make_trainer(make)
     losses = train(whole, BATCHES)
 
-    first = make_trainer(make)
-    train(first, BATCHES[:4])
-    state = copy.deepcopy(first.state_dict())
-    second = make_trainer(make)
+    state, second = state_of_half(make), make_trainer(make)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second.load_state_dict(state)
@@ -160,12 +164,9 @@ def test_without_it_the_run_would_be_another(make):
     """The control."""
     whole = make_trainer(make)
     losses = train(whole, BATCHES)
-    first = make_trainer(make)
-    train(first, BATCHES[:4])
-    state = copy.deepcopy(first.state_dict())
+    state, second = state_of_half(make), make_trainer(make)
     state.pop(BESIDE, None)
     state["rng"].pop("held", None)
-    second = make_trainer(make)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         second.load_state_dict(state)

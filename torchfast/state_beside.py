@@ -83,7 +83,8 @@ class StateBeside:
 
     def generators_of(self, model: nn.Module) -> list[Generator]:
         """Return the generators of the model, of another one, and of the loss function."""
-        every = (generators_of(each, self._loss_fn).values() for each in (self._model, model))
+        models = dict.fromkeys((self._model, model))  # mostly one
+        every = (generators_of(each, self._loss_fn).values() for each in models)
         return [*dict.fromkeys(generator for found in every for generator in found)]
 
     def generators(self) -> dict[str, dict[str, Tensor]]:
