@@ -154,6 +154,39 @@ def test_a_model_that_a_callback_changes_is_followed_or_warned_of(what, caplog):
     assert_same(run(None, [16] if told else at), several)
 
 
+@pytest.mark.parametrize("kept", ["a teacher", "a tensor"])
+def test_what_the_loss_keeps_and_a_callback_moves_is_followed_one_by_one(kept):
+    """A teacher that follows the model, by a callback at each step."""
+
+    def run(unroll):
+        teacher, centre = DropoutNet().eval().requires_grad_(False), torch.zeros(4)
+
+        def loss_fn(model, batch):
+            found = model(batch[0])
+            return mean_loss(lambda _: found, batch) + (found - teacher(batch[0]) - centre).norm()
+
+        trainer = trainer_of(loss_fn=loss_fn)
+        teacher.load_state_dict(trainer.model.state_dict())
+
+        def follow(event):
+            if event.kind != "step":
+                return
+            with torch.no_grad():
+                if kept == "a tensor":
+                    centre.add_(0.1)
+                    return
+                for own, other in zip(
+                    teacher.parameters(), trainer.model.parameters(), strict=True
+                ):
+                    own.lerp_(other, 0.1)
+
+        return Run(unroll, trainer=trainer, callbacks=[follow])
+
+    one, several = run(None), run(K)
+    assert_same(one, several)
+    assert unrolled(several.trainer)[0] == 0
+
+
 @pytest.mark.parametrize("change", [scaled, replaced, shifted])
 def test_a_model_that_is_changed_behind_a_group_is_followed(change, caplog):
     """Whatever is captured anew for it, nothing came too late."""

@@ -162,7 +162,7 @@ def test_what_the_function_reads_is_watched(way):
     assert twins.counts == (1, 15, 3, 2), reasons(twins.captured)
 
 
-@pytest.mark.parametrize("way", ["a name in an attribute", "with", "a global attrgetter"])
+@pytest.mark.parametrize("way", ["a name in an attribute", "a descriptor", "a global attrgetter"])
 def test_by_names_alone_it_would_train_wrong(way, monkeypatch):
     monkeypatch.setattr(places, "_ways", lambda read, *_: read)
     twins = Twins(DropoutNet, ADAMW, loss_of(way))

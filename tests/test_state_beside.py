@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import warnings
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchfast import StateMismatchError, Trainer
 from torchfast._core.compare import differences
@@ -114,6 +116,91 @@ def by_data(own, other):
     own.data.mul_(0.9).add_(other.data, alpha=0.1)  # which torch does not count
 
 
+def moving(centre, model, batch):
+    """Return a loss that moves a centre in place."""
+    logits = model(batch[0])
+    loss = F.cross_entropy(logits + centre, batch[1])
+    centre.mul_(0.9).add_(logits.detach().mean(0))
+    return loss
+
+
+def with_global():
+    global centre
+    centre = torch.zeros(3)
+    return nn.Linear(4, 3), lambda model, batch: moving(centre, model, batch), []
+
+
+def with_global_that_is_assigned():
+    global centre
+    centre = torch.zeros(3)
+
+    def loss_fn(model, batch):
+        global centre
+        logits = model(batch[0])
+        loss = F.cross_entropy(logits + centre, batch[1])
+        centre = 0.9 * centre + logits.detach().mean(0)
+        return loss
+
+    return nn.Linear(4, 3), loss_fn, []
+
+
+def with_partial():
+    return nn.Linear(4, 3), functools.partial(moving, torch.zeros(3)), []
+
+
+def with_default():
+    def loss_fn(model, batch, centre=torch.zeros(3)):  # noqa: B008
+        return moving(centre, model, batch)
+
+    return nn.Linear(4, 3), loss_fn, []
+
+
+def with_dictionary():
+    held = {"centres": [torch.zeros(3)]}
+    return nn.Linear(4, 3), lambda model, batch: moving(held["centres"][0], model, batch), []
+
+
+class Held:
+    def __init__(self):
+        self.centre, self.beside = torch.zeros(3), torch.zeros(3)
+
+
+def with_object():
+    held = Held()
+    return nn.Linear(4, 3), lambda model, batch: moving(held.centre, model, batch), []
+
+
+def with_averaged_model():
+    """Whose parameters need gradients, by what they say."""
+    model = nn.Linear(4, 3)
+    teacher = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def loss_fn(model, batch):
+        with torch.no_grad():
+            targets = teacher(batch[0])
+        teacher.update_parameters(model)
+        return F.mse_loss(model(batch[0]), targets) + F.cross_entropy(model(batch[0]), batch[1])
+
+    return model, loss_fn, []
+
+
+class Recurrent(nn.Module):
+    """Goes on from where it was, by a buffer that is not saved or by an attribute."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        if is_buffer:
+            self.register_buffer("hidden", torch.zeros(3), persistent=False)
+        else:
+            self.hidden = torch.zeros(3)
+
+    def forward(self, x):
+        found = self.layer(x) + self.hidden
+        self.hidden = found.detach().mean(0)
+        return found
+
+
 KEPT = {
     "generator of torch": with_generator(lambda: torch.Generator().manual_seed(3)),
     "generator of NumPy": with_generator(lambda: np.random.default_rng(3)),
@@ -124,6 +211,15 @@ KEPT = {
     "follower": with_follower(lambda own, other: own.lerp_(other, 0.1)),
     "follower by data": with_follower(by_data),
     "teacher that follows": with_teacher_that_follows,
+    "global tensor": with_global,
+    "global tensor that is assigned": with_global_that_is_assigned,
+    "tensor in a partial": with_partial,
+    "default value": with_default,
+    "tensor in a dictionary": with_dictionary,
+    "tensor in an object": with_object,
+    "averaged model": with_averaged_model,
+    "buffer that is not saved": lambda: (Recurrent(is_buffer=True), cross_entropy, []),
+    "attribute of the model": lambda: (Recurrent(is_buffer=False), cross_entropy, []),
 }
 
 

@@ -139,8 +139,11 @@ class FitSteps:
         # Whether to look at what callbacks change: some steps may be done before they are heard of.
         self._is_watching = is_heard and self._unroll > 1 and step.unrolled.why_never is None
         self._before: Seen | None = None  # callbacks hear of a step
-        self._modules, self._parameters = [*step.model.modules()], [*step.model.parameters()]
-        self._tensors = [*self._parameters, *step.model.buffers()]
+        # With what the loss function uses beside the model, such as a teacher that follows it.
+        self._modules = [*step.model.modules(), *step.state.beside.modules()]
+        self._parameters = [p for m in self._modules for p in m.parameters(recurse=False)]
+        buffers = [b for m in self._modules for b in m.buffers(recurse=False)]
+        self._tensors = [*self._parameters, *buffers, *step.state.beside.tensors()]
         self._num_quiet = self._unroll  # steps since a callback has changed something
         self._came_too_late = False
         # For the step that comes; for all of them where the loader was not even asked for groups.

@@ -23,6 +23,7 @@ from torchfast._core.building import optimized
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.generators import packed, seed_generator, set_states, state_of
 from torchfast._core.local import local
+from torchfast._core.proxies import is_dead
 from torchfast.checkpoint.sharded import part_of
 from torchfast.ema import WeightAverage
 
@@ -65,6 +66,11 @@ class StateBeside:
     def modules(self) -> list[nn.Module]:
         """Return the modules that the loss function uses and the model does not have."""
         return [*modules_beside(self._model, self._loss_fn).values()]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the loss function keeps in no module."""
+        found = tensors_beside(self._loss_fn).values()
+        return [tensor for tensor in found if not tensor.is_inference()]
 
     def save(self) -> dict[str, Tensor]:
         """Return what has changed since this was made, by where it was found. Synchronizes: Yes.
@@ -143,18 +149,25 @@ class StateBeside:
         mine |= {id(parameter) for parameter in optimized(self._optimizer)}
         found: dict[str, Tensor] = {}
         modules = modules_beside(self._model, self._loss_fn)
-        # Where another optimizer trains a part, that is saved with it.
+        # Where another optimizer trains a part, that is saved with it. What follows the model by
+        # hand has no gradients, though nobody may have said that it needs none.
         others = {
             _part(name)
             for name, module in modules.items()
-            if any(p.requires_grad and id(p) not in mine for p in module.parameters(recurse=False))
+            if any(
+                p.requires_grad and p.grad is not None and id(p) not in mine
+                for p in module.parameters(recurse=False)
+            )
         }
         for name, module in modules.items():
             if _part(name) not in others:
-                found |= {f"{name}.{key}": tensor for key, tensor in _persistent(module)}
+                found |= {f"{name}.{key}": tensor for key, tensor in _held_by(module)}
+        mine -= {id(t) for t in _not_saved(self._model)}
+        for name, module in self._model.named_modules():
+            own = ((key, t) for key, t in _held_by(module) if id(t) not in mine)
+            found |= {f"model.{name}.{key}": tensor for key, tensor in own}
         for name, tensor in tensors_beside(self._loss_fn).items():
-            is_given = tensor.is_leaf and not tensor.requires_grad
-            if is_given and _is_plain(tensor) and tensor.nbytes <= _MOST_BYTES:
+            if _is_given(tensor):
                 found[name] = tensor
         return {
             name: tensor
@@ -175,11 +188,26 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_dense and not (own.is_meta or own.is_inference())
 
 
-def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _is_given(tensor: Tensor) -> bool:
+    """Whether a tensor that nobody calls a parameter or a buffer may be state."""
+    is_made = not tensor.is_leaf or tensor.requires_grad
+    return not is_made and _is_plain(tensor) and tensor.nbytes <= _MOST_BYTES
+
+
+def _held_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers, those too that are not saved, and tensors in attributes."""
     for table in (module._parameters, module._buffers):
-        for name, tensor in table.items():
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield name, tensor
+        yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
+    if not isinstance(module, torch.jit.ScriptModule):
+        held = [(n, t) for n, t in vars(module).items() if not is_dead(t) and isinstance(t, Tensor)]
+        yield from ((name, tensor) for name, tensor in held if _is_given(tensor))
+
+
+def _not_saved(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for name in getattr(module, "_non_persistent_buffers_set", ()):
+            if (tensor := module._buffers.get(name)) is not None:
+                yield tensor
 
 
 def _sums(tensors: Mapping[str, Tensor]) -> dict[str, _Sums]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
-from types import CellType
+from types import CellType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
 from torchfast._core.generators import generators_in, has_state, held_with_generators
 from torchfast._core.proxies import is_dead
-from torchfast._core.reachable import used_by
+from torchfast._core.reachable import read_by, used_by
+from torchfast._core.user_code import is_users
 
 if TYPE_CHECKING:
+    from torchfast._core.code_names import Read
     from torchfast._core.generators import Generator
 
 
 _DEPTH: Final = 3
+_LONGEST: Final = 256  # containers of more are data
 
 
 def modules_beside(model: nn.Module, function: Callable[..., Any]) -> dict[str, nn.Module]:
@@ -41,34 +45,64 @@ def modules_beside(model: nn.Module, function: Callable[..., Any]) -> dict[str, 
 def tensors_beside(function: Callable[..., Any]) -> dict[str, Tensor]:
     """Return the tensors that a function has under names of their own, by these.
 
-    Those are the variables of its closure, and the attributes of the object whose method it is. A
-    container in which tensors come and go gives none of them a name.
+    Those are the variables of its closure, global ones that its code names, its default values and
+    those of a ``functools.partial``, the attributes of the object whose method it is, and what of
+    all these is in dictionaries, lists and objects of the user's. Of objects only what code names
+    counts.
     """
-    return dict(_named_tensors(function, "", _DEPTH))
+    read = read_by(function)
+    found = dict(_named_tensors(function, "", _DEPTH, read))
+    for table, names in read.globals:
+        for name in sorted(names):
+            path = f"{table.get('__name__')}.{name}"
+            for key, tensor in _of_value(table[name], path, _DEPTH, read):
+                found.setdefault(key, tensor)
+    return found
 
 
-def _named_tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(value: Any, path: str, depth: int, read: Read) -> Iterator[tuple[str, Tensor]]:
+    table: dict[str, Any] = {}
     while isinstance(value, functools.partial):
+        table |= {f"partial.{place}": held for place, held in enumerate(value.args)}
+        table |= {f"partial.{name}": held for name, held in value.keywords.items()}
         value = value.func
     if depth == 0 or isinstance(value, type | nn.Module):
-        return
-    table: dict[str, Any] = {}
+        value = None
     if inspect.ismethod(value):
-        table = (
-            {} if isinstance(value.__self__, nn.Module) else getattr(value.__self__, "__dict__", {})
-        )
-    elif inspect.isfunction(value):
+        if not isinstance(value.__self__, nn.Module):
+            table |= getattr(value.__self__, "__dict__", {})
+        value = value.__func__
+    elif callable(value) and not inspect.isfunction(value):
+        table |= getattr(value, "__dict__", {})
+    if inspect.isfunction(value):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        table = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
-    elif callable(value):
-        table = getattr(value, "__dict__", {})
+        table |= {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        defaults = enumerate(value.__defaults__ or ())
+        table |= {f"default.{place}": held for place, held in defaults}
+        table |= {f"default.{name}": held for name, held in (value.__kwdefaults__ or {}).items()}
     for name, held in table.items():
-        if is_dead(held):
-            continue
-        if isinstance(held, Tensor):
-            yield f"{path}{name}", held
-        elif callable(held):  # what a decorator wraps, say
-            yield from _named_tensors(held, f"{path}{name}.", depth - 1)
+        yield from _of_value(held, f"{path}{name}", depth, read)
+
+
+def _of_value(held: Any, path: str, depth: int, read: Read) -> Iterator[tuple[str, Tensor]]:
+    if is_dead(held):
+        return
+    if isinstance(held, Tensor):
+        yield path, held
+    elif depth == 0 or isinstance(held, type | nn.Module | ModuleType):
+        return
+    elif isinstance(held, dict | list | tuple):
+        if len(held) <= _LONGEST:
+            items = held.items() if isinstance(held, dict) else enumerate(held)
+            for key, item in items:
+                if isinstance(key, str | int):
+                    yield from _of_value(item, f"{path}.{key}", depth - 1, read)
+    elif callable(held):  # what a decorator wraps, say
+        yield from _named_tensors(held, f"{path}.", depth - 1, read)
+    elif is_users(getattr(sys.modules.get(type(held).__module__), "__file__", None) or "<frozen"):
+        for name, item in getattr(held, "__dict__", {}).items():
+            if read.all or name in read.names | read.called:
+                yield from _of_value(item, f"{path}.{name}", depth - 1, read)
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -21,11 +21,17 @@ from torchfast._core.user_code import is_users, place_in
 _MOST_FUNCTIONS = 2000
 _INSTALLED = "-packages"  # whose ``__dict__`` is about objects of their own
 _TESTS = ("POP_JUMP", "TO_BOOL", "UNARY_NOT")
-# Reached without being named.
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")
+# Reached without being named: by Python, for an operator or a ``with``, and by torch.
 _ALWAYS = frozenset(
     (
         *("__call__", "forward", "__getattr__", "__getattribute__", "__getitem__"),
-        *("__iter__", "__next__"),
+        *("__iter__", "__next__", "__contains__", "__len__", "__enter__", "__exit__"),
+        *(f"__{kind}{name}__" for kind in ("", "r", "i") for name in _BINARY),
+        *("__neg__", "__pos__", "__abs__", "__round__", "__invert__"),
+        *("__float__", "__int__", "__index__", "__bool__"),
+        *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+        *("backward", "setup_context", "vjp", "jvp"),  # of a torch.autograd.Function
     )
 )
 _WITH_NAMES_IN_STRINGS = frozenset(("getattr", "attrgetter"))
@@ -57,6 +63,7 @@ class Read(NamedTuple):
         of_others: Those of ``names`` and ``called`` that may be asked of an object of a library's,
             which is never the ``self`` of a method of the user's.
         of_getters: Those that properties and methods of libraries read, where code names them.
+        enclosing: Functions of the user's own that have variables around them, or default values.
     """
 
     names: frozenset[str]
@@ -70,6 +77,7 @@ class Read(NamedTuple):
     is_open: bool = False
     of_others: frozenset[str] = frozenset()
     of_getters: frozenset[str] = frozenset()
+    enclosing: frozenset[FunctionType] = frozenset()
 
 
 class Load(NamedTuple):
@@ -124,9 +132,12 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     by_strings = is_all = is_open = False
     variables: dict[int, tuple[dict[str, Any], set[str]]] = {}
     seen: set[CodeType] = set()
+    enclosing: set[FunctionType] = set()
     while waiting:
         function = waiting.pop()
         code = function.__code__
+        if is_enclosing(function):  # of one code there may be several
+            enclosing.add(function)
         if code in seen or not is_users(code.co_filename):
             continue
         seen.add(code)
@@ -169,7 +180,15 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         used=frozenset(used | strings if "setattr" in used else used),
         is_open=is_open,
         of_others=frozenset(of_others | named),
+        enclosing=frozenset(enclosing),
     )
+
+
+def is_enclosing(function: FunctionType) -> bool:
+    """Whether a function of the user's own has variables around it, or default values."""
+    held = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+    file = function.__code__.co_filename
+    return bool(held) and is_users(file) and _INSTALLED not in file
 
 
 def special_methods(classes: Iterable[type]) -> list[FunctionType]:

@@ -64,7 +64,7 @@ def names_of(code: CodeType) -> Names:
     used, strings, others = set(code.co_names), set[str](), []
     hands_on = not used.isdisjoint(_HANDING_ON)
     results = set[str]() if hands_on else _results_in(code)
-    before, level = None, None
+    before, level, is_matched = None, None, False
     for instruction in dis.get_instructions(code):
         name, number = instruction.opname, instruction.arg or 0
         is_call = name == "LOAD_METHOD" or (HAS_BIT and bool(number & 1))
@@ -80,6 +80,9 @@ def names_of(code: CodeType) -> Names:
                 of_others.add(instruction.argval)
         elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
             global_.add(instruction.argval)
+        elif name == "MATCH_CLASS":  # by keywords, and else by what the class says
+            read |= _strings_in(before.argval if before is not None else None)
+            is_matched |= bool(number)
         elif name == "IMPORT_NAME":
             imports.add((instruction.argval, level.argval if level is not None else 0))
         before, level = instruction, before
@@ -88,6 +91,8 @@ def names_of(code: CodeType) -> Names:
             others.append(names_of(constant))
         else:
             strings |= _strings_in(constant)
+    if "hasattr" in used:  # what is asked for may come, or go
+        read |= {found for found in strings if found.isidentifier()}
     for inner in others:
         read |= inner.read
         called |= inner.called
@@ -98,7 +103,7 @@ def names_of(code: CodeType) -> Names:
         strings |= inner.strings
         of_others |= inner.of_others
         imports |= inner.imports
-    is_all = bool(used & _WITH_ALL_NAMES) or any(inner.all for inner in others)
+    is_all = is_matched or bool(used & _WITH_ALL_NAMES) or any(inner.all for inner in others)
     is_open = takes_any_name(code) or any(inner.is_open for inner in others)
     return Names(
         read=frozenset(read),

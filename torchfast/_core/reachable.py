@@ -47,10 +47,7 @@ def used_by(function: Any) -> list[Any]:
     the optimizers and scalers that an object has in attributes, only those that the code names
     count: an object that trains several models has an optimizer for each.
     """
-    code = function
-    while isinstance(code, functools.partial):
-        code = code.func
-    read = _read_by(code)
+    read = read_by(function)
     named = None if read.all else read.names | read.called
     found = {id(value): value for value in held_by(function)}
     held = _held(function, _DEPTH, _KINDS_OF_STEPS, named)
@@ -60,6 +57,13 @@ def used_by(function: Any) -> list[Any]:
             held = _held(table[name], _DEPTH - 1, _KINDS_OF_STEPS, named)
             found.update((id(value), value) for value in held)
     return list(found.values())
+
+
+def read_by(function: Any) -> Read:
+    """Return what the code of a function, or of what a ``functools.partial`` calls, may read."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return _read_by(function)
 
 
 def _held(

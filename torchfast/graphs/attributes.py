@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -32,6 +30,7 @@ from torchfast.graphs.holders import (
     LONGEST,
     TENSOR,
     Kinds,
+    host_generators_in,
     is_holder,
     items_of,
     parts_of,
@@ -86,6 +85,7 @@ class Attributes:
         take: Functions that return what has to be the very object that it was, some at a time.
         out_of: What each of them is called with.
         elsewhere: What another process keeps of what is read, in words; None if nothing.
+        modules: Those that were met in places, such as in a list of a module's.
     """
 
     def __init__(self, function: object, device: torch.device) -> None:
@@ -107,6 +107,7 @@ class Attributes:
         self._generators: list[tuple[Any, Any]] = []
         self._may_draw = False
         self.elsewhere: str | None = None
+        self.modules: list[nn.Module] = []
 
     def refresh(
         self,
@@ -129,7 +130,9 @@ class Attributes:
         )
         self.elsewhere = next(away, None)
         values = [value for _, _, value in unlike]
-        found = {id(g): g for value in values for g in _generators_in(value)}
+        sure = [v for place, n, v in unlike if self._is_sure_to_be_read(place, n)]
+        self.modules = [part for v in sure for part in parts_of(v) if isinstance(part, nn.Module)]
+        found = {id(g): g for value in values for g in host_generators_in(value)}
         self._generators = [(g, state_of(g)) for g in found.values()]
         # Another walk, as for the step alone, could find one only in groups of what updates.
         groups = [v for f in of_updates if isinstance(f, Optimizer) for v in _settings_of(f)]
@@ -187,7 +190,12 @@ class Attributes:
         named = self._read.names | self._read.called
         parts = {"step": self._until_updates, "update": self._functions}
         for part, functions in parts.items():
-            for place, name, value in self._not_written(self._held(self._places_from(functions))):
+            read = self._read
+            if part == "step" and read.enclosing:  # among which are those of updates
+                of_step, _ = what_is_read(functions, self._modules)
+                read = read._replace(enclosing=of_step.enclosing)
+            found = places(functions, self._modules, read, self._written)
+            for place, name, value in self._not_written(self._held(found)):
                 is_sure = self._is_sure_to_be_read(place, name)
                 if not is_sure or (place.is_module and name not in named):
                     continue
@@ -303,10 +311,7 @@ class Attributes:
         return [read(held) for read, held in self._sized]
 
     def _places(self) -> Iterator[Place]:
-        return self._places_from(self._functions)
-
-    def _places_from(self, functions: Sequence[object]) -> Iterator[Place]:
-        return places(functions, self._modules, self._read, self._written)
+        return places(self._functions, self._modules, self._read, self._written)
 
     def _held(self, found: Iterator[Place] | None = None) -> _Held:
         """Return all places, each with what it holds that may be read, by name."""
@@ -413,14 +418,6 @@ def _readers(value: Any, *, on_host: bool) -> list[_Reader]:
         elif on_host and is_frozen(part):
             found.append((contents, part))
     return found
-
-
-def _generators_in(value: Any) -> list[Any]:
-    return [
-        part
-        for part in parts_of(value)
-        if isinstance(part, random.Random | np.random.Generator | np.random.RandomState)
-    ]
 
 
 def _settings_of(optimizer: Optimizer) -> Iterator[Any]:

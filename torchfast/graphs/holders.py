@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import random
 import sys
 import weakref
 from argparse import Namespace
@@ -102,6 +103,15 @@ def parts_of(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
     if isinstance(value, CONTAINERS) and len(value) <= LONGEST and id(value) not in within:
         for item in items_of(value):
             yield from parts_of(item, (*within, id(value)))
+
+
+def host_generators_in(value: Any) -> list[Any]:
+    """Return Python's and NumPy's generators in a value."""
+    return [
+        part
+        for part in parts_of(value)
+        if isinstance(part, random.Random | np.random.Generator | np.random.RandomState)
+    ]
 
 
 def is_plain(value: Any) -> bool:

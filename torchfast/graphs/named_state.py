@@ -132,6 +132,13 @@ class NamedState:
         ]
         self._state_of: list[dict[Tensor, Table]] = [dict(o.state) for o in self.optimizers]
 
+    def take_modules(self, modules: Iterable[nn.Module]) -> bool:
+        """Take modules that only values lead to, as in a list; return whether any is new."""
+        every = {*map(id, self.every_module), *map(id, self.modules)}
+        new = [module for module in dict.fromkeys(modules) if id(module) not in every]
+        self._take_found(new)
+        return bool(new)
+
     def _used(self) -> list[object]:
         return [] if self.function is None else used_by(self.function)
 

@@ -142,6 +142,7 @@ def what_is_read(functions: Sequence[object], modules: Sequence[nn.Module]) -> t
     for number in range(_ROUNDS):  # what is read leads to other functions, which read more
         waiting: list[_Waiting] = [(function, _DEPTH, None) for function in functions]
         waiting += of_modules
+        waiting += [(function, _DEPTH - 1, None) for function in read.enclosing]
         for place in _of_globals(read):
             waiting += _inner_of_globals(place, read, {}, kinds)
         everything = with_libraries(_EVERYTHING, read) if is_met else _EVERYTHING
@@ -194,6 +195,7 @@ def places(
         yield place
         waiting += _inner_of_globals(place, read, written, kinds)
     waiting += [(kind, _DEPTH - 1, None) for kind in dict.fromkeys(map(type, modules))]
+    waiting += [(function, _DEPTH - 1, None) for function in read.enclosing]
     optimizers = [function for function in functions if isinstance(function, Optimizer)]
     watched = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     yield from _reached(waiting, read, written, kinds, watched)

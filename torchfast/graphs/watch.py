@@ -78,6 +78,11 @@ class StateWatch:
 
     def refresh(self) -> None:
         """Take the state as it is now: what comes after is compared with it."""
+        self._take()
+        while self._state.take_modules(self.attributes.modules):  # which may lead to more
+            self._take()
+
+    def _take(self) -> None:
         state = self._state
         state.refresh()
         modules = state.every_module
