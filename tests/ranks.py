@@ -59,10 +59,12 @@ def run(work, num_ranks=2, *arguments, timeout_s=TIMEOUT_S, ends=None, joined=Tr
                 if process.is_alive():
                     process.kill()
                 process.join()
+    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
     failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(told.items()) if not fine]
+    died = sorted(codes.keys() - told.keys() - ends.keys())
+    failures += [f"rank {rank} died without a word: exit code {codes[rank]}" for rank in died]
     assert not failures, "\n\n".join(failures)
     assert not late, f"ranks {late} do not end, though the work of all that told is done: {told}"
-    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
     assert codes == {rank: ends.get(rank, 0) for rank in range(num_ranks)}
     assert set(told) == set(range(num_ranks)) - set(ends)
     return [told[rank][1] if rank in told else None for rank in range(num_ranks)]
@@ -85,6 +87,8 @@ def _collect(receivers, deadline):
 
 def _rank(work, rank, num_ranks, store, arguments, sender, joined):
     torch.set_num_threads(1)
+    # Threads of gloo may crash as well, of which faulthandler knows nothing.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     try:
         if joined:
             join(rank, num_ranks, store)

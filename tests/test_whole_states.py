@@ -36,42 +36,34 @@ def weights(trainer, own):
     return found
 
 
-def gone_on_with(rank, folder):
-    """Save under each strategy, go on under each, and compare with a run that was not cut."""
+def gone_on_with(rank, folder, dtype, saved):
+    """Save under one strategy, go on under each, and compare with a run that was not cut."""
     found, own = {}, batches(rank)
-    for dtype in (torch.float32, torch.bfloat16):
-        for saved in KINDS:
-            with CheckpointManager(f"{folder}/{saved}-{dtype}") as checkpoints:
-                trainer = trainer_of(saved, dtype)
-                for batch in own:
-                    trainer.step(batch)
-                checkpoints.save(trainer.state_dict(), 4)
-                expected = weights(trainer, own)
-                for loaded in KINDS:
-                    for is_placed in (False, True):
-                        trainer = trainer_of(loaded, dtype)
-                        like = trainer.state_dict() if is_placed else None  # without moments yet
-                        trainer.load_state_dict(checkpoints.load(like=like).state)
-                        found[str(dtype), saved, loaded, is_placed] = all(
-                            torch.equal(value, state[name])
-                            for state, wanted in zip(weights(trainer, own), expected, strict=True)
-                            for name, value in wanted.items()
-                        )
+    with CheckpointManager(folder) as checkpoints:
+        trainer = trainer_of(saved, dtype)
+        for batch in own:
+            trainer.step(batch)
+        checkpoints.save(trainer.state_dict(), 4)
+        expected = weights(trainer, own)
+        for loaded in KINDS:
+            for is_placed in (False, True):
+                trainer = trainer_of(loaded, dtype)
+                like = trainer.state_dict() if is_placed else None  # without moments yet
+                trainer.load_state_dict(checkpoints.load(like=like).state)
+                found[loaded, is_placed] = all(
+                    torch.equal(value, state[name])
+                    for state, wanted in zip(weights(trainer, own), expected, strict=True)
+                    for name, value in wanted.items()
+                )
     return found
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return ranks.run(gone_on_with, 2, str(tmp_path_factory.mktemp("runs")), timeout_s=180)
-
-
-@pytest.mark.parametrize("loaded", KINDS)
 @pytest.mark.parametrize("saved", KINDS)
-@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
-def test_a_state_goes_from_each_strategy_to_each(dtype, saved, loaded, found):
-    for of_rank in found:
-        for is_placed in (False, True):
-            same = of_rank[dtype, saved, loaded, is_placed]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_goes_from_each_strategy_to_each(dtype, saved, tmp_path):
+    for of_rank in ranks.run(gone_on_with, 2, str(tmp_path), dtype, saved):
+        assert len(of_rank) == 2 * len(KINDS)
+        for (loaded, is_placed), same in of_rank.items():
             # Shards reduce 16-bit gradients in fp32, and replicas do not, so such runs differ.
             is_of_both = (saved == "ddp") != (loaded == "ddp")
-            assert same or (dtype == "torch.bfloat16" and is_of_both)
+            assert same or (dtype is torch.bfloat16 and is_of_both), (loaded, is_placed)
