@@ -31,6 +31,11 @@ Numerics = Literal["exact", "close", "compiled"]
 _SHAPES = ((512, 64), (1023,), (1,))
 _LOWEST_EXPONENT = -9
 _RATES = (1.0, 0.9, 0.7 * 0.9, 1 / 3, 0.123456789, 1.1e-3)
+# What is computed once an update, such as the rate over a correction of bias, rounds one way or the
+# other by the rate and the number of the update alone: so a few weights are updated often, too, in
+# all groups together about as often.
+_FEW = ((64,),)
+_OFTEN, _OFTEN_ENOUGH = 192, 32
 
 
 class GraphForm(NamedTuple):
@@ -64,7 +69,7 @@ def graph_form(optimizer: Optimizer, numerics: Numerics) -> tuple[GraphForm | No
     for form in _candidates(optimizer, numerics):
         for dtype in (torch.float32, torch.float64):
             try:
-                difference = _trial(optimizer, form, dtype)
+                difference = _trial(optimizer, form, dtype, is_exact=numerics == "exact")
             except (RuntimeError, ValueError, TypeError, AssertionError) as error:
                 if not rounds:
                     said = str(error).partition("\n")[0]
@@ -95,19 +100,28 @@ def _candidates(optimizer: Optimizer, numerics: Numerics) -> list[Form]:
     return forms[::-1] if numerics == "close" else forms
 
 
-def _trial(optimizer: Optimizer, form: Form, rate_dtype: torch.dtype) -> bool:
+def _trial(optimizer: Optimizer, form: Form, rate_dtype: torch.dtype, *, is_exact: bool) -> bool:
     """Return whether any bit differs between the form as given and another.
+
+    Args:
+        optimizer: As the user built it.
+        form: The other one.
+        rate_dtype: Of the learning rates on the device.
+        is_exact: Whether a difference that shows in few updates counts.
 
     Raises:
         Exception: What torch raises where it has no such form.
     """
+    half = max(_OFTEN_ENOUGH, _OFTEN // len(optimizer.param_groups)) // 2
+    often = (*(1.0,) * half, *(0.99**k for k in range(half)))  # at one rate, and along a schedule
     for group in optimizer.param_groups:
         flags = {flag: on for flag, on in FORMS[form].items() if flag in group}
         for device, dtype in dict.fromkeys((p.device, p.dtype) for p in group["params"]):
-            given = _run(optimizer, group, device, dtype, {}, None)
-            other = _run(optimizer, group, device, dtype, flags, rate_dtype)
-            if any(not torch.equal(a, b.to(a)) for a, b in zip(given, other, strict=True)):
-                return True
+            for trial in ((_SHAPES, _RATES), (_FEW, often))[: 1 + is_exact]:
+                given = _run(optimizer, group, device, dtype, {}, None, *trial)
+                other = _run(optimizer, group, device, dtype, flags, rate_dtype, *trial)
+                if any(not torch.equal(a, b.to(a)) for a, b in zip(given, other, strict=True)):
+                    return True
     return False
 
 
@@ -118,6 +132,8 @@ def _run(
     dtype: torch.dtype,
     flags: dict[str, bool],
     rate_dtype: torch.dtype | None,
+    shapes: tuple[tuple[int, ...], ...],
+    factors: tuple[float, ...],
 ) -> list[Tensor]:
     """Return parameters and state after some updates with the group's hyperparameters."""
     accepted = inspect.signature(type(optimizer)).parameters
@@ -129,7 +145,7 @@ def _run(
         exponents = torch.rand(shape, generator=generator, dtype=torch.float64) * _LOWEST_EXPONENT
         return (values * 10**exponents).to(device, dtype)
 
-    parameters = [nn.Parameter(drawn(shape)) for shape in _SHAPES]
+    parameters = [nn.Parameter(drawn(shape)) for shape in shapes]
     rate = float(group["lr"])
     values["lr"] = rate
     with warnings.catch_warnings():
@@ -137,7 +153,7 @@ def _run(
         trial = type(optimizer)(parameters, **values)
         trial._warned_capturable_if_run_uncaptured = True
         rates = None if rate_dtype is None else LearningRates(trial, rate_dtype)
-        for factor in _RATES:
+        for factor in factors:
             trial.param_groups[0]["lr"] = rate * factor
             for parameter in parameters:
                 parameter.grad = drawn(tuple(parameter.shape))
