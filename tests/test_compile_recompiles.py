@@ -85,6 +85,19 @@ def test_another_property_of_a_tensor_is_named(record, first, second, expected):
     assert str(change) == f"the {kind} of {what} changed from {before} to {after}"
 
 
+def test_a_tensor_of_inference_mode_is_not_taken_for_one_of_another_device():
+    with CompileRecord() as record:
+        function = torch.compile(lambda x: x * 2, backend="eager")
+        with torch.inference_mode():
+            made = torch.ones(4)
+        with torch.no_grad():
+            function(made)
+            function(torch.ones(4))
+    change = record.summary().recompiles[0].change
+    assert (change.kind, change.source) == ("inference mode", "x")
+    assert (change.before, change.after) == ("on", "off")
+
+
 def test_a_python_number_is_named(record):
     function = compiled(lambda x, n: x * n, dynamic=False)
     for number in (3, 8):
@@ -343,6 +356,24 @@ def test_the_limit_under_fullgraph_is_noted_too(record):
             "0/0: tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU), actual "
             "DispatchKeySet(CUDA)",
             ("device", "x", None, "DispatchKeySet(CPU)", "DispatchKeySet(CUDA)"),
+        ),
+        (
+            "0/0: tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU, "
+            "BackendSelect), actual DispatchKeySet(CPU, BackendSelect, ADInplaceOrView, "
+            "AutogradCPU)",
+            ("inference mode", "x", None, "on", "off"),
+        ),
+        (
+            "0/0: tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU, "
+            "BackendSelect, ADInplaceOrView, AutogradCPU), actual DispatchKeySet(CUDA, "
+            "BackendSelect)",
+            (
+                "device",
+                "x",
+                None,
+                "DispatchKeySet(CPU, BackendSelect, ADInplaceOrView, AutogradCPU)",
+                "DispatchKeySet(CUDA, BackendSelect)",
+            ),
         ),
         ("0/2: L['n'] == '# 3'  # if n:  # a.py:1 in f", ("value", "n", None, "'# 3'", None)),
         ("0/2: len(xs) == 3", ("structure", "xs", None, "3 entries", None)),

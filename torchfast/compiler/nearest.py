@@ -23,7 +23,7 @@ _LATEST_FIRST = (
     ("backend",),  # all guards of that version are right
     ("size", "stride"),
     ("value", "counter", "training", "structure"),
-    ("rank", "requires_grad", "dtype", "device", "aliasing"),
+    ("rank", "requires_grad", "dtype", "device", "inference mode", "aliasing"),
     ("dynamic marking", "type", "object"),
     ("global state",),
     ("other",),

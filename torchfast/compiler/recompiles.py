@@ -35,6 +35,8 @@ _REMEDIES = {
     "dtype": "give it the same dtype at every call",
     "device": "give it from the same device at every call",
     "requires_grad": "give it with the same requires_grad at every call",
+    "inference mode": "make it under the same mode every time; one version for training and one "
+    "for evaluation under torch.inference_mode() are as they should be",
     "value": "a Python number or string is compiled in as a constant: keep one that changes in a "
     "tensor, or leave it out of the compiled code",
     "counter": "a number that changes at each step is compiled in as a constant: keep it in a "
@@ -51,6 +53,7 @@ _REMEDIES = {
     "backend": "give torch.compile the same backend object every time",
     "other": "find what differs between the calls; TORCH_LOGS=recompiles_verbose shows all guards",
 }
+_OF_TENSORS = ("dtype", "rank", "stride", "device", "requires_grad", "inference mode", "type")
 _STATES = {
     "grad_mode": "grad mode",
     "default_dtype": "default dtype",
@@ -96,7 +99,7 @@ class Change(NamedTuple):
         if self.dimension is not None:
             part = "the stride of dimension" if self.kind == "stride" else "dimension"
             what = f"{part} {self.dimension} of {what}"
-        elif self.kind in ("dtype", "rank", "stride", "device", "requires_grad", "type"):
+        elif self.kind in _OF_TENSORS:
             what = f"the {self.kind} of {what}"
         if self.after is not None:
             return f"{what} changed from {self.before} to {self.after}"
@@ -161,9 +164,20 @@ def _tensor(guard: str) -> Change | None:
     for kind in ("size", "stride", "rank"):
         if kind in what:
             return _change(kind, source, index, before, after)
+    if _differ_by_inference(before, after):
+        switches = ("off" if "Autograd" in str(keys) else "on" for keys in (before, after))
+        return _change("inference mode", source, None, *switches)
     if "device" in what or "dispatch key" in what:
         return _change("device", source, None, before, after)
     return _change("other", source, None, before, after)
+
+
+def _differ_by_inference(before: str | None, after: str | None) -> bool:
+    """Whether two sets of dispatch keys are of one device, and one of an inference tensor."""
+    # Those have no autograd key; the mode of the call may add ADInplaceOrView to either.
+    keys = [set(re.findall(r"\w+", (text or "").partition("(")[2])) for text in (before, after)]
+    differing = {key for key in keys[0] ^ keys[1] if key != "ADInplaceOrView"}
+    return bool(differing) and all(key.startswith("Autograd") for key in differing)
 
 
 def _symbolic(guard: str) -> Change | None:

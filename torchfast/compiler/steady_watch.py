@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MODES = ("training", "global state")
+_MODES = ("training", "global state", "inference mode")
 _MARKED = (
     "Of an argument it is marked as dynamic from now on; elsewhere, as in an attribute, keep it "
     "fixed"
