@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from fit_unrolling import (
@@ -185,6 +186,34 @@ def test_what_the_loss_keeps_and_a_callback_moves_is_followed_one_by_one(kept):
     one, several = run(None), run(K)
     assert_same(one, several)
     assert unrolled(several.trainer)[0] == 0
+
+
+class Summing:
+    """Sums the losses up beside what its loss function reads."""
+
+    def __init__(self):
+        self.total = torch.zeros(())
+        with torch.inference_mode():
+            self.teacher = nn.Linear(8, 4)
+
+    def loss_fn(self, model, batch):
+        return mean_loss(model, batch) + 0.0 * self.teacher.weight.sum()
+
+    def told(self, event):
+        if event.kind == "step":
+            self.total += event.num_steps
+
+
+def test_a_sum_that_a_callback_keeps_beside_the_loss_leaves_steps_together():
+    """Nor is a teacher in the way that was made under ``inference_mode()``."""
+
+    def run(unroll):
+        owner = Summing()
+        return Run(unroll, trainer=trainer_of(loss_fn=owner.loss_fn), callbacks=[owner.told])
+
+    one, several = run(None), run(K)
+    assert_same(one, several)
+    assert unrolled(several.trainer)[0] > 0
 
 
 @pytest.mark.parametrize("change", [scaled, replaced, shifted])

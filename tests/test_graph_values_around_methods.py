@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from host_values import ADAMW, train
-from models import DropoutNet, mean_loss
+from models import DropoutNet, make_batches, mean_loss
 from tape import Twins, reasons
 
 pytestmark = pytest.mark.usefixtures("tape")
@@ -275,3 +276,69 @@ def test_a_module_that_is_hidden_from_the_model_is_watched_and_put_back(hidden, 
     assert train(twins, event) is None
     assert torch.equal(find(twins.plain).centre, find(twins.model).centre)
     assert twins.counts[1] >= 14, reasons(twins.captured)
+
+
+class Runner:
+    """Its loss reads no count, which other code of it does."""
+
+    def __init__(self):
+        self.count = 0
+
+    def backward(self, loss):  # a name that torch calls in functions of its own only
+        if self.count % 2:
+            loss.backward()
+
+    def __call__(self, model, batch):
+        return mean_loss(model, batch)
+
+
+class Asking(Runner):
+    def __call__(self, model, batch):
+        names = {"count": 1.0}
+        return mean_loss(model, batch) * (0.5 if hasattr(batch, "mask") else names["count"])
+
+
+class Matching(Runner):
+    def __call__(self, model, batch):
+        match len(batch):
+            case int(number):
+                return mean_loss(model, batch) * number
+
+
+@pytest.mark.parametrize("kind", [Runner, Asking, Matching])
+def test_a_count_of_the_loop_that_the_step_does_not_read_leaves_its_graph(kind):
+    runner = kind()
+
+    def loss_fn(model, batch):
+        return runner(model, batch)
+
+    twins = Twins(DropoutNet, ADAMW, loss_fn)
+    for batch in make_batches(1) * 12:
+        runner.count += 1
+        twins.step(batch)
+    twins.check(gradients=False)
+    assert twins.counts == (1, 9, 3, 1), reasons(twins.captured)
+
+
+class WithoutHash(nn.Module):
+    def __eq__(self, other):
+        return self is other
+
+    __hash__ = None
+
+
+KNOWN = nn.Linear(2, 2)
+LISTED = {"a weak proxy": lambda: weakref.proxy(KNOWN), "one without a hash": WithoutHash}
+
+
+@pytest.mark.parametrize("kind", LISTED)
+def test_a_list_may_have_what_is_no_module_to_torch(kind):
+    class Net(DropoutNet):
+        kept = [LISTED[kind]()]  # noqa: RUF012  # which no copy of the model copies
+
+        def forward(self, x):
+            return super().forward(x) * len(self.kept)
+
+    twins = Twins(Net, ADAMW, mean_loss)
+    assert train(twins) is None
+    assert twins.counts[1] > 0, reasons(twins.captured)

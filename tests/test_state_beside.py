@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from torchfast import StateMismatchError, Trainer
+from torchfast._core import beside
 from torchfast._core.compare import differences
 from torchfast.state_beside import BESIDE
 
@@ -218,8 +219,6 @@ KEPT = {
     "tensor in a dictionary": with_dictionary,
     "tensor in an object": with_object,
     "averaged model": with_averaged_model,
-    "buffer that is not saved": lambda: (Recurrent(is_buffer=True), cross_entropy, []),
-    "attribute of the model": lambda: (Recurrent(is_buffer=False), cross_entropy, []),
 }
 
 
@@ -492,3 +491,141 @@ def test_a_rank_that_is_new_draws_other_numbers():
             make_trainer(KEPT[name])._step.state.beside.draw_apart(7)
     trainer._step.state.beside.draw_apart(7)
     assert not torch.equal(before, trainer.model.generator.get_state())
+
+
+def trainer_of(model, loss_fn=cross_entropy):
+    return Trainer(model, functools.partial(torch.optim.SGD, lr=0.1), loss_fn, device="cpu")
+
+
+def taken_up(make):
+    """Return a model and a loss that were trained, two that have their state, and the state."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(make())
+    trained = trainer_of(*found[0])
+    for batch in BATCHES[:3]:
+        trained.step(batch)
+    trained.evaluate(BATCHES[3:4])
+    state = copy.deepcopy(trained.state_dict())
+    trainer_of(*found[1]).load_state_dict(state)
+    return *found, state
+
+
+def test_the_normed_weight_is_not_put_where_the_weight_lies():
+    """``spectral_norm`` begins with the weight in an attribute, and evaluations leave another."""
+
+    def make():
+        normed = nn.utils.spectral_norm(nn.Linear(4, 3))
+        held = {"weight": normed.weight}
+
+        def loss_fn(model, batch):
+            loss = cross_entropy(model, batch)
+            held["weight"] = model[0].weight.detach()
+            return loss
+
+        return nn.Sequential(normed, nn.Identity()), loss_fn
+
+    trained, other, _ = taken_up(make)
+    assert torch.equal(trained[0][0].weight_orig, other[0][0].weight_orig)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_what_the_model_does_not_save_is_left_as_it_is(kind):
+    """It may belong to a number that is not saved, such as how far a table of angles reaches."""
+    (model, _), (other, _), state = taken_up(lambda: (Recurrent(kind == "buffer"), cross_entropy))
+    assert model.hidden.any()
+    assert not other.hidden.any()
+    assert BESIDE not in state
+
+
+class TwoStates:
+    """Two hidden states, which its steps replace; ``kind`` is how they begin."""
+
+    def __init__(self, kind):
+        self.h = self.c = torch.zeros(8, 3)
+        if kind == "expanded":
+            self.h, self.c = torch.zeros(1, 3).expand(8, 3), torch.zeros(8, 1).expand(8, 3)
+
+    def __call__(self, model, batch):
+        found = model(batch[0]) + self.h - 0.5 * self.c
+        self.h, self.c = found.detach().sin(), found.detach().cos()
+        return nn.functional.cross_entropy(found, batch[1])
+
+
+@pytest.mark.parametrize("kind", ["one tensor", "expanded"])
+def test_hidden_states_that_begin_as_one_memory_come_back_apart(kind):
+    (_, trained), (_, other), _ = taken_up(lambda: (nn.Linear(4, 3), TwoStates(kind)))
+    assert torch.equal(trained.h, other.h)
+    assert torch.equal(trained.c, other.c)
+
+
+HELD = {"x": torch.zeros(8, 4)}
+
+
+@pytest.mark.parametrize("where", ["an attribute", "a global dictionary"])
+def test_going_back_writes_nothing_into_a_batch_that_is_held(where):
+    class Holding:
+        held = torch.zeros(8, 4)
+
+        def __init__(self):
+            self.held = torch.zeros(8, 4)
+
+        def __call__(self, model, batch):
+            self.held = batch[0]
+            return cross_entropy(model, batch)
+
+    def loss_fn(model, batch):
+        HELD["x"] = batch[0]
+        return cross_entropy(model, batch)
+
+    first, second = copy.deepcopy(BATCHES[:2])
+    holding = Holding()
+    trainer = trainer_of(nn.Linear(4, 3), holding if where == "an attribute" else loss_fn)
+    trainer.step(first)
+    state = copy.deepcopy(trainer.state_dict())
+    assert len(state[BESIDE]) == 1
+    trainer.step(second)
+    trainer.load_state_dict(state)
+    assert torch.equal(second[0], BATCHES[1][0])
+    held = holding.held if where == "an attribute" else HELD["x"]
+    assert torch.equal(held, BATCHES[0][0])
+
+
+def test_what_another_trainer_trains_is_not_saved_without_gradients_either():
+    generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    of_generator = trainer_of(generator, lambda model, batch: -critic(model(batch[0])).mean())
+    of_critic = trainer_of(critic, lambda model, batch: model(generator(batch[0])).mean())
+    for batch in BATCHES[:3]:
+        of_generator.step(batch)
+        of_critic.step(batch)
+    for model in (generator, critic):
+        model.zero_grad(set_to_none=True)
+    assert BESIDE not in of_generator.state_dict()
+    assert BESIDE not in of_critic.state_dict()
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+NESTED = [[list(range(256)) for _ in range(256)] for _ in range(64)]
+
+
+def test_odd_objects_and_much_data_stop_nothing(monkeypatch):
+    odd, looked_at = Slotted(), []
+    is_dead = beside.is_dead
+    monkeypatch.setattr(beside, "is_dead", lambda held: looked_at.append(1) or is_dead(held))
+
+    def loss_fn(model, batch):
+        assert odd
+        assert NESTED
+        return cross_entropy(model, batch)
+
+    trainer = trainer_of(nn.Linear(4, 3), loss_fn)
+    trainer.step(BATCHES[0])
+    assert BESIDE not in trainer.state_dict()
+    assert len(looked_at) < 10_000

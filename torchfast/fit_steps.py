@@ -143,7 +143,8 @@ class FitSteps:
         self._modules = [*step.model.modules(), *step.state.beside.modules()]
         self._parameters = [p for m in self._modules for p in m.parameters(recurse=False)]
         buffers = [b for m in self._modules for b in m.buffers(recurse=False)]
-        self._tensors = [*self._parameters, *buffers, *step.state.beside.tensors()]
+        every = [*self._parameters, *buffers, *step.state.beside.tensors()]
+        self._tensors = [t for t in every if not t.is_inference()]  # which have no versions
         self._num_quiet = self._unroll  # steps since a callback has changed something
         self._came_too_late = False
         # For the step that comes; for all of them where the loader was not even asked for groups.

@@ -10,20 +10,27 @@ that was changed keeps what it has now. Whether it is constant is told by sums o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchfast._core.beside import generators_of, modules_beside, tensors_beside
+from torchfast._core.beside import (
+    Kept,
+    generators_of,
+    modules_beside,
+    tensors_beside,
+    unread_of,
+)
 from torchfast._core.building import optimized
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.generators import packed, seed_generator, set_states, state_of
 from torchfast._core.local import local
-from torchfast._core.proxies import is_dead
+from torchfast._core.storages import is_expanded
 from torchfast.checkpoint.sharded import part_of
 from torchfast.ema import WeightAverage
 
@@ -34,6 +41,8 @@ BESIDE: Final = "beside"
 _HELD: Final = "held"  # within "rng", of which each rank has its own
 _WORDS: Final = 1 << 22  # that are added up at a time
 _MOST_BYTES: Final = 1 << 30  # of a tensor in a closure; larger ones are data
+
+_TRAINING: Final[WeakSet[Optimizer]] = WeakSet()  # of all trainers
 
 _Sums = tuple[torch.dtype, torch.Size, int, int]
 
@@ -60,17 +69,22 @@ class StateBeside:
     ) -> None:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._average = average
+        _TRAINING.add(optimizer)
         self._changed: set[str] = set()
-        self._before = _sums(self._tensors())
+        kept = self._kept()
+        self._before = _sums({name: of.tensor for name, of in kept.items()})
+        # What is another object later may be anybody's, such as a batch: it is not written to.
+        self._first = {name: ref(of.tensor) for name, of in kept.items()}
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that the loss function uses and the model does not have."""
         return [*modules_beside(self._model, self._loss_fn).values()]
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that the loss function keeps in no module."""
-        found = tensors_beside(self._loss_fn).values()
-        return [tensor for tensor in found if not tensor.is_inference()]
+        """Return the tensors that the loss function reads and keeps in no module."""
+        unread = unread_of(self._loss_fn)
+        found = tensors_beside(self._loss_fn).items()
+        return [kept.tensor for name, kept in found if name.partition(".")[0] not in unread]
 
     def save(self) -> dict[str, Tensor]:
         """Return what has changed since this was made, by where it was found. Synchronizes: Yes.
@@ -114,15 +128,26 @@ class StateBeside:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Put back what `save` and `generators` returned; what is here and not there stays."""
-        tensors, given = self._tensors(), state.get(BESIDE, {})
+        kept, given = self._kept(), state.get(BESIDE, {})
+        tensors = {name: of.tensor for name, of in kept.items()}
         fitting = {
             name: value
             for name, value in given.items()
             if name in tensors and value.shape == tensors[name].shape
         }
+        apart, left = _not_one_any_more(fitting, tensors), set()
         with torch.no_grad():
             for name, value in fitting.items():
-                tensors[name].copy_(part_of(value, tensors[name]))
+                tensor, whole = tensors[name], part_of(value, tensors[name])
+                is_first = name in self._first and self._first[name]() is tensor
+                is_own = is_first or isinstance(tensor, nn.Parameter)
+                if is_own and name not in apart and not is_expanded(local(tensor)):
+                    tensor.copy_(whole)
+                    continue
+                made = tensor.detach().clone(memory_format=torch.contiguous_format).copy_(whole)
+                if not kept[name].replace(made):
+                    left.add(name)
+        fitting = {name: value for name, value in fitting.items() if name not in left}
         self._changed |= fitting.keys()
         generators = generators_of(self._model, self._loss_fn)
         states = state["rng"].get(_HELD, {})
@@ -143,36 +168,41 @@ class StateBeside:
             seed_generator(generator, seed + number)
 
     def _tensors(self) -> dict[str, Tensor]:
+        return {name: kept.tensor for name, kept in self._kept().items()}
+
+    def _kept(self) -> dict[str, Kept]:
         """Return what may change, by where it was found."""
         models = filter(None, (self._model, self._average.current()))
-        mine = {id(t) for m in models for t in (*m.parameters(), *m.buffers())}
-        mine |= {id(parameter) for parameter in optimized(self._optimizer)}
-        found: dict[str, Tensor] = {}
+        saved = [t for m in models for t in (*m.parameters(), *m.buffers())]
+        saved += optimized(self._optimizer)
+        mine = set(map(id, saved))
+        trained = {id(p) for o in _TRAINING if o is not self._optimizer for p in optimized(o)}
+        found: dict[str, Kept] = {}
         modules = modules_beside(self._model, self._loss_fn)
         # Where another optimizer trains a part, that is saved with it. What follows the model by
-        # hand has no gradients, though nobody may have said that it needs none.
+        # hand has no gradients, though nobody may have said that it needs none. One that is trained
+        # may have none either, between two steps: so trainers know of each other.
         others = {
             _part(name)
             for name, module in modules.items()
             if any(
-                p.requires_grad and p.grad is not None and id(p) not in mine
+                p.requires_grad and id(p) not in mine and (p.grad is not None or id(p) in trained)
                 for p in module.parameters(recurse=False)
             )
         }
         for name, module in modules.items():
             if _part(name) not in others:
-                found |= {f"{name}.{key}": tensor for key, tensor in _held_by(module)}
-        mine -= {id(t) for t in _not_saved(self._model)}
-        for name, module in self._model.named_modules():
-            own = ((key, t) for key, t in _held_by(module) if id(t) not in mine)
-            found |= {f"model.{name}.{key}": tensor for key, tensor in own}
-        for name, tensor in tensors_beside(self._loss_fn).items():
-            if _is_given(tensor):
-                found[name] = tensor
+                found |= {f"{name}.{key}": kept for key, kept in _persistent(module)}
+        beside = tensors_beside(self._loss_fn)
+        found |= {name: kept for name, kept in beside.items() if _is_given(kept.tensor)}
+        # What is in the memory of a parameter goes with that: what has come to lie there since may
+        # be another value (``spectral_norm`` begins with the weight itself).
+        spans = _spans(saved)
         return {
-            name: tensor
-            for name, tensor in found.items()
-            if id(tensor) not in mine and _is_plain(tensor)
+            name: kept
+            for name, kept in found.items()
+            if id(kept.tensor) not in mine and _is_plain(kept.tensor)
+            if not _is_within(kept.tensor, spans)
         }
 
 
@@ -194,20 +224,52 @@ def _is_given(tensor: Tensor) -> bool:
     return not is_made and _is_plain(tensor) and tensor.nbytes <= _MOST_BYTES
 
 
-def _held_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers, those too that are not saved, and tensors in attributes."""
+def _persistent(module: nn.Module) -> Iterator[tuple[str, Kept]]:
     for table in (module._parameters, module._buffers):
-        yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
-    if not isinstance(module, torch.jit.ScriptModule):
-        held = [(n, t) for n, t in vars(module).items() if not is_dead(t) and isinstance(t, Tensor)]
-        yield from ((name, tensor) for name, tensor in held if _is_given(tensor))
+        for name, tensor in table.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield name, Kept(tensor, _its(tensor, table), name)
 
 
-def _not_saved(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        for name in getattr(module, "_non_persistent_buffers_set", ()):
-            if (tensor := module._buffers.get(name)) is not None:
-                yield tensor
+def _its(tensor: Tensor, table: Any) -> Any:
+    """Return where another may be put: not in the place of a parameter, which others hold."""
+    return None if isinstance(tensor, nn.Parameter) or not isinstance(table, dict) else table
+
+
+def _spans(tensors: Iterable[Tensor]) -> dict[int, list[tuple[int, int]]]:
+    """Return where tensors lie, by their storages."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for tensor in filter(_is_plain, tensors):
+        storage, *span = _span(tensor)
+        found.setdefault(storage, []).append((span[0], span[1]))
+    return found
+
+
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    own = local(tensor).detach()
+    last = sum(int((n - 1) * s) for n, s in zip(own.shape, own.stride(), strict=True))
+    start, size = int(own.storage_offset()) * own.itemsize, (last + 1) * own.itemsize
+    storage = own.untyped_storage().data_ptr()
+    return storage, start, start + (size if storage and own.numel() else 0)
+
+
+def _is_within(tensor: Tensor, spans: Mapping[int, list[tuple[int, int]]]) -> bool:
+    storage, start, end = _span(tensor)
+    return any(start < other and begin < end for begin, other in spans.get(storage, ()))
+
+
+def _not_one_any_more(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return what lies where others do, and had another value: ``self.h = self.c = zeros``."""
+    first: dict[object, str] = {}
+    apart: set[str] = set()
+    for name, value in given.items():
+        own = local(tensors[name])
+        if not own.numel():
+            continue
+        known = first.setdefault((own.data_ptr(), own.shape, own.stride(), own.dtype), name)
+        if known != name and not torch.equal(local(given[known]), local(value)):
+            apart |= {known, name}
+    return apart
 
 
 def _sums(tensors: Mapping[str, Tensor]) -> dict[str, _Sums]:

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import CellType, ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 _DEPTH: Final = 3
+_PLAIN: Final = (bool, int, float, str, bytes, type(None))
 _LONGEST: Final = 256  # containers of more are data
+_MOST: Final = 512  # of containers and objects that one variable leads to: more are data
 
 
 def modules_beside(model: nn.Module, function: Callable[..., Any]) -> dict[str, nn.Module]:
@@ -42,7 +44,23 @@ def modules_beside(model: nn.Module, function: Callable[..., Any]) -> dict[str, 
     return found
 
 
-def tensors_beside(function: Callable[..., Any]) -> dict[str, Tensor]:
+class Kept(NamedTuple):
+    """A tensor, and where another may be put in its place: in a table or a cell, if in any."""
+
+    tensor: Any  # or what may have some in it
+    holder: Any = None
+    key: Any = None
+
+    def replace(self, tensor: Tensor) -> bool:
+        """Put another one there, if there is a place for it."""
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = tensor
+        elif self.holder is not None:
+            self.holder[self.key] = tensor
+        return self.holder is not None
+
+
+def tensors_beside(function: Callable[..., Any]) -> dict[str, Kept]:
     """Return the tensors that a function has under names of their own, by these.
 
     Those are the variables of its closure, global ones that its code names, its default values and
@@ -51,58 +69,98 @@ def tensors_beside(function: Callable[..., Any]) -> dict[str, Tensor]:
     counts.
     """
     read = read_by(function)
-    found = dict(_named_tensors(function, "", _DEPTH, read))
+    found = dict(_named_tensors(function, "", _DEPTH, read, None))
     for table, names in read.globals:
         for name in sorted(names):
             path = f"{table.get('__name__')}.{name}"
-            for key, tensor in _of_value(table[name], path, _DEPTH, read):
+            kept = Kept(table[name], table, name)
+            for key, tensor in _of_value(kept, path, _DEPTH, read, iter(range(_MOST))):
                 found.setdefault(key, tensor)
     return found
 
 
-def _named_tensors(value: Any, path: str, depth: int, read: Read) -> Iterator[tuple[str, Tensor]]:
-    table: dict[str, Any] = {}
+def unread_of(function: Callable[..., Any]) -> set[str]:
+    """Return attributes of the object whose method a function is that its code does not name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    read = read_by(function)
+    owner = function.__self__ if inspect.ismethod(function) else function
+    if read.all or inspect.isfunction(owner):
+        return set()
+    return {name for name in _table_of(owner) if name not in read.names | read.called}
+
+
+def _named_tensors(
+    value: Any, path: str, depth: int, read: Read, room: Iterator[int] | None
+) -> Iterator[tuple[str, Kept]]:
+    table: dict[str, Kept] = {}
     while isinstance(value, functools.partial):
-        table |= {f"partial.{place}": held for place, held in enumerate(value.args)}
-        table |= {f"partial.{name}": held for name, held in value.keywords.items()}
+        table |= {f"partial.{place}": Kept(held) for place, held in enumerate(value.args)}
+        table |= _all_in(value.keywords, "partial.")
         value = value.func
     if depth == 0 or isinstance(value, type | nn.Module):
         value = None
     if inspect.ismethod(value):
         if not isinstance(value.__self__, nn.Module):
-            table |= getattr(value.__self__, "__dict__", {})
+            table |= _all_in(_table_of(value.__self__))
         value = value.__func__
     elif callable(value) and not inspect.isfunction(value):
-        table |= getattr(value, "__dict__", {})
+        table |= _all_in(_table_of(value))
     if inspect.isfunction(value):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        table |= {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        table |= {n: Kept(cell.cell_contents, cell) for n, cell in cells if _is_filled(cell)}
         defaults = enumerate(value.__defaults__ or ())
-        table |= {f"default.{place}": held for place, held in defaults}
-        table |= {f"default.{name}": held for name, held in (value.__kwdefaults__ or {}).items()}
-    for name, held in table.items():
-        yield from _of_value(held, f"{path}{name}", depth, read)
+        table |= {f"default.{place}": Kept(held) for place, held in defaults}
+        table |= _all_in(value.__kwdefaults__ or {}, "default.")
+    for name, kept in table.items():
+        own = iter(range(_MOST)) if room is None else room
+        yield from _of_value(kept, f"{path}{name}", depth, read, own)
 
 
-def _of_value(held: Any, path: str, depth: int, read: Read) -> Iterator[tuple[str, Tensor]]:
+def _of_value(
+    kept: Kept, path: str, depth: int, read: Read, room: Iterator[int]
+) -> Iterator[tuple[str, Kept]]:
+    held = kept.tensor
     if is_dead(held):
         return
     if isinstance(held, Tensor):
-        yield path, held
-    elif depth == 0 or isinstance(held, type | nn.Module | ModuleType):
+        yield path, kept
         return
-    elif isinstance(held, dict | list | tuple):
+    is_end = isinstance(held, (*_PLAIN, type, nn.Module, ModuleType))
+    if depth == 0 or is_end or next(room, None) is None:
+        return
+    if isinstance(held, dict | list | tuple):
         if len(held) <= _LONGEST:
             items = held.items() if isinstance(held, dict) else enumerate(held)
+            holder = None if isinstance(held, tuple) else held
             for key, item in items:
-                if isinstance(key, str | int):
-                    yield from _of_value(item, f"{path}.{key}", depth - 1, read)
+                if isinstance(key, str | int) and type(item) not in _PLAIN:
+                    inner = Kept(item, holder, key)
+                    yield from _of_value(inner, f"{path}.{key}", depth - 1, read, room)
     elif callable(held):  # what a decorator wraps, say
-        yield from _named_tensors(held, f"{path}.", depth - 1, read)
-    elif is_users(getattr(sys.modules.get(type(held).__module__), "__file__", None) or "<frozen"):
-        for name, item in getattr(held, "__dict__", {}).items():
+        yield from _named_tensors(held, f"{path}.", depth - 1, read, room)
+    elif _is_of_users(type(held)):
+        for name, inner in _all_in(_table_of(held)).items():
             if read.all or name in read.names | read.called:
-                yield from _of_value(item, f"{path}.{name}", depth - 1, read)
+                yield from _of_value(inner, f"{path}.{name}", depth - 1, read, room)
+
+
+def _all_in(table: Any, before: str = "") -> dict[str, Kept]:
+    holder = table if isinstance(table, dict) else None  # that of a class is only read
+    return {f"{before}{name}": Kept(value, holder, name) for name, value in table.items()}
+
+
+def _table_of(value: Any) -> Any:
+    try:
+        return vars(value)
+    except Exception:  # it has none, and what it says instead is its own affair
+        return {}
+
+
+def _is_of_users(kind: type) -> bool:
+    # A notebook is no file.
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or is_users(file or "<frozen")
 
 
 def _is_filled(cell: CellType) -> bool:

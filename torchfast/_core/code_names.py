@@ -14,6 +14,8 @@ from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
+
 from torchfast._core.names_in_code import HAS_BIT, LOADS, Names, loaded_last, names_of
 from torchfast._core.proxies import is_dead
 from torchfast._core.user_code import is_users, place_in
@@ -22,7 +24,7 @@ _MOST_FUNCTIONS = 2000
 _INSTALLED = "-packages"  # whose ``__dict__`` is about objects of their own
 _TESTS = ("POP_JUMP", "TO_BOOL", "UNARY_NOT")
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")
-# Reached without being named: by Python, for an operator or a ``with``, and by torch.
+# Reached without being named, by Python, for an operator or a ``with``.
 _ALWAYS = frozenset(
     (
         *("__call__", "forward", "__getattr__", "__getattribute__", "__getitem__"),
@@ -31,9 +33,9 @@ _ALWAYS = frozenset(
         *("__neg__", "__pos__", "__abs__", "__round__", "__invert__"),
         *("__float__", "__int__", "__index__", "__bool__"),
         *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
-        *("backward", "setup_context", "vjp", "jvp"),  # of a torch.autograd.Function
     )
 )
+_OF_AUTOGRAD = ("backward", "setup_context", "vjp", "jvp")  # likewise by torch
 _WITH_NAMES_IN_STRINGS = frozenset(("getattr", "attrgetter"))
 # Python calls these where an object is made, copied or printed, which a step seldom does.
 _SELDOM_RUN = frozenset(
@@ -121,6 +123,14 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     waiting = [found for f in functions for found in _with_wrapped(f)]
     every = {c for cls in classes for c in cls.__mro__ if not c.__module__.startswith("torch.")}
     waiting += [f for cls in every for name in _ALWAYS for f in functions_of(vars(cls).get(name))]
+    of_autograd = {
+        base
+        for cls in classes
+        if issubclass(cls, torch.autograd.Function)
+        for base in cls.__mro__
+        if not base.__module__.startswith("torch.")
+    }
+    waiting += _of_classes(of_autograd, _OF_AUTOGRAD)
     read: set[str] = set()
     called: set[str] = set()
     counted: set[str] = set()

@@ -20,6 +20,15 @@ _CALLS = frozenset(("CALL", "CALL_KW", "CALL_FUNCTION_EX"))
 _WITH_ALL_NAMES = frozenset(("__dict__", "vars", "asdict"))
 
 
+# A pattern of these with one place, as ``int(number)``, reads no attribute.
+_MATCHED_WHOLE = frozenset(
+    (
+        *("bool", "bytearray", "bytes", "dict", "float", "frozenset", "int", "list", "set", "str"),
+        "tuple",
+    )
+)
+
+
 class Names(NamedTuple):
     """What a function names.
 
@@ -82,7 +91,7 @@ def names_of(code: CodeType) -> Names:
             global_.add(instruction.argval)
         elif name == "MATCH_CLASS":  # by keywords, and else by what the class says
             read |= _strings_in(before.argval if before is not None else None)
-            is_matched |= bool(number)
+            is_matched |= bool(number) and (level is None or level.argval not in _MATCHED_WHOLE)
         elif name == "IMPORT_NAME":
             imports.add((instruction.argval, level.argval if level is not None else 0))
         before, level = instruction, before
@@ -92,7 +101,8 @@ def names_of(code: CodeType) -> Names:
         else:
             strings |= _strings_in(constant)
     if "hasattr" in used:  # what is asked for may come, or go
-        read |= {found for found in strings if found.isidentifier()}
+        asked = _asked_for(code)
+        read |= {found for found in (strings if asked is None else asked) if found.isidentifier()}
     for inner in others:
         read |= inner.read
         called |= inner.called
@@ -118,6 +128,24 @@ def names_of(code: CodeType) -> Names:
         of_others=frozenset(of_others),
         imports=frozenset(imports),
     )
+
+
+def _asked_for(code: CodeType) -> set[str] | None:
+    """Return what ``hasattr`` is asked for; None where that is not written right there."""
+    found, is_next = set[str](), False  # whether the next call is of ``hasattr``
+    before: dis.Instruction | None = None
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        if name.startswith("LOAD") and instruction.argval == "hasattr":
+            is_next = True
+        elif is_next and name.startswith(("PRECALL", "CALL")):
+            said = before.argval if before is not None and before.opname == "LOAD_CONST" else None
+            if instruction.arg != 2 or not isinstance(said, str):
+                return None
+            found.add(said)
+            is_next = False
+        before = instruction
+    return found
 
 
 def _is_of_self(before: dis.Instruction | None, code: CodeType) -> bool:

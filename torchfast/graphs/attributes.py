@@ -131,7 +131,9 @@ class Attributes:
         self.elsewhere = next(away, None)
         values = [value for _, _, value in unlike]
         sure = [v for place, n, v in unlike if self._is_sure_to_be_read(place, n)]
-        self.modules = [part for v in sure for part in parts_of(v) if isinstance(part, nn.Module)]
+        # Not weak proxies, which say that they are modules.
+        parts = [part for value in sure for part in parts_of(value)]
+        self.modules = [part for part in parts if issubclass(type(part), nn.Module)]
         found = {id(g): g for value in values for g in host_generators_in(value)}
         self._generators = [(g, state_of(g)) for g in found.values()]
         # Another walk, as for the step alone, could find one only in groups of what updates.

@@ -135,7 +135,8 @@ class NamedState:
     def take_modules(self, modules: Iterable[nn.Module]) -> bool:
         """Take modules that only values lead to, as in a list; return whether any is new."""
         every = {*map(id, self.every_module), *map(id, self.modules)}
-        new = [module for module in dict.fromkeys(modules) if id(module) not in every]
+        # Torch itself cannot go through one that has no hash.
+        new = [m for m in modules if id(m) not in every and type(m).__hash__ is not None]
         self._take_found(new)
         return bool(new)
 
