@@ -112,17 +112,31 @@ def _trial(optimizer: Optimizer, form: Form, rate_dtype: torch.dtype, *, is_exac
     Raises:
         Exception: What torch raises where it has no such form.
     """
-    half = max(_OFTEN_ENOUGH, _OFTEN // len(optimizer.param_groups)) // 2
+    groups = {_settings_of(group): group for group in optimizer.param_groups}.values()
+    half = max(_OFTEN_ENOUGH, _OFTEN // len(groups)) // 2
     often = (*(1.0,) * half, *(0.99**k for k in range(half)))  # at one rate, and along a schedule
-    for group in optimizer.param_groups:
+    for group in groups:
         flags = {flag: on for flag, on in FORMS[form].items() if flag in group}
         for device, dtype in dict.fromkeys((p.device, p.dtype) for p in group["params"]):
             for trial in ((_SHAPES, _RATES), (_FEW, often))[: 1 + is_exact]:
                 given = _run(optimizer, group, device, dtype, {}, None, *trial)
                 other = _run(optimizer, group, device, dtype, flags, rate_dtype, *trial)
-                if any(not torch.equal(a, b.to(a)) for a, b in zip(given, other, strict=True)):
+                if not all(map(_is_same, given, other)):
                     return True
     return False
+
+
+def _is_same(given: Tensor, other: Tensor) -> bool:
+    """Whether every bit is; what has grown beyond all numbers, in both, is."""
+    return torch.allclose(given, other.to(given), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _settings_of(group: dict[str, Any]) -> tuple[object, ...]:
+    """Return what tells a group from one in which the same would be tried."""
+    settings = {name: value for name, value in group.items() if name != "params"}
+    told = (v.tolist() if isinstance(v, Tensor) else repr(v) for v in settings.values())
+    kinds = frozenset((p.device, p.dtype) for p in group["params"])
+    return (*zip(settings, map(str, told), strict=True), kinds)
 
 
 def _run(
