@@ -16,8 +16,9 @@ from torch.utils.data import default_collate
 
 import warm_python
 from pooling import Line, registry
+from torchfast._core.storages import extent
 from torchfast.data.pooled_collate import empty_batch, place
-from torchfast.data.shared_memory import contiguous_strides, extent, tensor_over
+from torchfast.data.shared_memory import contiguous_strides, tensor_over
 from torchfast.data.shared_pool import Pool
 
 

@@ -30,7 +30,7 @@ from torchfast._core.building import optimized
 from torchfast._core.errors import StateMismatchError
 from torchfast._core.generators import packed, seed_generator, set_states, state_of
 from torchfast._core.local import local
-from torchfast._core.storages import is_expanded
+from torchfast._core.storages import extent, is_expanded
 from torchfast.checkpoint.sharded import part_of
 from torchfast.ema import WeightAverage
 
@@ -71,10 +71,10 @@ class StateBeside:
         self._average = average
         _TRAINING.add(optimizer)
         self._changed: set[str] = set()
-        kept = self._kept()
-        self._before = _sums({name: of.tensor for name, of in kept.items()})
+        tensors = _tensors_of(self._kept())
+        self._before = _sums(tensors)
         # What is another object later may be anybody's, such as a batch: it is not written to.
-        self._first = {name: ref(of.tensor) for name, of in kept.items()}
+        self._first = {name: ref(tensor) for name, tensor in tensors.items()}
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that the loss function uses and the model does not have."""
@@ -84,14 +84,14 @@ class StateBeside:
         """Return the tensors that the loss function reads and keeps in no module."""
         unread = unread_of(self._loss_fn)
         found = tensors_beside(self._loss_fn).items()
-        return [kept.tensor for name, kept in found if name.partition(".")[0] not in unread]
+        return [kept.value for name, kept in found if name.partition(".")[0] not in unread]
 
     def save(self) -> dict[str, Tensor]:
         """Return what has changed since this was made, by where it was found. Synchronizes: Yes.
 
         On several ranks it is this rank's, and a checkpoint of all has that of the first.
         """
-        tensors = self._tensors()
+        tensors = _tensors_of(self._kept())
         now = _sums({name: t for name, t in tensors.items() if name not in self._changed})
         # What was not there, or has another form each time, is a result and not a state.
         self._changed |= {
@@ -129,7 +129,7 @@ class StateBeside:
     def load(self, state: Mapping[str, Any]) -> None:
         """Put back what `save` and `generators` returned; what is here and not there stays."""
         kept, given = self._kept(), state.get(BESIDE, {})
-        tensors = {name: of.tensor for name, of in kept.items()}
+        tensors = _tensors_of(kept)
         fitting = {
             name: value
             for name, value in given.items()
@@ -167,9 +167,6 @@ class StateBeside:
         for number, generator in enumerate(generators_of(self._model, self._loss_fn).values()):
             seed_generator(generator, seed + number)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: kept.tensor for name, kept in self._kept().items()}
-
     def _kept(self) -> dict[str, Kept]:
         """Return what may change, by where it was found."""
         models = filter(None, (self._model, self._average.current()))
@@ -194,16 +191,20 @@ class StateBeside:
             if _part(name) not in others:
                 found |= {f"{name}.{key}": kept for key, kept in _persistent(module)}
         beside = tensors_beside(self._loss_fn)
-        found |= {name: kept for name, kept in beside.items() if _is_given(kept.tensor)}
+        found |= {name: kept for name, kept in beside.items() if _is_given(kept.value)}
         # What is in the memory of a parameter goes with that: what has come to lie there since may
         # be another value (``spectral_norm`` begins with the weight itself).
         spans = _spans(saved)
         return {
             name: kept
             for name, kept in found.items()
-            if id(kept.tensor) not in mine and _is_plain(kept.tensor)
-            if not _is_within(kept.tensor, spans)
+            if id(kept.value) not in mine and _is_plain(kept.value)
+            if not _is_within(kept.value, spans)
         }
+
+
+def _tensors_of(kept: Mapping[str, Kept]) -> dict[str, Tensor]:
+    return {name: each.value for name, each in kept.items()}
 
 
 def _part(name: str) -> str:
@@ -240,17 +241,16 @@ def _spans(tensors: Iterable[Tensor]) -> dict[int, list[tuple[int, int]]]:
     """Return where tensors lie, by their storages."""
     found: dict[int, list[tuple[int, int]]] = {}
     for tensor in filter(_is_plain, tensors):
-        storage, *span = _span(tensor)
-        found.setdefault(storage, []).append((span[0], span[1]))
+        storage, start, end = _span(tensor)
+        found.setdefault(storage, []).append((start, end))
     return found
 
 
 def _span(tensor: Tensor) -> tuple[int, int, int]:
-    own = local(tensor).detach()
-    last = sum(int((n - 1) * s) for n, s in zip(own.shape, own.stride(), strict=True))
-    start, size = int(own.storage_offset()) * own.itemsize, (last + 1) * own.itemsize
-    storage = own.untyped_storage().data_ptr()
-    return storage, start, start + (size if storage and own.numel() else 0)
+    own = local(tensor)
+    storage, start = own.untyped_storage().data_ptr(), int(own.storage_offset()) * own.itemsize
+    size = extent(own.shape, own.stride()) * own.itemsize if storage else 0  # shards may have none
+    return storage, start, start + size
 
 
 def _is_within(tensor: Tensor, spans: Mapping[int, list[tuple[int, int]]]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchfast._core.generators import generators_in, has_state, held_with_generators
 from torchfast._core.proxies import is_dead
-from torchfast._core.reachable import read_by, used_by
+from torchfast._core.reachable import behind_partials, read_by, used_by
 from torchfast._core.user_code import is_users
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def modules_beside(model: nn.Module, function: Callable[..., Any]) -> dict[str, 
 
 
 class Kept(NamedTuple):
-    """A tensor, and where another may be put in its place: in a table or a cell, if in any."""
+    """A tensor, or what may have some in it, and where another may be put: a table or a cell."""
 
-    tensor: Any  # or what may have some in it
+    value: Any
     holder: Any = None
     key: Any = None
 
@@ -81,9 +81,7 @@ def tensors_beside(function: Callable[..., Any]) -> dict[str, Kept]:
 
 def unread_of(function: Callable[..., Any]) -> set[str]:
     """Return attributes of the object whose method a function is that its code does not name."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    read = read_by(function)
+    read, function = read_by(function), behind_partials(function)
     owner = function.__self__ if inspect.ismethod(function) else function
     if read.all or inspect.isfunction(owner):
         return set()
@@ -120,7 +118,7 @@ def _named_tensors(
 def _of_value(
     kept: Kept, path: str, depth: int, read: Read, room: Iterator[int]
 ) -> Iterator[tuple[str, Kept]]:
-    held = kept.tensor
+    held = kept.value
     if is_dead(held):
         return
     if isinstance(held, Tensor):

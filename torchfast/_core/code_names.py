@@ -121,16 +121,10 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
         classes: Of the objects that they meet.
     """
     waiting = [found for f in functions for found in _with_wrapped(f)]
-    every = {c for cls in classes for c in cls.__mro__ if not c.__module__.startswith("torch.")}
-    waiting += [f for cls in every for name in _ALWAYS for f in functions_of(vars(cls).get(name))]
-    of_autograd = {
-        base
-        for cls in classes
-        if issubclass(cls, torch.autograd.Function)
-        for base in cls.__mro__
-        if not base.__module__.startswith("torch.")
-    }
-    waiting += _of_classes(of_autograd, _OF_AUTOGRAD)
+    every = _beside_torch(classes)
+    waiting += _of_classes(every, _ALWAYS)
+    of_autograd = (cls for cls in classes if issubclass(cls, torch.autograd.Function))
+    waiting += _of_classes(_beside_torch(of_autograd), _OF_AUTOGRAD)
     read: set[str] = set()
     called: set[str] = set()
     counted: set[str] = set()
@@ -146,7 +140,7 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     while waiting:
         function = waiting.pop()
         code = function.__code__
-        if is_enclosing(function):  # of one code there may be several
+        if _is_enclosing(function):  # of one code there may be several
             enclosing.add(function)
         if code in seen or not is_users(code.co_filename):
             continue
@@ -194,11 +188,19 @@ def names_read(functions: Iterable[Any], classes: Iterable[type]) -> Read:
     )
 
 
-def is_enclosing(function: FunctionType) -> bool:
+def _beside_torch(classes: Iterable[type]) -> set[type]:
+    """Return classes and their bases, without torch's."""
+    return {c for cls in classes for c in cls.__mro__ if not c.__module__.startswith("torch.")}
+
+
+def _is_enclosing(function: FunctionType) -> bool:
     """Whether a function of the user's own has variables around it, or default values."""
     held = function.__closure__ or function.__defaults__ or function.__kwdefaults__
-    file = function.__code__.co_filename
-    return bool(held) and is_users(file) and _INSTALLED not in file
+    return bool(held) and _is_own_file(function.__code__.co_filename)
+
+
+def _is_own_file(file: str) -> bool:
+    return is_users(file) and _INSTALLED not in file
 
 
 def special_methods(classes: Iterable[type]) -> list[FunctionType]:
@@ -272,7 +274,7 @@ def is_users_module(value: Any) -> bool:
         return False
     # A package without a file of its own lies in folders.
     file = getattr(value, "__file__", None) or next(iter(getattr(value, "__path__", ())), "")
-    return bool(file) and is_users(file) and _INSTALLED not in file
+    return bool(file) and _is_own_file(file)
 
 
 def _imported_by(function: FunctionType, names: Names) -> list[ModuleType]:

@@ -21,6 +21,11 @@ if TYPE_CHECKING:  # numpy.random is imported where it is first asked for
 _FEW = 256  # containers of more are data
 
 
+def of_host() -> tuple[type[Any], ...]:
+    """Return the types of Python's and NumPy's generators."""
+    return np.random.Generator, np.random.RandomState, random.Random
+
+
 def has_state(value: object) -> bool:
     """Whether it is a generator whose state can be asked for and brought back."""
     kind = type(value)
@@ -136,5 +141,4 @@ def put_back(generators: Iterable[Generator]) -> Iterator[None]:
 
 def held_with_generators(function: Callable[..., Any]) -> list[Any]:
     """Return what `held_by` returns, with generators of the host."""
-    of_host = (np.random.Generator, np.random.RandomState, random.Random)
-    return held_of_kinds(function, (*KINDS, *of_host))
+    return held_of_kinds(function, (*KINDS, *of_host()))

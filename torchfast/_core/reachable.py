@@ -61,9 +61,14 @@ def used_by(function: Any) -> list[Any]:
 
 def read_by(function: Any) -> Read:
     """Return what the code of a function, or of what a ``functools.partial`` calls, may read."""
+    return _read_by(behind_partials(function))
+
+
+def behind_partials(function: Any) -> Any:
+    """Return what ``functools.partial`` calls in the end; anything else as it is."""
     while isinstance(function, functools.partial):
         function = function.func
-    return _read_by(function)
+    return function
 
 
 def _held(

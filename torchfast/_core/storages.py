@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -28,6 +28,13 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         return
     for part in inner:
         yield from plain_parts(part)
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements lie between a tensor's first and last one, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
 
 
 def is_expanded(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from torchfast._core.storages import extent
 from torchfast.checkpoint.sharded import identity_of, is_sharded
 
 TAG: Final = "$"  # the key that tells what a node of the tree stands for
@@ -96,10 +97,7 @@ def _memory(tensor: Tensor) -> tuple[str, int, int]:
 
 def _span(tensor: Tensor) -> int:
     """Return from its first to its last element, in elements."""
-    if tensor.numel() == 0:
-        return 0
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in sizes)
+    return extent(tensor.shape, tensor.stride())
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

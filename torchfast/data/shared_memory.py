@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchfast._core.storages import extent
+
 HEADER_BYTES = 64
 ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 _IN_USE = 0  # the index of the byte that says so
@@ -130,13 +132,6 @@ def tensor_over(
         return tensor
     # In place: a view would hold the flat tensor beside it, and be one to whoever asks.
     return tensor.as_strided_(shape, strides)
-
-
-def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements lie between a tensor's first and last one, both included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

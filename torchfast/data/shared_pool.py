@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchfast._core.storages import extent
 from torchfast.data.cargo import is_plain
-from torchfast.data.shared_memory import HEADER_BYTES, Block, Lease, aligned, extent, tensor_over
+from torchfast.data.shared_memory import HEADER_BYTES, Block, Lease, aligned, tensor_over
 
 # A worker's blocks beyond the batches that it is ahead: one that it writes, and some that the
 # training has in use or on their way to the device.

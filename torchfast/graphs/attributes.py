@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchfast._core.generators import same_state, set_state, state_of
+from torchfast._core.generators import of_host, same_state, set_state, state_of
 from torchfast._core.proxies import is_dead
 from torchfast._core.refilling import bits
 from torchfast.graphs.holders import (
@@ -30,7 +30,6 @@ from torchfast.graphs.holders import (
     LONGEST,
     TENSOR,
     Kinds,
-    host_generators_in,
     is_holder,
     items_of,
     parts_of,
@@ -134,7 +133,9 @@ class Attributes:
         # Not weak proxies, which say that they are modules.
         parts = [part for value in sure for part in parts_of(value)]
         self.modules = [part for part in parts if issubclass(type(part), nn.Module)]
-        found = {id(g): g for value in values for g in host_generators_in(value)}
+        kinds_of_generators = of_host()
+        parts = [part for value in values for part in parts_of(value)]
+        found = {id(part): part for part in parts if isinstance(part, kinds_of_generators)}
         self._generators = [(g, state_of(g)) for g in found.values()]
         # Another walk, as for the step alone, could find one only in groups of what updates.
         groups = [v for f in of_updates if isinstance(f, Optimizer) for v in _settings_of(f)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-import random
 import sys
 import weakref
 from argparse import Namespace
@@ -33,6 +32,7 @@ from torch.optim import Optimizer
 
 from torchfast._core.code_names import is_users_module
 from torchfast._core.proxies import is_dead
+from torchfast._core.reachable import behind_partials
 from torchfast._core.user_code import is_users
 
 CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque)
@@ -105,15 +105,6 @@ def parts_of(value: Any, within: tuple[int, ...] = ()) -> Iterator[Any]:
             yield from parts_of(item, (*within, id(value)))
 
 
-def host_generators_in(value: Any) -> list[Any]:
-    """Return Python's and NumPy's generators in a value."""
-    return [
-        part
-        for part in parts_of(value)
-        if isinstance(part, random.Random | np.random.Generator | np.random.RandomState)
-    ]
-
-
 def is_plain(value: Any) -> bool:
     """Whether a value says all about itself."""
     return value is None or (not is_dead(value) and isinstance(value, _VALUES))
@@ -179,8 +170,7 @@ def is_own_class(kind: type) -> bool:
 
 def is_own(function: object) -> bool:
     """Whether a function is of the user's own code; of objects, whether their class is."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = behind_partials(function)
     function = function.__func__ if inspect.ismethod(function) else function
     if isinstance(function, FunctionType):
         return is_users(function.__code__.co_filename)

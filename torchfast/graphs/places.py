@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchfast._core.code_names import Read, names_read, special_methods
 from torchfast._core.proxies import is_dead
+from torchfast._core.reachable import behind_partials
 from torchfast.graphs.holders import (
     AROUND_DATA,
     CONTAINER,
@@ -439,8 +440,7 @@ def _functions_in(waiting: Sequence[_Waiting]) -> list[Any]:
     for value, _, _ in waiting:
         if is_dead(value):
             continue
-        while isinstance(value, functools.partial):
-            value = value.func
+        value = behind_partials(value)
         if isinstance(value, Optimizer):
             value = type(value).step
         found.append(value.__func__ if inspect.ismethod(value) else value)
