@@ -10,6 +10,7 @@ from torch import optim
 
 from models import DropoutNet, make_batches
 from tape import Twins
+from test_compiled_update import Signs
 from test_compiled_update_auto import ADAMW, OPTIONS, measured_as, told
 from torchfast import Plan
 from torchfast._core.fingerprint import optimizer_fingerprint
@@ -97,3 +98,16 @@ def test_a_fingerprint_tells_updates_apart():
         of(make=partial(optim.Adam, lr=0.01)),
     ]
     assert len({of(), *others}) == 6
+
+
+def test_what_was_measured_without_a_graph_is_measured_again_for_one(tape, monkeypatch, tmp_path):
+    seen = []
+    measured_as(monkeypatch, 0.5, seen)
+    plan = Plan(compile=OPTIONS(cache=tmp_path))
+    found = []
+    for cuda_graph in (False, True, False, True):
+        twins = Twins(DropoutNet, partial(Signs, lr=0.01), plan=plan.replace(cuda_graph=cuda_graph))
+        for batch in make_batches(3):
+            twins.step(batch)
+        found.append((len(seen), " in a graph" in told(twins.captured).detail))
+    assert found == [(1, False), (2, True), (2, False), (2, True)]

@@ -44,6 +44,7 @@ from torchfast.precision import as_low_bit
 
 if TYPE_CHECKING:
     from torchfast.compiler import OneGraph
+    from torchfast.graphs import InGraph
     from torchfast.update_trial import UpdateTrial
 
 logger = logging.getLogger(__name__)
@@ -116,8 +117,12 @@ class CompiledUpdate(Closing):
         if "step" in vars(self._optimizer):  # a scheduler's, which notes that it was called
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def decide(self) -> None:
-        """Measure, under ``update="auto"``, once there is state; gradients must be there."""
+    def decide(self, in_graph: InGraph | None = None) -> None:
+        """Measure, under ``update="auto"``, once there is state; gradients must be there.
+
+        Args:
+            in_graph: Captures a way by itself, where a graph will hold the update.
+        """
         if not self.is_undecided or not self._has_state:
             return
         if (why := self._obstacle()) is not None:
@@ -127,7 +132,7 @@ class CompiledUpdate(Closing):
         graph = self._graph
         if graph.off_because is not None:  # as in a capture, where nothing can be measured either
             return
-        self._found = found = self._found_out(graph)
+        self._found = found = self._found_out(graph, in_graph)
         self._num_trials += 1
         if found.is_better is None and self._num_trials < _MOST_TRIALS:
             return
@@ -140,7 +145,7 @@ class CompiledUpdate(Closing):
                 self._why_eager = f"given up after {_MOST_TRIALS} trials, as {found.why}"
             graph.close()
 
-    def _found_out(self, graph: OneGraph) -> UpdateTrial:
+    def _found_out(self, graph: OneGraph, in_graph: InGraph | None) -> UpdateTrial:
         """Return what an earlier run has measured, or what this one does."""
         # What few plans ask for, and takes long to import.
         from torchfast.update_receipt import receipt_key, remember, remembered
@@ -148,7 +153,10 @@ class CompiledUpdate(Closing):
 
         optimizer, options = self._optimizer, self._options
         device = next(iter(optimized(optimizer))).device
-        key = None if options.cache is None else receipt_key(optimizer, options, device)
+        is_in_graph = in_graph is not None
+        key = None
+        if options.cache is not None:
+            key = receipt_key(optimizer, options, device, is_in_graph=is_in_graph)
         if key is not None and (known := remembered(options, key)) is not None:
             return known
         found = try_update(
@@ -158,6 +166,7 @@ class CompiledUpdate(Closing):
             why_failed=lambda: graph.failure,
             device=device,
             budget_s=options.budget_s,
+            in_graph=in_graph,
         )
         if key is not None:
             remember(options, key, optimizer, found)

@@ -153,7 +153,7 @@ class Update:
         """Let it be measured how to update, before what looks for waits is on."""
         if self._compiled.is_undecided:
             with self._precision.step(), self._rates():
-                self._compiled.decide()
+                self._compiled.decide(None if self.graph is None else self.graph.update_alone())
 
     def _rates(self) -> AbstractContextManager[None]:
         return nullcontext() if self.graph is None else self.graph.rates_on_device()

@@ -19,7 +19,9 @@ from torchfast.compiler.receipts import CandidateResult, Receipt, ReceiptKey, ne
 from torchfast.update_trial import WAYS, UpdateTrial
 
 
-def receipt_key(optimizer: Optimizer, options: CompileOptions, device: torch.device) -> ReceiptKey:
+def receipt_key(
+    optimizer: Optimizer, options: CompileOptions, device: torch.device, *, is_in_graph: bool
+) -> ReceiptKey:
     """Return what the answer depends on. The gradients must be there."""
     return ReceiptKey(
         machine=machine_of(device),
@@ -27,6 +29,7 @@ def receipt_key(optimizer: Optimizer, options: CompileOptions, device: torch.dev
         batch="",
         options={
             "update": "auto",
+            "in_graph": is_in_graph,
             "backend": json_ready(options.backend),
             "dynamic": options.dynamic,
             "budget_s": options.budget_s,

@@ -2,17 +2,17 @@
 
 Both run on the real parameters, state and gradients, and all of these are put back, bit for bit.
 The result is judged by what an update changes, not by the parameters, in which a wrong update of a
-small learning rate would not be seen. Both are launched kernel by kernel, also where a graph will
-hold the step later: where launching takes the time, the one with fewer launches looks better than
-it will be there.
+small learning rate would not be seen. Where a graph will hold the update, both are timed as
+replays of graphs of their own: launched kernel by kernel, the host may set the pace.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Final, NamedTuple
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,14 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from torchfast._core.building import optimized
+from torchfast._core.errors import CompileError
 from torchfast._core.measure import Measurement, measure
 from torchfast.graphs import NamedState, SavedNamedState
+
+if TYPE_CHECKING:
+    from torchfast.graphs import InGraph
+
+logger = logging.getLogger(__name__)
 
 # Of the largest change in a tensor, how much a compiled update may be off; and so many roundings of
 # the values themselves.
@@ -57,6 +63,7 @@ def try_update(
     why_failed: Callable[[], str | None],
     device: torch.device,
     budget_s: float,
+    in_graph: InGraph | None = None,
 ) -> UpdateTrial:
     """Compare two ways to run an update, and leave everything as it was.
 
@@ -70,6 +77,8 @@ def try_update(
         why_failed: Returns why it cannot be compiled; None if it can.
         device: Where.
         budget_s: The longest that timing may take.
+        in_graph: Captures a way by itself; None times them launched kernel by kernel. So they are,
+            too, where one cannot be captured.
 
     Synchronizes: Often.
     """
@@ -80,7 +89,7 @@ def try_update(
         )
     with suppress(torch.OutOfMemoryError):
         return _compare(
-            optimizer, eager, compiled, why_failed, device, min(budget_s, _MOST_TIMING_S)
+            optimizer, eager, compiled, why_failed, device, min(budget_s, _MOST_TIMING_S), in_graph
         )
     # Out here, where nothing holds the frames of what has failed.
     if device.type == "cuda":
@@ -97,6 +106,7 @@ def _compare(
     why_failed: Callable[[], str | None],
     device: torch.device,
     budget_s: float,
+    in_graph: InGraph | None,
 ) -> UpdateTrial:
     """Run both, and put everything back, also where one raises."""
     gradients = [p.grad for p in optimized(optimizer) if p.grad is not None]
@@ -134,12 +144,19 @@ def _compare(
             return UpdateTrial(False, why_failed() or "nothing was compiled")
         if (objection := _objection(start.tensors(), expected, found)) is not None:
             return UpdateTrial(False, f"compiled it computes something else: {objection}")
-        measured = measure(
-            dict(zip(WAYS, (eager, compiled), strict=True)),
-            reference=WAYS[0],
-            device=device,
-            budget_s=budget_s,
-        )
+
+        def surely_compiled() -> None:
+            if not compiled():  # which takes no time at all
+                raise CompileError(f"it did not run a second time: {why_failed()}")
+
+        with ExitStack() as graphs:
+            ways, how = _timed((eager, surely_compiled), in_graph, graphs)
+            measured = measure(
+                dict(zip(WAYS, ways, strict=True)),
+                reference=WAYS[0],
+                device=device,
+                budget_s=budget_s,
+            )
     finally:
         put_back()
     if "compiled" in measured.failed:
@@ -149,10 +166,29 @@ def _compare(
         return UpdateTrial(
             False, f"not measured, as {budget_s:g} s did not suffice to tell; True compiles it"
         )
-    figures = f"{ratio.ratio:.3f} of the time as it is ({ratio.low:.3f} to {ratio.high:.3f})"
+    figures = f"{ratio.ratio:.3f} of the time as it is ({ratio.low:.3f} to {ratio.high:.3f}){how}"
     if ratio.verdict == "faster":
         return UpdateTrial(True, f"it takes {figures}", measured)
     return UpdateTrial(False, f"compiled it was not faster beyond the noise: {figures}", measured)
+
+
+def _timed(
+    ways: tuple[Callable[[], object], ...], in_graph: InGraph | None, graphs: ExitStack
+) -> tuple[tuple[Callable[[], object], ...], str]:
+    """Return what is to be timed, and in words how: replays of the ways if they can be captured."""
+    if in_graph is None:
+        return ways, ""
+    try:
+        with ExitStack() as captured:
+            replays = tuple(captured.enter_context(in_graph(way)) for way in ways)
+            graphs.push(captured.pop_all())
+        return replays, " in a graph"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the optimizer, the compiler or the device
+        # The step's own capture will tell what is wrong, if it is.
+        logger.debug("an update is timed launched kernel by kernel", exc_info=error)
+        return ways, f" launched kernel by kernel, since no graph held it ({type(error).__name__})"
 
 
 def _lost(optimizer: Optimizer) -> str | None:

@@ -126,10 +126,13 @@ def test_files_and_what_close_leaves_are_in_the_form_as_given():
     trainer.optimizer.step()
 
 
-def test_measured_before_the_capture():
+@pytest.mark.parametrize("name", ["NAdam", "RMSprop"])
+def test_measured_before_the_capture_as_replays(name):
     options = CompileOptions(regions=("norm",), update="auto", budget_s=5.0)
-    trainer = trained(OPTIMIZERS["NAdam"], PLAN.replace(compile=options), steps=8)
-    assert "of the time as it is" in told(trainer.report()).detail
+    trainer = trained(OPTIMIZERS[name], PLAN.replace(compile=options), steps=8)
+    detail = told(trainer.report()).detail
+    assert "of the time as it is" in detail
+    assert detail.endswith(" in a graph")
     assert trainer.report().counters["replays"] == 8 - WARM_UP
 
 

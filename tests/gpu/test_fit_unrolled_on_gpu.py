@@ -129,17 +129,18 @@ def test_the_host_waits_for_nothing_in_a_steady_group():
 
 def test_times_are_those_of_a_step():
     """Of the same kernels: as much a step, however many are in a replay."""
-    times = {}
-    for unroll in (None, K):
+    replays, steps = ({None: [], K: []} for _ in range(2))
+    for unroll in (None, K) * 3:  # by turns, as others may be at work on this GPU and host
         trainer = build("AdamW fused", GRAPH)
         result = trainer.fit(HOST * 4, steps=400, log_every=100, unroll=unroll, progress="off")
         last = result.history[-1]
         assert last["phases"]["replay"]["source"] == "measured"
-        times[unroll] = last["phases"]["replay"]["p50_ms"], last["step_ms"]["p50"]
+        replays[unroll].append(last["phases"]["replay"]["p50_ms"])
+        steps[unroll].append(last["step_ms"]["p50"])
         by_median = 12e3 / last["step_ms"]["p50"]
         assert 0.2 * by_median < last["items_per_s"] < 2 * by_median
-    assert times[K][0] < 1.5 * times[None][0]  # and not K times
-    assert times[K][1] < times[None][1]
+    assert min(replays[K]) < 1.5 * min(replays[None])  # and not K times
+    assert min(steps[K]) < min(steps[None])
 
 
 def test_a_step_of_fit_takes_less_where_the_host_sets_the_pace():

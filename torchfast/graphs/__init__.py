@@ -13,7 +13,7 @@ from torchfast.graphs.step import CUDAGraphStep
 
 if TYPE_CHECKING:
     from torchfast.graphs.entries import Ready
-    from torchfast.graphs.graphed_update import GraphedUpdate
+    from torchfast.graphs.graphed_update import GraphedUpdate, InGraph
     from torchfast.graphs.saved_named_state import SavedNamedState
     from torchfast.graphs.trials import GraphTrials
 
@@ -23,6 +23,7 @@ __all__ = [
     "GraphForm",
     "GraphTrials",
     "GraphedUpdate",
+    "InGraph",
     "LearningRates",
     "NamedState",
     "OptimizerForm",
@@ -37,7 +38,7 @@ __all__ = [
 # The engine, which a step needs that is captured.
 _HOMES = {
     "torchfast.graphs.entries": ("Ready",),
-    "torchfast.graphs.graphed_update": ("GraphedUpdate",),
+    "torchfast.graphs.graphed_update": ("GraphedUpdate", "InGraph"),
     "torchfast.graphs.saved_named_state": ("SavedNamedState",),
     "torchfast.graphs.trials": ("GraphTrials",),
 }

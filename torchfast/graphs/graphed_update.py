@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -31,12 +32,13 @@ from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions, graph_decision
 from torchfast.graphs.signature import Several
 from torchfast.graphs.together import Together
-from torchfast.graphs.trials import GraphTrials
+from torchfast.graphs.trials import GraphTrials, captured_alone
 from torchfast.graphs.unrolled_update import UnrolledUpdate
 
 logger = logging.getLogger(__name__)
 
 Half = Callable[[tuple[Any, ...]], Any]
+InGraph = Callable[[Callable[[], object]], AbstractContextManager[Callable[[], object]]]
 
 
 def _as_it_is(output: Any) -> Any:
@@ -234,6 +236,11 @@ class GraphedUpdate(Closing):
             device=self._device,
             after_failure=self._after_trial,
         )
+
+    def update_alone(self) -> InGraph | None:
+        """Return what captures ways to update by themselves; None where no graph holds updates."""
+        is_outside = self.is_passed_by or not self.is_whole or self._graph.why_eager is not None
+        return None if is_outside else partial(captured_alone, device=self._device)
 
     def settle(self) -> None:
         """Bring what a step outside the graph has replaced back to its place."""

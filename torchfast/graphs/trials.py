@@ -3,17 +3,19 @@
 Launched one by one, kernels cost the host; replayed, the device alone. So which of several ways to
 do the same work is faster may be another one in a graph than outside of it, and has to be found out
 there. `GraphTrials` captures each way as the step will be captured, once it is in force, and hands
-out what replays it.
+out what replays it. `captured_alone` does so with what has no inputs and leaves gradients where
+they are, as an optimizer's update.
 
-All graphs have one memory pool, of their own and none of the step's: only one of them is replayed
-at a time, and what a replay has computed is of no use to anybody. So together they need what the
-largest needs.
+All graphs of one `GraphTrials` have one memory pool, of their own and none of the step's: only one
+of them is replayed at a time, and what a replay has computed is of no use to anybody. So together
+they need what the largest needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -112,3 +114,29 @@ class GraphTrials(Closing):
             engine.close()
         if engines:
             self._after_failure()
+
+
+@contextmanager
+def captured_alone(
+    work: Callable[[], object], device: torch.device
+) -> Iterator[Callable[[], object]]:
+    """Capture what only reads and writes memory that is there; yield what replays it.
+
+    Args:
+        work: Run once before.
+        device: Where.
+
+    Raises:
+        Exception: What stopped the capture. Nothing of it is left, but the run before it is.
+        UnsupportedDeviceError: The device has no graphs.
+
+    Synchronizes: At the capture.
+    """
+    backend = backend_for(device)
+    with backend.side_stream():
+        work()
+    graph, _ = backend.capture(work, ())
+    try:
+        yield graph.replay
+    finally:
+        graph.reset()
