@@ -73,7 +73,7 @@ def losses():
 def compiled_update():
     """Two optimizers, of which "auto" compiles one."""
 
-    def row(optimizer, update, ms, graphs):
+    def row(optimizer, update, ms, graphs, *told):
         return {
             "workload": "gpt2",
             "optimizer": optimizer,
@@ -81,7 +81,7 @@ def compiled_update():
             "ms": ms,
             "quartiles_ms": [ms - 0.1, ms + 0.1],
             "apart": 0.0 if update == "False" else 3e-5,
-            "told": [],
+            "told": [*told],
             "update_graphs": graphs,
             "is_captured": True,
             "turns_ms": [ms, ms],
@@ -93,8 +93,9 @@ def compiled_update():
         "machine": dict(MACHINE),
         "rows": [
             *(row("RMSprop", u, ms, g) for u, ms, g in (("False", 62.5, 0), ("True", 60.0, 1))),
-            row("RMSprop", "auto", 60.1, 1),
+            row("RMSprop", "auto", 60.1, 1, "the update of RMSprop: compiled in 10.4 s"),
             *(row("NAdam", u, ms, g) for u, ms, g in (("False", 62.0, 0), ("True", 63.0, 1))),
-            row("NAdam", "auto", 62.1, 0),
+            # Compiled to be measured, and left.
+            row("NAdam", "auto", 62.1, 1, "the update of NAdam runs as it is: it was not faster"),
         ],
     }
