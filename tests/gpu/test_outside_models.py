@@ -33,8 +33,10 @@ NAMES = [
 # A graph is captured at the fourth step of a kind; the last step is shorter, and so of another.
 STEPS = 9
 REPLAYS = STEPS - 1 - 3
-# Their own forward copies from the host, or waits for the device.
-EAGER = {"transformers BERT"}
+# Captures that come first and fail, at most. A model that asks whether it is captured, and reads its batch on
+# the host where it is not: as it is, with answers for what never changes, and then it is told; and
+# GPT-2 copies an index from the host before that.
+FAILED = {"transformers GPT-2": 3, "transformers BERT": 2}
 
 
 def check(name, plan, *, steps=STEPS, tolerance=None, dropout=True, optimizer=optimizer):
@@ -61,9 +63,10 @@ def test_ends_bitwise_where_the_plain_loop_ends(name, plan, fused):
     result = check(name, plan, optimizer=partial(optimizer, fused=fused))
     assert result.exact
     assert result.num_steps == STEPS
-    if plan == "exact" and name not in EAGER:
-        # One that asks whether it is captured may need a second attempt.
-        assert result.report.counters["replays"] in (REPLAYS, REPLAYS - 1)
+    if plan == "exact":
+        # Others may need a second attempt.
+        least = REPLAYS - FAILED.get(name, 1)
+        assert least <= result.report.counters["replays"] <= REPLAYS
 
 
 def test_a_broken_step_is_found(monkeypatch):
