@@ -33,9 +33,9 @@ NAMES = [
 # A graph is captured at the fourth step of a kind; the last step is shorter, and so of another.
 STEPS = 9
 REPLAYS = STEPS - 1 - 3
-# Captures that come first and fail, at most. A model that asks whether it is captured, and reads its
-# batch on the host where it is not: as it is, with answers for what never changes, and then it is
-# told; and GPT-2 copies an index from the host before that.
+# Captures that come first and fail, at most. A model that asks whether it is captured, and reads
+# its batch on the host where it is not: as it is, with answers for what never changes, and then it
+# is told; and GPT-2 copies an index from the host before that.
 FAILED = {"transformers GPT-2": 3, "transformers BERT": 2}
 
 
