@@ -95,7 +95,7 @@ class GraphEngine:
         state.rates = list(rates)
         self.backend = backend or backend_for(device)
         self.store = GraphStore(options)
-        self._steady = Steady(self._watch, self.store, self._together)
+        self._steady = Steady(self._watch, self.store, self._together, self.backend.launched)
         self._frozen: list[Any] = []
         self._error: Exception | None = None
         self.failure: Failure | None = None
@@ -112,7 +112,9 @@ class GraphEngine:
         found = self._found(inputs := (args, kwargs))
         if type(found) is Ready:
             if found.entry.manner.draws is None or found.draws():
-                return self.replay(found)
+                output = self.replay(found)
+                self._steady.look_ahead()
+                return output
             if self.store.refused(found.entry):
                 self._steady.forget()
         with found.around:
@@ -174,8 +176,7 @@ class GraphEngine:
 
     def decisions(self) -> list[Decision]:
         """Return what was captured, and what was not and why."""
-        found = self.store.decisions(self.why_eager, self._watch.notes)
-        return found + self._together.decisions()
+        return self.store.decisions(self.why_eager, self._watch.notes) + self._together.decisions()
 
     def changed(self) -> str | None:
         """Return what of modules is not as it was at the last replay; None if all is.
@@ -402,8 +403,7 @@ class GraphEngine:
     def _notice_changes(self) -> None:
         """Drop the graphs if what they were captured from has changed."""
         watch, store = self._watch, self.store
-        reason = watch.moved()
-        if reason is not None and store.graphs:
+        if (reason := watch.moved()) is not None and store.graphs:
             self._state.settle_loaded()
             reason = watch.moved()
         if self._state.changes_rates:
