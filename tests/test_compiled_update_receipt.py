@@ -9,7 +9,7 @@ import torch
 from torch import optim
 
 from models import DropoutNet, make_batches
-from tape import Twins
+from tape import TapeBackend, Twins
 from test_compiled_update import Signs
 from test_compiled_update_auto import ADAMW, OPTIONS, measured_as, told
 from torchfast import Plan
@@ -106,8 +106,36 @@ def test_what_was_measured_without_a_graph_is_measured_again_for_one(tape, monke
     plan = Plan(compile=OPTIONS(cache=tmp_path))
     found = []
     for cuda_graph in (False, True, False, True):
-        twins = Twins(DropoutNet, partial(Signs, lr=0.01), plan=plan.replace(cuda_graph=cuda_graph))
+        # A rate that is a tensor either way, or the optimizer itself would tell which it is.
+        twins = Twins(
+            DropoutNet,
+            lambda params: Signs(params, lr=torch.tensor(0.01)),
+            plan=plan.replace(cuda_graph=cuda_graph),
+        )
         for batch in make_batches(3):
             twins.step(batch)
         found.append((len(seen), " in a graph" in told(twins.captured).detail))
     assert found == [(1, False), (2, True), (2, False), (2, True)]
+
+
+def test_what_was_not_timed_as_it_is_to_run_is_not_remembered(tape, monkeypatch, tmp_path):
+    seen = []
+    measured_as(monkeypatch, 0.5, seen)
+    capture, failed = TapeBackend.capture, []
+
+    def failing(self, body, generators):
+        if not failed:
+            failed.append(1)
+            raise RuntimeError("the driver is busy")
+        return capture(self, body, generators)
+
+    monkeypatch.setattr(TapeBackend, "capture", failing)
+    plan = Plan(compile=OPTIONS(cache=tmp_path), cuda_graph=True)
+    found = []
+    for _ in range(2):
+        twins = Twins(DropoutNet, partial(Signs, lr=0.01), plan=plan)
+        for batch in make_batches(3):
+            twins.step(batch)
+        found.append("since no graph held it" in told(twins.captured).detail)
+    assert found == [True, False]
+    assert len(seen) == 2

@@ -65,6 +65,7 @@ class CompiledUpdate(Closing):
 
     Attributes:
         is_undecided: Whether `decide` is still to measure.
+        is_of_graph: Whether what it has found is about an update in a graph.
 
     Raises:
         CompileError: From a call, under ``on_failure="raise"``. The update has not run then.
@@ -84,6 +85,7 @@ class CompiledUpdate(Closing):
         self._num_graphs_before = 0  # of state that was replaced
         self.is_undecided = self._options.update == "auto"
         self._found: UpdateTrial | None = None
+        self.is_of_graph = False
         self._num_trials = 0
         self._outcome: Outcome = "applied"
         self._why_eager: str | None = None
@@ -121,8 +123,11 @@ class CompiledUpdate(Closing):
         """Measure, under ``update="auto"``, once there is state; gradients must be there.
 
         Args:
-            in_graph: Captures a way by itself, where a graph will hold the update.
+            in_graph: Captures a way by itself, where a graph will hold the update. Where none does
+                after all, what was found about one is forgotten.
         """
+        if in_graph is None and self.is_of_graph:
+            self._begin_anew()
         if not self.is_undecided or not self._has_state:
             return
         if (why := self._obstacle()) is not None:
@@ -136,7 +141,7 @@ class CompiledUpdate(Closing):
         self._num_trials += 1
         if found.is_better is None and self._num_trials < _MOST_TRIALS:
             return
-        self.is_undecided = False
+        self.is_undecided, self.is_of_graph = False, in_graph is not None
         if graph.failure is not None:
             self._give_up(graph.failure, graph.error)
         elif not found.is_better:
@@ -144,6 +149,15 @@ class CompiledUpdate(Closing):
             if found.is_better is None:
                 self._why_eager = f"given up after {_MOST_TRIALS} trials, as {found.why}"
             graph.close()
+
+    def _begin_anew(self) -> None:
+        self.is_of_graph = False
+        if self._outcome == "stepped aside":  # it cannot be compiled, in a graph or not
+            return
+        if self._why_eager is not None:  # what was compiled is closed
+            self._graph = compiler.OneGraph(self._inner, self._name, self._options)
+        self._outcome, self._why_eager = "applied", None
+        self._found, self._num_trials, self.is_undecided = None, 0, True
 
     def _found_out(self, graph: OneGraph, in_graph: InGraph | None) -> UpdateTrial:
         """Return what an earlier run has measured, or what this one does."""

@@ -151,9 +151,10 @@ class Update:
 
     def _decide(self) -> None:
         """Let it be measured how to update, before what looks for waits is on."""
-        if self._compiled.is_undecided:
+        if self._compiled.is_undecided or self._compiled.is_of_graph:
+            in_graph = None if self.graph is None else self.graph.update_alone()
             with self._precision.step(), self._rates():
-                self._compiled.decide(None if self.graph is None else self.graph.update_alone())
+                self._compiled.decide(in_graph)
 
     def _rates(self) -> AbstractContextManager[None]:
         return nullcontext() if self.graph is None else self.graph.rates_on_device()

@@ -47,7 +47,8 @@ class UpdateTrial(NamedTuple):
         is_better: Whether the compiled update is right, and faster beyond the noise; None where
             that cannot be told now, but perhaps at a later update.
         why: In words.
-        measured: The times of the two ways, where it came to that.
+        measured: The times of the two ways, where it came to that; None where they were not timed
+            as they are to run, which another run may manage.
     """
 
     is_better: bool | None
@@ -147,10 +148,10 @@ def _compare(
 
         def surely_compiled() -> None:
             if not compiled():  # which takes no time at all
-                raise CompileError(f"it did not run a second time: {why_failed()}")
+                raise CompileError(why_failed())
 
         with ExitStack() as graphs:
-            ways, how = _timed((eager, surely_compiled), in_graph, graphs)
+            ways, why_launched = _timed((eager, surely_compiled), in_graph, graphs)
             measured = measure(
                 dict(zip(WAYS, ways, strict=True)),
                 reference=WAYS[0],
@@ -166,29 +167,34 @@ def _compare(
         return UpdateTrial(
             False, f"not measured, as {budget_s:g} s did not suffice to tell; True compiles it"
         )
-    figures = f"{ratio.ratio:.3f} of the time as it is ({ratio.low:.3f} to {ratio.high:.3f}){how}"
+    figures = f"{ratio.ratio:.3f} of the time as it is ({ratio.low:.3f} to {ratio.high:.3f})"
+    if why_launched is not None:
+        figures += f" launched kernel by kernel, since no graph held it ({why_launched})"
+    elif in_graph is not None:
+        figures += " in a graph"
+    kept = measured if why_launched is None else None
     if ratio.verdict == "faster":
-        return UpdateTrial(True, f"it takes {figures}", measured)
-    return UpdateTrial(False, f"compiled it was not faster beyond the noise: {figures}", measured)
+        return UpdateTrial(True, f"it takes {figures}", kept)
+    return UpdateTrial(False, f"compiled it was not faster beyond the noise: {figures}", kept)
 
 
 def _timed(
     ways: tuple[Callable[[], object], ...], in_graph: InGraph | None, graphs: ExitStack
-) -> tuple[tuple[Callable[[], object], ...], str]:
-    """Return what is to be timed, and in words how: replays of the ways if they can be captured."""
+) -> tuple[tuple[Callable[[], object], ...], str | None]:
+    """Return what is to be timed, and the error for which that is no replays, if there is one."""
     if in_graph is None:
-        return ways, ""
+        return ways, None
     try:
         with ExitStack() as captured:
             replays = tuple(captured.enter_context(in_graph(way)) for way in ways)
             graphs.push(captured.pop_all())
-        return replays, " in a graph"
+        return replays, None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of the optimizer, the compiler or the device
         # The step's own capture will tell what is wrong, if it is.
         logger.debug("an update is timed launched kernel by kernel", exc_info=error)
-        return ways, f" launched kernel by kernel, since no graph held it ({type(error).__name__})"
+        return ways, type(error).__name__
 
 
 def _lost(optimizer: Optimizer) -> str | None:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from torchfast._core.closing import Closing
 from torchfast._core.errors import CaptureError
-from torchfast.graphs.backend import backend_for
+from torchfast.graphs.backend import RoomMadeError, backend_for
 from torchfast.graphs.engine import GraphEngine
 from torchfast.graphs.named_state import NamedState
 from torchfast.graphs.options import CUDAGraphOptions
@@ -135,7 +135,10 @@ def captured_alone(
     backend = backend_for(device)
     with backend.side_stream():
         work()
-    graph, _ = backend.capture(work, ())
+    try:
+        graph, _ = backend.capture(work, ())
+    except RoomMadeError:  # for another attempt
+        graph, _ = backend.capture(work, ())
     try:
         yield graph.replay
     finally:
