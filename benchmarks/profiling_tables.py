@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import statistics
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -104,6 +106,29 @@ def first_replay(result: dict[str, Any]) -> list[str]:
         f"| {figure(row['by_hand_ms']) if 'by_hand_ms' in row else ''} |"
         for row in result["rows"]
     ]
+
+
+def look_ahead(result: dict[str, Any]) -> list[str]:
+    """Return the table of the look behind a launch, a line for each workload and way to wait."""
+    lines = [
+        "| workload | things to read | the loop waits behind | a step with the look, ms "
+        "| without, ms | with it takes |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        read = "" if row["num_read"] is None else f"{row['num_read']:,}"
+        looks, does_not = row["looks"], row["does not"]
+        by_round = map(operator.truediv, looks["turns_ms"], does_not["turns_ms"])
+        lines.append(
+            f"| {row['workload']} | {read} | {row['waits']} step | {_quartiles(looks)} "
+            f"| {_quartiles(does_not)} | {statistics.median(by_round):.3f} |"
+        )
+    return lines
+
+
+def _quartiles(way: dict[str, Any]) -> str:
+    low, high = map(figure, way["quartiles_ms"])
+    return f"{figure(way['ms'])} ({low} to {high})"
 
 
 def graph_events(result: dict[str, Any]) -> list[str]:

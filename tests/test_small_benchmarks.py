@@ -22,6 +22,7 @@ from benchmarks import (
     graph_events,
     largest,
     largest_tries,
+    look_ahead,
     offload,
     offload_training,
     offload_update,
@@ -36,6 +37,7 @@ from benchmarks import (
 from benchmarks.methods import METHODS
 from benchmarks.result_rows import ResultRows
 from benchmarks.workloads import workload
+from torchfast.graphs import engine, steady
 from torchfast.memory.recompute import chosen_blocks
 
 
@@ -387,11 +389,33 @@ def test_a_size_whose_process_dies_or_hangs_does_not_fit():
         dying.stop()
 
 
-@pytest.mark.parametrize("benchmark", [graph_events, first_replay])
+@pytest.mark.parametrize("benchmark", [graph_events, first_replay, look_ahead])
 def test_benchmarks_of_graphs_say_what_they_need(run, capsys, benchmark):
     with pytest.raises(SystemExit):
         run(benchmark)
     assert "--device is cpu, which has no graphs" in capsys.readouterr().err
+
+
+def test_look_ahead(monkeypatch):
+    """On a CPU, with graphs of nothing, behind which the device is always at work."""
+    looks = []
+    monkeypatch.setattr(step_host.NoGraphs, "launched", lambda self: looks.append(1) or bool)
+    monkeypatch.setattr(engine, "backend_for", step_host.NoGraphs)
+    monkeypatch.setattr(engine, "find_mismatch", lambda *_, **__: None)  # with a graph of nothing
+    monkeypatch.setattr("torchfast.levers.has_graphs", lambda device: True)
+    monkeypatch.setattr(steady, "_MANY", 1)
+    args = SimpleNamespace(size="smoke", device="cpu", block_s=0.01, rounds=2)
+    rows = look_ahead.measured("mlp", args)
+    assert [row["waits"] for row in rows] == ["each", "every sixth"]
+    assert all(row["num_read"] > 10 and row["is_ahead"] for row in rows)
+    assert looks
+    trainer = SimpleNamespace(device=torch.device("cpu"), step=lambda batch: torch.ones(()))
+    arm = look_ahead.Loop(trainer, [1], 6, looks=False)
+    arm.run = lambda: looks.append(steady._MANY)
+    looks.clear()
+    arm.turn(7)
+    assert looks == [sys.maxsize] * 12  # whole sixes, without a look
+    assert steady._MANY == 1
 
 
 def test_compare_check_tells_each_pair_as_it_comes(monkeypatch):
