@@ -1,6 +1,7 @@
 """What all tests share: one thread a process, and the profiles of hypothesis."""
 
 import gc
+import json
 import math
 import os
 
@@ -67,6 +68,23 @@ def every_way(request, monkeypatch):
     with simulated(monkeypatch, too_slow_s) as device:
         device.kind = Prompt
         yield
+
+
+@pytest.fixture
+def run_benchmark(monkeypatch, tmp_path, capsys):
+    """A function that runs a benchmark small on the CPU; returns its rows and what it printed."""
+
+    def run(benchmark, *more):
+        out = tmp_path / "figures.json"
+        options = ["--device", "cpu", "--size", "smoke", "--rounds", "2", "--out", str(out)]
+        monkeypatch.setattr("sys.argv", ["benchmark.py", *options, *more])
+        try:
+            benchmark.main()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return json.loads(out.read_text())["rows"], capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture

@@ -20,8 +20,6 @@ from benchmarks import (
     first_replay,
     fragmentation,
     graph_events,
-    largest,
-    largest_tries,
     look_ahead,
     offload,
     offload_training,
@@ -41,23 +39,8 @@ from torchfast.graphs import engine, steady
 from torchfast.memory.recompute import chosen_blocks
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path, capsys):
-    def run(benchmark, *more):
-        out = tmp_path / "figures.json"
-        options = ["--device", "cpu", "--size", "smoke", "--rounds", "2", "--out", str(out)]
-        monkeypatch.setattr("sys.argv", ["benchmark.py", *options, *more])
-        try:
-            benchmark.main()
-        finally:
-            torch.use_deterministic_algorithms(False)
-        return json.loads(out.read_text())["rows"], capsys.readouterr().out
-
-    return run
-
-
-def test_recompute(run):
-    rows, printed = run(recompute, "--block-s", "0.01")
+def test_recompute(run_benchmark):
+    rows, printed = run_benchmark(recompute, "--block-s", "0.01")
     names = {"GPT-2 small", "GPT-2 medium", "Llama", "ViT", "bottlenecks", "ResNet-50"}
     ways = {(name, way) for name in names for way in (False, "selective", "blocks")}
     ways |= {("ResNet-50", "stages"), ("ResNet-50", "early stages")}
@@ -85,27 +68,27 @@ def test_a_run_is_looked_at_early_and_at_its_end():
     assert fragmentation.marked(1) == [1]
 
 
-def test_recompute_measures_what_is_asked_for_beside_what_there_is(run, tmp_path):
+def test_recompute_measures_what_is_asked_for_beside_what_there_is(run_benchmark, tmp_path):
     short = ("--block-s", "0.01")
-    rows, printed = run(recompute, "--models", "ViT", "Llama", "--limit-s", "-1", *short)
+    rows, printed = run_benchmark(recompute, "--models", "ViT", "Llama", "--limit-s", "-1", *short)
     assert rows == []
     assert "left out" in printed
     left_out = [f"{name}, eager: no time was left" for name in ("ViT", "Llama")]
     assert json.loads((tmp_path / "figures.json").read_text())["left_out"] == left_out
 
-    rows, _ = run(recompute, "--models", "ViT", *short)
+    rows, _ = run_benchmark(recompute, "--models", "ViT", *short)
     assert {row["name"] for row in rows} == {"ViT"}
-    rows, _ = run(recompute, "--models", "Llama", *short)
+    rows, _ = run_benchmark(recompute, "--models", "Llama", *short)
     assert [row["name"] for row in rows] == ["ViT"] * 3 + ["Llama"] * 3
     assert rows[0]["run"]["command"] != rows[-1]["run"]["command"]
     # What has been measured is missing no longer, and a run without time takes nothing away.
-    again, _ = run(recompute, "--models", "ViT", "GPT-2 small", "--limit-s", "-1", *short)
+    again, _ = run_benchmark(recompute, "--models", "ViT", "GPT-2 small", "--limit-s", "-1", *short)
     assert again == rows
     left_out = json.loads((tmp_path / "figures.json").read_text())["left_out"]
     assert left_out == ["GPT-2 small, eager: no time was left"]
     # Other settings, and the figures could not be held against each other.
     with pytest.raises(SystemExit, match="was measured with settings"):
-        run(recompute, "--models", "ViT", "--block-s", "0.02")
+        run_benchmark(recompute, "--models", "ViT", "--block-s", "0.02")
 
 
 def test_rows_that_do_not_say_their_run_keep_that_of_their_file(monkeypatch, tmp_path):
@@ -136,25 +119,25 @@ def test_runs_side_by_side_lose_no_row_of_each_other(tmp_path):
     assert found["left_out"] == []
 
 
-def test_rows_of_another_machine_stand_in_no_file_with_ours(run, tmp_path, monkeypatch):
-    run(offload)
+def test_rows_of_another_machine_stand_in_no_file_with_ours(run_benchmark, tmp_path, monkeypatch):
+    run_benchmark(offload)
     here = results.machine()
     monkeypatch.setattr(results, "machine", lambda: {**here, "commit": "another"})
-    run(offload)
+    run_benchmark(offload)
     monkeypatch.setattr(results, "machine", lambda: {**here, "gpu": "another"})
     with pytest.raises(SystemExit, match="was measured with machine"):
-        run(offload)
+        run_benchmark(offload)
 
 
-def test_offload(run):
-    rows, printed = run(offload)
+def test_offload(run_benchmark):
+    rows, printed = run_benchmark(offload)
     assert [row["arm"] for row in rows] == list(offload.ARMS)
     assert all(row["same_bits"] and row["ms"] > 0 for row in rows)
     assert "OTHER" not in printed
 
 
-def test_offloaded_updates(run):
-    rows, printed = run(offload_update, "--block-s", "0.01", "--accumulate", "1", "2")
+def test_offloaded_updates(run_benchmark):
+    rows, printed = run_benchmark(offload_update, "--block-s", "0.01", "--accumulate", "1", "2")
     arms = [(row["accumulate"], row["arm"]) for row in rows]
     assert arms == [(number, name) for number in (1, 2) for name in offload_update.ARMS]
     assert all(row["ms"] > 0 and row["update_ms"] > 0 for row in rows)
@@ -165,17 +148,17 @@ def test_offloaded_updates(run):
     assert [row["same_bits"] for row in rows] == [None, None, True, True, None, True] * 2
     assert "OTHER" not in printed
     few = ("--block-s", "0.01", "--accumulate", "3", "--arms", "host, overlap")
-    more, _ = run(offload_update, *few)
+    more, _ = run_benchmark(offload_update, *few)
     assert more[:12] == rows
     assert [(row["accumulate"], row["arm"], row["same_bits"]) for row in more[12:]] == [
         (3, "host, overlap", None)
     ]
 
 
-def test_updates_for_which_no_time_is_left_are_named(run, tmp_path):
+def test_updates_for_which_no_time_is_left_are_named(run_benchmark, tmp_path):
     few = ("--block-s", "0.01", "--arms", "device")
-    rows, _ = run(offload_update, *few)
-    again, printed = run(offload_update, "--block-s", "0.01", "--limit-s", "-1")
+    rows, _ = run_benchmark(offload_update, *few)
+    again, printed = run_benchmark(offload_update, "--block-s", "0.01", "--limit-s", "-1")
     assert again == rows
     assert "left out: host, 1: no time was left" in printed
     left_out = json.loads((tmp_path / "figures.json").read_text())["left_out"]
@@ -184,7 +167,7 @@ def test_updates_for_which_no_time_is_left_are_named(run, tmp_path):
 
 
 @pytest.mark.parametrize(("benchmark", "kind"), [(offload_update, "Training"), (offload, "Way")])
-def test_of_an_arm_that_was_measured_nothing_is_left(run, monkeypatch, benchmark, kind):
+def test_of_an_arm_that_was_measured_nothing_is_left(run_benchmark, monkeypatch, benchmark, kind):
     living = weakref.WeakSet()
     most = []
 
@@ -195,12 +178,12 @@ def test_of_an_arm_that_was_measured_nothing_is_left(run, monkeypatch, benchmark
             super().__init__(*args)
 
     monkeypatch.setattr(benchmark, kind, Watched)
-    run(benchmark, "--block-s", "0.01")
+    run_benchmark(benchmark, "--block-s", "0.01")
     assert max(most) == 2
 
 
-def test_slow_to_fast(run):
-    rows, printed = run(slow_to_fast)
+def test_slow_to_fast(run_benchmark):
+    rows, printed = run_benchmark(slow_to_fast)
     assert [row["stage"] for row in rows] == [stage.name for stage in slow_to_fast.STAGES]
     assert all(row["ms"] > 0 and row["utilisation"] is None for row in rows)
     waits = [row["host_waits"] for row in rows]
@@ -212,8 +195,8 @@ def test_slow_to_fast(run):
     assert len(table) == 2 + len(rows)
 
 
-def test_compiled_update(run):
-    rows, printed = run(
+def test_compiled_update(run_benchmark):
+    rows, printed = run_benchmark(
         compiled_update, "--block-s", "0.01", "--workloads", "mlp", "--optimizers", "RMSprop"
     )
 
@@ -237,22 +220,24 @@ def test_compiled_update(run):
     )
 
 
-def test_offload_in_training(run, tmp_path):
-    rows, printed = run(offload_training, "--block-s", "0.01", "--arms", "plain", "recompute")
+def test_offload_in_training(run_benchmark, tmp_path):
+    rows, printed = run_benchmark(
+        offload_training, "--block-s", "0.01", "--arms", "plain", "recompute"
+    )
     assert [row["arm"] for row in rows] == ["plain", "recompute"]
     assert all(row["same_bits"] and row["ms"] > 0 and len(row["turns_ms"]) == 2 for row in rows)
     assert rows[0]["turns_ms"] != rows[1]["turns_ms"]
     assert "OTHER" not in printed
     there = ["--arms", "plain", "offload", "--block-s", "0.01"]
-    again, _ = run(offload_training, "--limit-s", "-1", *there)
+    again, _ = run_benchmark(offload_training, "--limit-s", "-1", *there)
     assert again == rows
     left_out = json.loads((tmp_path / "figures.json").read_text())["left_out"]
     assert left_out == ["offload, eager: no time was left"]
 
 
-def test_training_with_its_update_on_the_host_is_not_held_to_the_bits_of_the_device(run):
+def test_training_with_its_update_on_the_host_is_not_held_to_the_bits_of_the_device(run_benchmark):
     options = ("--block-s", "0.01", "--arms", "plain", "offload optimizer", "offload parameters")
-    rows, printed = run(offload_training, *options)
+    rows, printed = run_benchmark(offload_training, *options)
     assert [row["same_bits"] for row in rows] == [True, None, None]
     # Here the device is the host.
     assert [row["loss_difference"] for row in rows] == [0.0] * 3
@@ -292,107 +277,10 @@ def test_what_the_bus_allows_is_no_more_than_is_saved(saved, allowed, name):
     assert found["of_allowed"] == (None if allowed is None else 10**9 / allowed)
 
 
-@pytest.mark.parametrize("true", [1, 2, 7, 37, 64, 1000])
-def test_sizes_are_tried_until_the_largest_that_fits_is_known(true):
-    tried = []
-    for number in largest.sizes_to_try(lambda n: n <= true, first=4, most=64, resolution=0.0):
-        tried.append(number)
-        assert len(tried) < 20
-    assert len(set(tried)) == len(tried)
-    assert max(n for n in tried if n <= true) == min(true, 64)
-    coarse = list(largest.sizes_to_try(lambda n: n <= 1000, first=4, most=2048, resolution=0.1))
-    assert 900 < max(n for n in coarse if n <= 1000) <= 1000
-
-
-@pytest.mark.parametrize("true", [0, 1, 3, 37, 63, 64, 1000])
-@pytest.mark.parametrize("off", [-40, -1, 0, 1, 40, 10**6])
-def test_a_guess_of_the_largest_size_saves_tries_and_may_be_wrong(true, off):
-    tried = []
-
-    def guess():
-        return None if sum(n <= true for n in tried) < 2 else max(true + off, 0)
-
-    for number in largest.sizes_to_try(lambda n: n <= true, 4, 64, resolution=0.0, guess=guess):
-        tried.append(number)
-        assert len(tried) < 20
-    assert len(set(tried)) == len(tried)
-    assert max([n for n in tried if n <= true], default=0) == min(true, 64)
-    if off == 0 and true == 37:
-        assert tried == [4, 8, 37, 38]
-
-
-def test_the_largest_size_is_guessed_by_what_two_sizes_take():
-    def fitting(number):
-        return largest_tries.Try(number, fits=True, peak_bytes=100 + 10 * number)
-
-    assert largest.guessed([fitting(4)], 1000) is None
-    assert largest.guessed([fitting(4), fitting(8)], 1000) == 90
-    assert largest.guessed([fitting(8), fitting(4), fitting(80)], 995) == 89
-    flat = [largest_tries.Try(n, fits=True, peak_bytes=100) for n in (4, 8)]
-    assert largest.guessed(flat, 1000) is None
-
-
-def test_the_largest_batch_of_a_small_memory(run):
-    options = ["--searches", "batch", "--levers", "plain", "recompute", "--limit-gb", "0.002"]
-    rows, printed = run(largest, *options)
-    assert [row["levers"] for row in rows] == ["plain", "recompute"]
-    assert all(row["settled"] for row in rows)
-    plain, recompute = (row["largest"] for row in rows)
-    assert 2 <= plain < recompute < 64
-    for row in rows:
-        fits = {found["number"]: found["fits"] for found in row["tries"]}
-        assert fits[row["largest"]]
-        assert not fits[row["largest"] + 1]
-        assert 0 < row["peak_bytes"] <= 2e6
-    assert "out of memory" in printed
-
-
-def test_the_largest_model_of_a_small_memory(run):
-    levers = ["low-bit", "recompute, chunked loss, low-bit, bf16 weights"]
-    rows, _ = run(largest, "--searches", "model", "--levers", *levers, "--limit-gb", "0.001")
-    low_bit, few_bytes = rows
-    assert 2 <= low_bit["largest"] < few_bytes["largest"] < 64
-    assert low_bit["num_parameters"] < few_bytes["num_parameters"]
-    assert all(row["host_bytes"] > 1e9 for row in rows)
-
-
-@pytest.mark.parametrize("name", largest_tries.LEVERS)
-def test_every_set_of_levers_trains(name):
-    search = largest.SEARCHES["smoke"]["model"]
-    found = largest_tries.tried(2, search, largest_tries.LEVERS[name], "cpu", None)
-    assert found.fits
-    assert found.num_parameters > 10_000
-
-
-def test_a_model_is_built_where_and_in_what_its_levers_want_it():
-    size = largest.SEARCHES["smoke"]["model"].size
-    for name, levers in largest_tries.LEVERS.items():
-        model = largest_tries.built(size, levers, "cpu")
-        dtypes = {parameter.dtype for parameter in model.parameters()}
-        assert dtypes == {torch.bfloat16 if "bf16 weights" in name else torch.float32}
-        assert levers.home == ("cpu" if "parameters" in name else None)
-    plain = largest_tries.Llama(size)
-    assert torch.equal(model.cos, plain.cos)
-    assert torch.equal(model.norm.weight, plain.norm.weight)
-    weight = model.blocks[0].up.weight
-    assert float(weight.detach().std()) == pytest.approx(0.02, rel=0.1)
-
-
-def test_a_size_whose_process_dies_or_hangs_does_not_fit():
-    search = largest.SEARCHES["smoke"]["batch"]
-    dying = largest_tries.Trier(search, "no such levers", "cpu", None)
-    try:
-        assert not dying(2, 60.0).fits
-        assert dying(2, 60.0).why == "its process ended with 1"  # by a second process
-        assert dying(2, 0.0).why == "not done in 0 s"
-    finally:
-        dying.stop()
-
-
 @pytest.mark.parametrize("benchmark", [graph_events, first_replay, look_ahead])
-def test_benchmarks_of_graphs_say_what_they_need(run, capsys, benchmark):
+def test_benchmarks_of_graphs_say_what_they_need(run_benchmark, capsys, benchmark):
     with pytest.raises(SystemExit):
-        run(benchmark)
+        run_benchmark(benchmark)
     assert "--device is cpu, which has no graphs" in capsys.readouterr().err
 
 
@@ -484,9 +372,9 @@ def test_a_trace_and_a_burst_hold_whole_launches_of_steps_that_are_given_togethe
         assert trace.steps == (8 if at_once == 8 else 5)
 
 
-def test_step_host(run):
+def test_step_host(run_benchmark):
     threads = torch.get_num_threads()
-    rows, printed = run(step_host)
+    rows, printed = run_benchmark(step_host)
     torch.set_num_threads(threads)
     assert rows[0]["part"] == "step"
     assert {"a glance at the state", "cloning the outputs"} <= {row["part"] for row in rows}
