@@ -112,16 +112,18 @@ def look_ahead(result: dict[str, Any]) -> list[str]:
     """Return the table of the look behind a launch, a line for each workload and way to wait."""
     lines = [
         "| workload | things to read | the loop waits behind | a step with the look, ms "
-        "| without, ms | with it takes |",
-        "|---|---:|---|---:|---:|---:|",
+        "| without, ms | with it takes | found to pay |",
+        "|---|---:|---|---:|---:|---:|---|",
     ]
+    chosen = {True: "yes", False: "no", None: "not asked"}
     for row in result["rows"]:
         read = "" if row["num_read"] is None else f"{row['num_read']:,}"
         looks, does_not = row["looks"], row["does not"]
         by_round = map(operator.truediv, looks["turns_ms"], does_not["turns_ms"])
         lines.append(
             f"| {row['workload']} | {read} | {row['waits']} step | {_quartiles(looks)} "
-            f"| {_quartiles(does_not)} | {statistics.median(by_round):.3f} |"
+            f"| {_quartiles(does_not)} | {statistics.median(by_round):.3f} "
+            f"| {chosen[row['chosen']]} |"
         )
     return lines
 

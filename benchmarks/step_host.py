@@ -89,10 +89,6 @@ class NoGraphs:
     def moment(self) -> Any:
         """Nothing is timed."""
 
-    def launched(self) -> Any:
-        """Return what says that the device is through."""
-        return lambda: True
-
     def pool_bytes(self) -> int:
         """Return what the graphs hold."""
         return 0

@@ -75,8 +75,8 @@ def look_ahead():
         "command": "PYTHONPATH=. python benchmarks/look_ahead.py",
         "machine": dict(MACHINE),
         "rows": [
-            {"workload": "moe", **both, "num_read": 9455, "is_ahead": True},
-            {"workload": "lstm", **both, "num_read": None, "is_ahead": None},
+            {"workload": "moe", **both, "num_read": 9455, "chosen": True},
+            {"workload": "lstm", **both, "num_read": None, "chosen": None},
         ],
     }
 

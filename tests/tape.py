@@ -217,9 +217,6 @@ class TapeBackend:
     def moment(self):
         return TapeMoment(self)
 
-    def launched(self):
-        return lambda: True  # the CPU is through with everything at once
-
     def pool_bytes(self):
         return 0
 

@@ -191,9 +191,9 @@ def test_a_changed_figure_changes_the_page(made_up):
         ("compare check", "| mlp | 3% planted | slower: 1 |"),
         (
             "look ahead",
-            "| moe | 9,455 | each step | 15.0 (14.9 to 15.1) | 16.0 (15.9 to 16.1) | 0.938 |",
+            "| moe | 9,455 | each step | 15.0 (14.9 to 15.1) | 16.0 (15.9 to 16.1) | 0.938 | yes |",
         ),
-        ("look ahead", "| lstm |  | each step | 15.0 (14.9 to 15.1) |"),
+        ("look ahead", "| 0.938 | not asked |"),
         ("first replay", "| gpt-small | 8.00 | 12.0 | 1.50 | 3.25 |"),
         (
             "graph events",

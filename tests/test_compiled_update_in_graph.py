@@ -11,8 +11,9 @@ from torch import optim
 
 from models import DropoutNet, make_batches, mean_loss
 from tape import TapeBackend, TapeGraph, Twins, counts
-from test_compiled_update import Signs
+from test_compiled_update import Asking, Signs
 from test_compiled_update_auto import AUTO, measured_as, told
+from torchfast.compiled_update import CompiledUpdate
 from torchfast.graphs import graphed_update
 from torchfast.graphs.backend import RoomMadeError
 from torchfast.graphs.trials import captured_alone
@@ -98,8 +99,7 @@ def test_what_no_graph_holds_is_timed_as_it_is_launched(tape, monkeypatch, which
 
 def asking(model, batch):
     loss = mean_loss(model, batch)
-    assert loss.item() == loss.item()
-    return loss
+    return loss + 0.0 * loss.item()
 
 
 class Replacing(Signs):
@@ -131,6 +131,93 @@ def test_measured_again_if_no_graph_holds_the_update(tape, monkeypatch, make, lo
     )
     assert told(twins.captured).outcome == ("applied" if compiled_ms < 1 else "left alone")
     assert (update_graphs(twins) > 0) or compiled_ms > 1
+
+
+def asking_if_small(model, batch):
+    loss = mean_loss(model, batch)
+    return loss if len(batch[0]) > 2 else loss + 0.0 * loss.item()
+
+
+def small(batch):
+    return tuple(t[:2].contiguous() for t in batch)
+
+
+def another_entry(_, optimizer):
+    """Have the graphs captured anew."""
+    for group in optimizer.param_groups:
+        group["extra"] = group.get("extra", 0) + 1
+
+
+@pytest.mark.parametrize("small_is_next", [True, False])
+def test_a_kind_that_no_graph_holds_beside_one_that_is_captured_changes_nothing(
+    tape, monkeypatch, small_is_next
+):
+    """Not while that one is captured anew either, in which nothing could be measured."""
+    seen, ways = [], []
+    measured_as(monkeypatch, 0.5, seen)
+    run_compiled = CompiledUpdate._run_compiled
+
+    def noting(self):
+        ways.append(any(backend.tape is not None for backend in tape))
+        return run_compiled(self)
+
+    monkeypatch.setattr(CompiledUpdate, "_run_compiled", noting)
+    plan = AUTO.replace(cuda_graph=True)
+    twins = Twins(DropoutNet, partial(Signs, lr=0.01), asking_if_small, plan=plan)
+    batches = iter(make_batches(80))
+
+    def steps(number, form):
+        for _ in range(number):
+            twins.step(form(next(batches)))
+            assert [d for d in twins.differences(gradients=False) if not d.distance < 1e-5] == []
+
+    steps(14, tuple)
+    steps(5, small)
+    assert counts(twins.captured)[0] == 1
+    for _ in range(2):
+        twins.both(another_entry)
+        if small_is_next:
+            steps(2, small)
+        before = ways.count(True)
+        steps(14, tuple)
+        assert ways.count(True) == before + 1  # what is captured anew is compiled
+        steps(2, small)
+    assert len(seen) == 1
+    assert told(twins.captured).detail.endswith(" in a graph")
+
+
+def test_what_is_forgotten_is_counted_and_may_come_later(tape, monkeypatch):
+    """Values that are not finite put the second measurement off; it is not begun anew for that."""
+    seen = []
+    measured_as(monkeypatch, 2.0, seen)
+    plan = AUTO.replace(cuda_graph=True, nonfinite="skip")
+    twins = Twins(DropoutNet, partial(Signs, lr=0.01), asking, plan=plan)
+    batches = make_batches(10)
+    trainer = twins.captured
+    for batch in batches[:2]:
+        trainer(batch)
+    assert len(seen) == 1
+    for x, y in batches[2:5]:
+        trainer((x * torch.nan, y))
+    for batch in batches[5:]:
+        trainer(batch)
+    assert len(seen) == 2
+    assert told(trainer).outcome == "left alone"
+    assert "given up" not in told(trainer).detail
+    assert update_graphs(twins) == 2
+
+
+def test_what_cannot_be_compiled_is_not_tried_again(tape, monkeypatch):
+    tried = []
+    found_out = CompiledUpdate._found_out
+    monkeypatch.setattr(
+        CompiledUpdate, "_found_out", lambda self, *a: tried.append(1) or found_out(self, *a)
+    )
+    plan = AUTO.replace(cuda_graph=True)
+    twins = Twins(DropoutNet, partial(Asking, lr=0.01), plan=plan)
+    twins.run(make_batches(8))  # bit for bit
+    assert len(tried) == 1
+    assert told(twins.captured).outcome == "stepped aside"
 
 
 def test_a_capture_that_made_room_is_tried_again(tape, monkeypatch):

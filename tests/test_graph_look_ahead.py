@@ -1,19 +1,99 @@
-"""The look behind a launch: taken where it hides behind the device's work, and never believed."""
+"""The look behind a launch: kept where the loop's own time says it pays, and never believed."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from torch import optim
 
 from models import DropoutNet, make_batches
-from tape import TapeBackend, Twins
-from torchfast.graphs import steady
+from tape import Twins
+from torchfast.graphs import look_ahead, steady
+from torchfast.graphs.look_ahead import BLOCK, KEPT, PAIRS, LookAhead
 from torchfast.graphs.watch import Glance
 
 ADAMW = partial(optim.AdamW, lr=0.01, fused=True)
 REPLAYED = 6  # steps, until a glance is there
+TRIAL = 2 * BLOCK * PAIRS
+
+
+class Loop:
+    """A loop on a made-up clock, in which a step takes what a function of the last look says."""
+
+    def __init__(self, step_ms):
+        self.now, self._step_ms, self.looked = 0.0, step_ms, False
+        self.ahead = LookAhead(lambda: self.now)
+
+    def run(self, steps):
+        """Return behind which launches there was a look."""
+        looks = []
+        for _ in range(steps):
+            self.now += self._step_ms(self.looked)
+            self.looked = self.ahead.is_wanted()
+            looks.append(self.looked)
+        return looks
+
+
+def test_blocks_take_turns_and_what_pays_is_kept():
+    loop = Loop(lambda looked: 15.0 if looked else 16.0)
+    assert loop.ahead.pays is None
+    looks = loop.run(TRIAL)
+    assert looks == ([True] * BLOCK + [False] * BLOCK) * PAIRS
+    assert loop.run(KEPT) == [True] * KEPT
+    assert loop.ahead.pays is True
+
+
+@pytest.mark.parametrize("with_it", [16.5, 16.0])
+def test_what_does_not_pay_is_left(with_it):
+    loop = Loop(lambda looked: with_it if looked else 16.0)
+    loop.run(TRIAL)
+    assert loop.run(KEPT) == [False] * KEPT
+    assert loop.ahead.pays is False
+
+
+def test_it_is_found_out_anew_twice_as_late_each_time(monkeypatch):
+    monkeypatch.setattr(look_ahead, "_MOST_KEPT", 4 * KEPT)
+    loop = Loop(lambda looked: 17.0 if looked else 16.0)
+    looks = loop.run(5 * TRIAL + 15 * KEPT)
+    trials = [
+        at for at in range(len(looks)) if looks[at] and not any(looks[max(0, at - TRIAL) : at])
+    ]
+    gaps = [after - before - TRIAL for before, after in pairwise(trials)]
+    assert gaps == [KEPT, 2 * KEPT, 4 * KEPT, 4 * KEPT]
+
+
+def test_a_loop_that_has_become_another_is_noticed():
+    takes = {True: 15.0, False: 16.0}
+    loop = Loop(takes.__getitem__)
+    loop.run(TRIAL + KEPT - 1)
+    takes[True] = 17.0
+    loop.run(1 + TRIAL)
+    assert loop.run(100) == [False] * 100
+
+
+def test_one_block_in_which_something_else_went_on_decides_nothing():
+    slow = iter([0.0] * 20 + [5000.0] + [0.0] * 10_000)  # an evaluation, in a block with looks
+    loop = Loop(lambda looked: (15.0 if looked else 16.0) + next(slow))
+    loop.run(TRIAL)
+    assert loop.run(10) == [True] * 10
+
+
+def test_a_block_that_is_interrupted_is_not_counted():
+    loop = Loop(lambda looked: 15.0 if looked else 16.0)
+    loop.run(BLOCK + 3)
+    loop.now += 1e6
+    loop.ahead.interrupt()
+    loop.run(TRIAL + BLOCK)
+    assert loop.ahead.pays is True
+    assert max(map(max, loop.ahead._took.values())) < 1e3
+    loop.run(5)
+    loop.ahead.interrupt()  # and one while it is kept changes nothing
+    assert loop.run(10) == [True] * 10
+
+
+# --- In a step ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -27,23 +107,9 @@ def looks(tape, monkeypatch):
         return is_as_it_was(self)
 
     monkeypatch.setattr(Glance, "is_as_it_was", counting)
-    monkeypatch.setattr(steady, "_MANY", 1)
+    monkeypatch.setattr(steady, "MANY", 1)
+    monkeypatch.setattr(LookAhead, "is_wanted", lambda self: True)
     return counted
-
-
-def device_is_through(monkeypatch, answers):
-    """Let the device say so each time that it is asked, or do so forever if it is a bool."""
-    asked = []
-
-    def launched(self):
-        def is_through():
-            asked.append(1)
-            return answers if isinstance(answers, bool) else answers.pop(0)
-
-        return is_through
-
-    monkeypatch.setattr(TapeBackend, "launched", launched)
-    return asked
 
 
 def run(twins, number, looks):
@@ -56,41 +122,32 @@ def run(twins, number, looks):
     return looks
 
 
-def test_one_more_behind_each_launch_while_the_device_is_at_work(looks, monkeypatch):
-    device_is_through(monkeypatch, False)
+def test_one_more_behind_each_launch_where_it_is_wanted(looks, monkeypatch):
     twins = Twins(DropoutNet, ADAMW)
     run(twins, REPLAYED, looks)
     assert run(twins, 10, looks) == [2] * 10
+    monkeypatch.setattr(LookAhead, "is_wanted", lambda self: False)
+    assert run(twins, 10, looks) == [1] * 10
 
 
-def test_none_where_the_device_was_through_before_the_host(looks, monkeypatch):
-    """It would have kept the device waiting, so it is tried again only now and then."""
-    monkeypatch.setattr(steady, "_NOT_AHEAD", 4)
-    asked = device_is_through(monkeypatch, True)
-    twins = Twins(DropoutNet, ADAMW)
-    run(twins, REPLAYED, looks)
-    assert sorted(run(twins, 10, looks)) == [1] * 8 + [2] * 2
-    before = len(asked)
-    run(twins, 10, looks)
-    assert len(asked) == before + 2
-
-
-def test_one_that_was_in_the_way_once_is_taken_again(looks, monkeypatch):
-    monkeypatch.setattr(steady, "_NOT_AHEAD", 3)
-    device_is_through(monkeypatch, [False, True] + [False] * 20)
-    twins = Twins(DropoutNet, ADAMW)
-    run(twins, REPLAYED - 1, looks)
-    assert run(twins, 10, looks)[-6:] == [2] * 6
-    assert looks.count(1) == 3
-
-
-def test_none_for_what_is_read_in_no_time(looks, monkeypatch):
-    monkeypatch.setattr(steady, "_MANY", 2_000)
-    asked = device_is_through(monkeypatch, False)
+def test_none_is_thought_of_for_what_is_read_in_no_time(looks, monkeypatch):
+    monkeypatch.setattr(steady, "MANY", 2_000)
     twins = Twins(DropoutNet, ADAMW)
     run(twins, REPLAYED, looks)
     assert run(twins, 10, looks) == [1] * 10
-    assert not asked
+
+
+def test_steps_without_a_glance_interrupt_a_block(looks, monkeypatch):
+    interrupted = []
+    monkeypatch.setattr(LookAhead, "interrupt", lambda self: interrupted.append(1))
+    twins = Twins(DropoutNet, ADAMW)
+    run(twins, REPLAYED, looks)
+    del interrupted[:]
+    run(twins, 10, looks)
+    assert not interrupted
+    twins.both(lambda _, optimizer: optimizer.param_groups[0].update(weight_decay=0.5))
+    run(twins, 10, looks)
+    assert interrupted
 
 
 def halve_weight_decay(_, optimizer):
@@ -107,8 +164,7 @@ def freeze(model, _):
 
 
 @pytest.mark.parametrize("change", [halve_weight_decay, to_eval, freeze])
-def test_what_changes_behind_it_is_seen_by_the_next_step(looks, monkeypatch, change):
-    device_is_through(monkeypatch, False)
+def test_what_changes_behind_it_is_seen_by_the_next_step(looks, change):
     twins = Twins(DropoutNet, ADAMW)
     run(twins, REPLAYED, looks)
     assert run(twins, 12, looks) == [2] * 12
@@ -119,7 +175,6 @@ def test_what_changes_behind_it_is_seen_by_the_next_step(looks, monkeypatch, cha
 @pytest.mark.parametrize("change", [halve_weight_decay, freeze])
 def test_were_it_believed_what_changes_behind_it_would_be_missed(looks, monkeypatch, change):
     """The negative control."""
-    device_is_through(monkeypatch, False)
     twins = Twins(DropoutNet, ADAMW)
     run(twins, REPLAYED, looks)
     monkeypatch.setattr(steady.Steady, "goes_on", lambda self: self._glance is not None)

@@ -36,6 +36,7 @@ from benchmarks.methods import METHODS
 from benchmarks.result_rows import ResultRows
 from benchmarks.workloads import workload
 from torchfast.graphs import engine, steady
+from torchfast.graphs.look_ahead import LookAhead
 from torchfast.memory.recompute import chosen_blocks
 
 
@@ -285,25 +286,29 @@ def test_benchmarks_of_graphs_say_what_they_need(run_benchmark, capsys, benchmar
 
 
 def test_look_ahead(monkeypatch):
-    """On a CPU, with graphs of nothing, behind which the device is always at work."""
-    looks = []
-    monkeypatch.setattr(step_host.NoGraphs, "launched", lambda self: looks.append(1) or bool)
+    """On a CPU, with graphs of nothing."""
     monkeypatch.setattr(engine, "backend_for", step_host.NoGraphs)
     monkeypatch.setattr(engine, "find_mismatch", lambda *_, **__: None)  # with a graph of nothing
     monkeypatch.setattr("torchfast.levers.has_graphs", lambda device: True)
-    monkeypatch.setattr(steady, "_MANY", 1)
+    monkeypatch.setattr(steady, "MANY", 1)
     args = SimpleNamespace(size="smoke", device="cpu", block_s=0.01, rounds=2)
     rows = look_ahead.measured("mlp", args)
-    assert [row["waits"] for row in rows] == ["each", "every sixth"]
-    assert all(row["num_read"] > 10 and row["is_ahead"] for row in rows)
-    assert looks
-    trainer = SimpleNamespace(device=torch.device("cpu"), step=lambda batch: torch.ones(()))
-    arm = look_ahead.Loop(trainer, [1], 6, looks=False)
-    arm.run = lambda: looks.append(steady._MANY)
-    looks.clear()
-    arm.turn(7)
-    assert looks == [sys.maxsize] * 12  # whole sixes, without a look
-    assert steady._MANY == 1
+    assert [row["waits"] for row in rows] == ["each", "every sixth", "no"]
+    assert all(row["num_read"] > 10 and row["chosen"] in (True, False) for row in rows)
+    assert all(len(row[way]["turns_ms"]) == 2 for row in rows for way in ("looks", "does not"))
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_loop_looks_ahead_or_does_not(looks):
+    waits, wanted = [], []
+    loss = SimpleNamespace(item=lambda: waits.append(1))
+    trainer = SimpleNamespace(
+        device=torch.device("cpu"), step=lambda _: wanted.append(LookAhead().is_wanted()) or loss
+    )
+    look_ahead.Loop(trainer, [1], 6, looks=looks).turn(7)
+    assert (wanted, len(waits)) == ([looks] * 12, 2)
+    look_ahead.Loop(trainer, [1], None, looks=looks).turn(7)
+    assert (len(wanted), len(waits)) == (19, 2)
 
 
 def test_compare_check_tells_each_pair_as_it_comes(monkeypatch):

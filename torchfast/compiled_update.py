@@ -151,10 +151,15 @@ class CompiledUpdate(Closing):
             graph.close()
 
     def _begin_anew(self) -> None:
+        """Forget what was found about an update in a graph; not within a capture."""
+        assert self._graph is not None
+        if self._graph.off_because is not None:
+            return
         self.is_of_graph = False
         if self._outcome == "stepped aside":  # it cannot be compiled, in a graph or not
             return
         if self._why_eager is not None:  # what was compiled is closed
+            self._num_graphs_before += self._graph.graphs
             self._graph = compiler.OneGraph(self._inner, self._name, self._options)
         self._outcome, self._why_eager = "applied", None
         self._found, self._num_trials, self.is_undecided = None, 0, True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,10 +30,10 @@ from torchfast import (
     MicroBatches,
     Plan,
     PrecisionOptions,
-    Trainer,
 )
 from torchfast._core.compare import differences
 from torchfast.graphs import steady
+from torchfast.graphs.look_ahead import BLOCK, PAIRS
 from torchfast.graphs.watch import Glance
 
 # Those that keep every bit in a form that a graph can hold.
@@ -264,39 +262,22 @@ def test_no_sync_in_a_steady_step():
     assert counters(captured)["replays"] == 45
 
 
-@pytest.mark.parametrize("is_long", [True, False])
-def test_the_host_looks_ahead_while_the_device_is_at_work(monkeypatch, is_long):
-    """And not where the device would wait for that. It waits for nothing itself."""
-    monkeypatch.setattr(steady, "_MANY", 1)
+def test_the_host_looks_ahead_in_steps_that_make_it_wait_for_nothing(monkeypatch):
+    monkeypatch.setattr(steady, "MANY", 1)
     looks = []
     is_as_it_was = Glance.is_as_it_was
-
-    def looking(self):
-        looks.append(1)
-        if not is_long:
-            time.sleep(0.002)  # in which the device gets through
-        return is_as_it_was(self)
-
-    monkeypatch.setattr(Glance, "is_as_it_was", looking)
-    heavy = torch.randn(4096, 4096, device="cuda")
-
-    def loss_fn(model, batch):
-        x = heavy
-        for _ in range(4 if is_long else 0):  # some milliseconds each in float32
-            x = x @ heavy
-        return model(batch).square().mean() + 0.0 * x[0, 0]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(32))).cuda()
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    trainer = Trainer(model, optimizer, loss_fn, GRAPH)
-    batch = torch.randn(4, 8, device="cuda")
-    for _ in range(8):
-        trainer.step(batch)
-    torch.cuda.synchronize()
+    monkeypatch.setattr(Glance, "is_as_it_was", lambda self: looks.append(1) or is_as_it_was(self))
+    batches = on_gpu(make_batches(4, size=12))
+    captured, plain = (build("AdamW fused", plan, scheduler=lambdas) for plan in (GRAPH, Plan()))
+    for batch in batches * 2:
+        captured.step(batch)
     looks.clear()
     with no_syncs():
-        for _ in range(16):
-            trainer.step(batch)
-    assert counters(trainer)["replays"] == 21
-    assert len(looks) == 32 if is_long else 16 <= len(looks) <= 17
+        for batch in batches * 30:
+            captured.step(batch)
+    assert counters(captured)["replays"] == 125
+    # In half of the trial's blocks, and then in all steps or in none.
+    assert len(looks) >= 120 + BLOCK * (PAIRS - 1)
+    for batch in batches * 32:
+        plain.step(batch)
+    assert not differences(state(plain), state(captured))

@@ -65,12 +65,6 @@ class Backend(Protocol):
     def moment(self) -> Moment:
         """Return what can be put into a capture, and tells when a replay has come to it."""
 
-    def launched(self) -> Callable[[], bool]:
-        """Return what tells whether the device is through with all that was launched so far.
-
-        It tells that of the latest call.
-        """
-
     def pool_bytes(self) -> int:
         """Return the memory that the graphs hold."""
 
@@ -92,7 +86,6 @@ class CUDABackend:
         self._pool: Any = None
         self._num_graphs: Counter[Any] = Counter()  # by pool
         self._cache = CachedMemory(device)
-        self._behind = torch.cuda.Event()
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -151,11 +144,6 @@ class CUDABackend:
     def moment(self) -> Moment:
         """Return an event that a replay records."""
         return _ExternalEvent(self.device)
-
-    def launched(self) -> Callable[[], bool]:
-        """Return what asks an event behind the work of the current stream."""
-        self._behind.record(torch.cuda.current_stream(self.device))
-        return self._behind.query
 
     def pool_bytes(self) -> int:
         """Return the bytes that the pool has reserved."""

@@ -95,7 +95,7 @@ class GraphEngine:
         state.rates = list(rates)
         self.backend = backend or backend_for(device)
         self.store = GraphStore(options)
-        self._steady = Steady(self._watch, self.store, self._together, self.backend.launched)
+        self._steady = Steady(self._watch, self.store, self._together)
         self._frozen: list[Any] = []
         self._error: Exception | None = None
         self.failure: Failure | None = None

@@ -239,10 +239,12 @@ class GraphedUpdate(Closing):
 
     def update_alone(self) -> InGraph | None:
         """Return what captures ways to update by themselves; None where no graph holds updates."""
-        if self.is_passed_by or not self.is_whole or self.failure is not None:
+        if self.is_passed_by or not self.is_whole or self._graph.why_eager is not None:
             return None
-        is_eager = self._graph.why_eager is not None
-        return None if is_eager else partial(captured_alone, device=self._device)
+        kinds = self._graph.store.entries.values()
+        if kinds and all(kind.why_eager is not None for kind in kinds):
+            return None
+        return partial(captured_alone, device=self._device)
 
     def settle(self) -> None:
         """Bring what a step outside the graph has replaced back to its place."""

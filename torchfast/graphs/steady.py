@@ -2,20 +2,14 @@
 
 From one step to the next nothing changes but the values of the batch, mostly. So what the engine
 has found out about a kind of call is kept for as long as a glance shows that nothing has changed.
-
-A glance at a model of many parameters and modules reads a megabyte here and there, and the launch
-of its graph drives that from the processor's caches. Read from memory it takes three times as long,
-and where a loop waits for the device in each step, to read its loss, the device waits for it. So
-behind a launch, while the device is at work, the host looks once more. What that look sees counts
-for nothing: the next step looks for itself, and finds in the caches what it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final, final
 
 from torchfast.graphs.entries import Entry, GraphStore
+from torchfast.graphs.look_ahead import LookAhead
 from torchfast.graphs.together import Together
 from torchfast.graphs.watch import Glance, StateWatch
 
@@ -24,10 +18,8 @@ from torchfast.graphs.watch import Glance, StateWatch
 _LASTS = 10
 # Steps between two looks at what is not captured.
 _NOT_LOOKED_AT = 32
-# What a glance has to read to be worth another look, and how many steps go by without one where the
-# device was through before the host.
-_MANY: Final = 2_000
-_NOT_AHEAD: Final = 64
+# What a glance has to read for another look to be thought of.
+MANY: Final = 2_000
 
 
 @final
@@ -38,26 +30,21 @@ class Steady:
         watch: What looks closer.
         store: Whose graphs.
         together: Whom each step is agreed upon with.
-        launched: Returns what tells whether the device is through with all launched so far.
 
     Attributes:
+        ahead: Whether to look once more behind a launch.
         refused: What runs eagerly as things stand.
         entries: What serves a call, by what `describe` says of its inputs; to be read where all
             `goes_on`. What is not there is to be found out.
     """
 
-    def __init__(
-        self,
-        watch: StateWatch,
-        store: GraphStore,
-        together: Together,
-        launched: Callable[[], Callable[[], bool]],
-    ) -> None:
-        self._watch, self._store, self._launched = watch, store, launched
+    def __init__(self, watch: StateWatch, store: GraphStore, together: Together) -> None:
+        self._watch, self._store = watch, store
+        self.ahead = LookAhead()
         self.refused = Refused(store, together)
         self.entries: dict[Any, Entry] = {}
         self._glance: Glance | None = None
-        self._num_lasted, self._wait, self._not_ahead = 0, 0, 0
+        self._num_lasted, self._wait = 0, 0
 
     def goes_on(self) -> bool:
         """Whether nothing has changed since the first `note`; if not, all that was noted goes."""
@@ -85,17 +72,12 @@ class Steady:
         self.entries[key] = entry
 
     def look_ahead(self) -> None:
-        """Look once more behind a launch, where that takes long and keeps nobody waiting."""
+        """Look once more behind the launch of a large model's step, if that pays."""
         glance = self._glance
-        if glance is None or glance.num_read < _MANY:
-            return
-        if self._not_ahead:
-            self._not_ahead -= 1
-            return
-        is_through = self._launched()
-        glance.is_as_it_was()
-        if is_through():
-            self._not_ahead = _NOT_AHEAD
+        if glance is None:
+            self.ahead.interrupt()
+        elif glance.num_read >= MANY and self.ahead.is_wanted():
+            glance.is_as_it_was()  # the next step looks for itself
 
     def forget(self) -> None:
         """Let go of it, before the state is taken as it is then, or a graph goes for another."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -135,9 +135,10 @@ def captured_alone(
     backend = backend_for(device)
     with backend.side_stream():
         work()
-    try:
+    graph = None
+    with suppress(RoomMadeError):  # for another attempt
         graph, _ = backend.capture(work, ())
-    except RoomMadeError:  # for another attempt
+    if graph is None:  # out here, where nothing holds what has failed
         graph, _ = backend.capture(work, ())
     try:
         yield graph.replay
