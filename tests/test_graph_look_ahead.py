@@ -6,13 +6,14 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from torch import optim
+from torch import nn, optim
 
 from models import DropoutNet, make_batches
-from tape import Twins
+from tape import CPU, Twins
 from torchfast.graphs import look_ahead, steady
 from torchfast.graphs.look_ahead import BLOCK, KEPT, PAIRS, LookAhead
-from torchfast.graphs.watch import Glance
+from torchfast.graphs.named_state import NamedState
+from torchfast.graphs.watch import Glance, StateWatch
 
 ADAMW = partial(optim.AdamW, lr=0.01, fused=True)
 REPLAYED = 6  # steps, until a glance is there
@@ -51,6 +52,16 @@ def test_what_does_not_pay_is_left(with_it):
     loop.run(TRIAL)
     assert loop.run(KEPT) == [False] * KEPT
     assert loop.ahead.pays is False
+
+
+@pytest.mark.parametrize(("won", "pays"), [(3, False), (4, True)])
+def test_it_has_to_win_four_pairs_of_five(won, pays):
+    slower = iter([False] * (2 * won * BLOCK) + [True] * TRIAL)
+    loop = Loop(
+        lambda looked: (17.0 if next(slower) else 15.0) if looked else 16.0 + 0 * next(slower)
+    )
+    loop.run(TRIAL + 1)
+    assert loop.ahead.pays is pays
 
 
 def test_it_is_found_out_anew_twice_as_late_each_time(monkeypatch):
@@ -135,6 +146,15 @@ def test_none_is_thought_of_for_what_is_read_in_no_time(looks, monkeypatch):
     twins = Twins(DropoutNet, ADAMW)
     run(twins, REPLAYED, looks)
     assert run(twins, 10, looks) == [1] * 10
+
+
+def test_what_it_takes_is_counted_by_all_that_is_read():
+    """Three hundred layers are many by their values and their objects together."""
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(300)))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    glance = StateWatch(NamedState([model, optimizer]), CPU).glance()
+    assert glance.num_read >= steady.MANY
+    assert len(glance._values) < steady.MANY
 
 
 def test_steps_without_a_glance_interrupt_a_block(looks, monkeypatch):
