@@ -113,7 +113,8 @@ class GraphEngine:
         if type(found) is Ready:
             if found.entry.manner.draws is None or found.draws():
                 output = self.replay(found)
-                self._steady.look_ahead()
+                if self._steady.is_long:
+                    self._steady.look_ahead()
                 return output
             if self.store.refused(found.entry):
                 self._steady.forget()
@@ -187,8 +188,7 @@ class GraphEngine:
             return None
         if (moved := self._watch.moved()) is not None:
             return moved
-        name = self._watch.attributes.changed()
-        return None if name is None else f"{name} changed"
+        return self._watch.changed_value()
 
     def settle(self) -> None:
         """Bring buffers that were replaced outside the step back to their places."""

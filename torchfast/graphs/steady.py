@@ -33,6 +33,7 @@ class Steady:
 
     Attributes:
         ahead: Whether to look once more behind a launch.
+        is_long: Whether a glance reads so much that this is to be asked.
         refused: What runs eagerly as things stand.
         entries: What serves a call, by what `describe` says of its inputs; to be read where all
             `goes_on`. What is not there is to be found out.
@@ -44,7 +45,7 @@ class Steady:
         self.refused = Refused(store, together)
         self.entries: dict[Any, Entry] = {}
         self._glance: Glance | None = None
-        self._num_lasted, self._wait = 0, 0
+        self._num_lasted, self._wait, self.is_long = 0, 0, False
 
     def goes_on(self) -> bool:
         """Whether nothing has changed since the first `note`; if not, all that was noted goes."""
@@ -69,20 +70,19 @@ class Steady:
             if self._glance is None:
                 self._wait = _LASTS
                 return
+            self.is_long = self._glance.num_read >= MANY
         self.entries[key] = entry
 
     def look_ahead(self) -> None:
         """Look once more behind the launch of a large model's step, if that pays."""
-        glance = self._glance
-        if glance is None:
-            self.ahead.interrupt()
-        elif glance.num_read >= MANY and self.ahead.is_wanted():
-            glance.is_as_it_was()  # the next step looks for itself
+        if self._glance is not None and self.ahead.is_wanted():
+            self._glance.is_as_it_was()  # the next step looks for itself
 
     def forget(self) -> None:
         """Let go of it, before the state is taken as it is then, or a graph goes for another."""
-        self._glance = None
+        self._glance, self.is_long = None, False
         self.entries = {}
+        self.ahead.interrupt()
 
 
 @final

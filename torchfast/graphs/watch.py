@@ -179,8 +179,12 @@ class StateWatch:
         """Return what is read on the host and has changed, in words; None if nothing has."""
         if not self.is_frozen_as(before):
             return "a hyperparameter, a hook or a tensor on the host changed"
-        changed = self.attributes.changed()
-        return None if changed is None else f"{changed} changed"
+        return self.changed_value()
+
+    def changed_value(self) -> str | None:
+        """Return which value in attributes is another one, in words; None if none is."""
+        name = self.attributes.changed()
+        return None if name is None else f"{name} changed"
 
     def notes(self) -> list[str]:
         """Return what somebody should know of whom a graph serves, in words."""
