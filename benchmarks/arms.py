@@ -82,6 +82,12 @@ def parser_of(description: str | None, *, rounds: int) -> argparse.ArgumentParse
     return parser
 
 
+def check_has_graphs(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End a script that needs graphs on a device that has none."""
+    if args.device != "cuda":
+        parser.error(f"--device is {args.device}, which has no graphs; run it on a CUDA device")
+
+
 def write_rows(
     args: argparse.Namespace,
     rows: list[dict[str, Any]],

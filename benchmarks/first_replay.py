@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.arms import parser_of, write_rows
+from benchmarks.arms import check_has_graphs, parser_of, write_rows
 from benchmarks.job import Job
 from benchmarks.methods import by_hand
 from benchmarks.workloads import NAMES, Workload, workload
@@ -159,8 +159,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=NAMES, default=list(WORKLOADS))
     parser.add_argument("--profile", action="store_true", help="tell which functions take the time")
     args = parser.parse_args()
-    if args.device != "cuda":
-        parser.error("--device is cpu, which has no graphs; run it on a CUDA device")
+    check_has_graphs(parser, args)
     args.block_s = None
     rows = []
     for name in args.workloads:

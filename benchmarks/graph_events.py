@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from benchmarks.arms import (
     Arm,
+    check_has_graphs,
     median_and_quartiles,
     parser_of,
     steps_of_a_turn,
@@ -179,8 +180,7 @@ def main() -> None:
     parser.add_argument("--block-s", type=float, default=0.1, help="seconds of a turn")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     args = parser.parse_args()
-    if args.device != "cuda":
-        parser.error("--device is cpu, which has no graphs and no events; run it on a CUDA device")
+    check_has_graphs(parser, args)
     rows = []
     for name in args.workloads:
         for row in measured(name, args):

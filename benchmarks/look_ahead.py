@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.arms import (
     Arm,
+    check_has_graphs,
     median_and_quartiles,
     parser_of,
     settings_of,
@@ -124,8 +125,7 @@ def main() -> None:
     parser.add_argument("--block-s", type=float, default=0.3, help="of a turn")
     parser.add_argument("--workloads", nargs="*", choices=NAMES, default=WORKLOADS)
     args = parser.parse_args()
-    if args.device == "cpu":
-        parser.error("--device is cpu, which has no graphs")
+    check_has_graphs(parser, args)
     rows = ResultRows(args.out, ("workload", "waits"), settings_of(args))
     for name in args.workloads:
         for row in measured(name, args):

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from typing import Any
 
-from benchmarks.baseline_tables import figure
+from benchmarks.baseline_tables import figure, with_quartiles
 
 
 def watching(result: dict[str, Any]) -> list[str]:
@@ -121,16 +121,11 @@ def look_ahead(result: dict[str, Any]) -> list[str]:
         looks, does_not = row["looks"], row["does not"]
         by_round = map(operator.truediv, looks["turns_ms"], does_not["turns_ms"])
         lines.append(
-            f"| {row['workload']} | {read} | {row['waits']} step | {_quartiles(looks)} "
-            f"| {_quartiles(does_not)} | {statistics.median(by_round):.3f} "
+            f"| {row['workload']} | {read} | {row['waits']} step | {with_quartiles(looks)} "
+            f"| {with_quartiles(does_not)} | {statistics.median(by_round):.3f} "
             f"| {chosen[row['chosen']]} |"
         )
     return lines
-
-
-def _quartiles(way: dict[str, Any]) -> str:
-    low, high = map(figure, way["quartiles_ms"])
-    return f"{figure(way['ms'])} ({low} to {high})"
 
 
 def graph_events(result: dict[str, Any]) -> list[str]:

@@ -21,6 +21,13 @@ from torchfast.graphs.trials import captured_alone
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
+def run_close(twins, batches):
+    """Run steps, each of which ends close to that of the plain loop."""
+    for batch in batches:
+        twins.step(batch)
+        assert [d for d in twins.differences(gradients=False) if not d.distance < 1e-5] == []
+
+
 def update_graphs(twins):
     return twins.captured.report().counters["update_graphs"]
 
@@ -59,9 +66,7 @@ def test_timed_as_replays_where_a_graph_will_hold_the_update(tape, monkeypatch, 
 
     in_graph_as(monkeypatch, captured)
     twins = Twins(DropoutNet, partial(Signs, lr=0.01), plan=AUTO.replace(cuda_graph=True))
-    for batch in make_batches(8):
-        twins.step(batch)
-        assert [d for d in twins.differences(gradients=False) if not d.distance < 1e-5] == []
+    run_close(twins, make_batches(8))
     assert [type(way.__self__) for way in timed] == [TapeGraph] * 2
     assert not live
     assert [way.__self__.tape for way in timed] == [None, None]  # reset
@@ -89,9 +94,7 @@ def test_what_no_graph_holds_is_timed_as_it_is_launched(tape, monkeypatch, which
 
     in_graph_as(monkeypatch, captured)
     twins = Twins(DropoutNet, partial(Signs, lr=0.01), plan=AUTO.replace(cuda_graph=True))
-    for batch in make_batches(8):
-        twins.step(batch)
-        assert [d for d in twins.differences(gradients=False) if not d.distance < 1e-5] == []
+    run_close(twins, make_batches(8))
     assert ended == begun[:which]
     detail = told(twins.captured).detail
     assert detail.endswith("launched kernel by kernel, since no graph held it (RuntimeError)")
@@ -119,9 +122,7 @@ def test_measured_again_if_no_graph_holds_the_update(tape, monkeypatch, make, lo
     measured_as(monkeypatch, compiled_ms, seen, timed)
     plan = AUTO.replace(cuda_graph=True)
     twins = Twins(DropoutNet, partial(make, lr=0.01), loss_fn, plan=plan)
-    for batch in make_batches(8):
-        twins.step(batch)
-        assert [d for d in twins.differences(gradients=False) if not d.distance < 1e-5] == []
+    run_close(twins, make_batches(8))
     assert counts(twins.captured)[:2] == (0, 0)
     assert len(seen) == 2  # and not at each step
     are_replays = [isinstance(getattr(way, "__self__", None), TapeGraph) for way in timed]
@@ -167,9 +168,7 @@ def test_a_kind_that_no_graph_holds_beside_one_that_is_captured_changes_nothing(
     batches = iter(make_batches(80))
 
     def steps(number, form):
-        for _ in range(number):
-            twins.step(form(next(batches)))
-            assert [d for d in twins.differences(gradients=False) if not d.distance < 1e-5] == []
+        run_close(twins, [form(next(batches)) for _ in range(number)])
 
     steps(14, tuple)
     steps(5, small)

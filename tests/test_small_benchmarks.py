@@ -287,12 +287,11 @@ def test_benchmarks_of_graphs_say_what_they_need(run_benchmark, capsys, benchmar
 
 def test_look_ahead(monkeypatch):
     """On a CPU, with graphs of nothing."""
-    monkeypatch.setattr(engine, "backend_for", step_host.NoGraphs)
     monkeypatch.setattr(engine, "find_mismatch", lambda *_, **__: None)  # with a graph of nothing
-    monkeypatch.setattr("torchfast.levers.has_graphs", lambda device: True)
     monkeypatch.setattr(steady, "MANY", 1)
     args = SimpleNamespace(size="smoke", device="cpu", block_s=0.01, rounds=2)
-    rows = look_ahead.measured("mlp", args)
+    with step_host.graphs_of_nothing():
+        rows = look_ahead.measured("mlp", args)
     assert [row["waits"] for row in rows] == ["each", "every sixth", "no"]
     assert all(row["num_read"] > 10 and row["chosen"] in (True, False) for row in rows)
     assert all(len(row[way]["turns_ms"]) == 2 for row in rows for way in ("looks", "does not"))

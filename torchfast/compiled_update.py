@@ -82,7 +82,7 @@ class CompiledUpdate(Closing):
         self._has_state = False
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim")
         self._changes_rates = False
-        self._num_graphs_before = 0  # of state that was replaced
+        self._num_graphs_before = 0  # of what was let go
         self.is_undecided = self._options.update == "auto"
         self._found: UpdateTrial | None = None
         self.is_of_graph = False
@@ -119,12 +119,12 @@ class CompiledUpdate(Closing):
         if "step" in vars(self._optimizer):  # a scheduler's, which notes that it was called
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def decide(self, in_graph: InGraph | None = None) -> None:
+    def decide(self, in_graph: InGraph | None) -> None:
         """Measure, under ``update="auto"``, once there is state; gradients must be there.
 
         Args:
-            in_graph: Captures a way by itself, where a graph will hold the update. Where none does
-                after all, what was found about one is forgotten.
+            in_graph: Captures a way by itself, where a graph will hold the update; None where none
+                will. What was found about one is forgotten then.
         """
         if in_graph is None and self.is_of_graph:
             self._begin_anew()
@@ -159,8 +159,7 @@ class CompiledUpdate(Closing):
         if self._outcome == "stepped aside":  # it cannot be compiled, in a graph or not
             return
         if self._why_eager is not None:  # what was compiled is closed
-            self._num_graphs_before += self._graph.graphs
-            self._graph = compiler.OneGraph(self._inner, self._name, self._options)
+            self._renew_graph()
         self._outcome, self._why_eager = "applied", None
         self._found, self._num_trials, self.is_undecided = None, 0, True
 
@@ -172,10 +171,9 @@ class CompiledUpdate(Closing):
 
         optimizer, options = self._optimizer, self._options
         device = next(iter(optimized(optimizer))).device
-        is_in_graph = in_graph is not None
         key = None
         if options.cache is not None:
-            key = receipt_key(optimizer, options, device, is_in_graph=is_in_graph)
+            key = receipt_key(optimizer, options, device, is_in_graph=in_graph is not None)
         if key is not None and (known := remembered(options, key)) is not None:
             return known
         found = try_update(
@@ -279,9 +277,14 @@ class CompiledUpdate(Closing):
         """Compile anew: the guards know the state that was replaced, and versions are limited."""
         assert self._graph is not None
         if self._why_eager is None and self._graph.graphs:
-            self._num_graphs_before += self._graph.graphs
-            self._graph.close()
-            self._graph = compiler.OneGraph(self._inner, self._name, self._options)
+            self._renew_graph()
+
+    def _renew_graph(self) -> None:
+        """Let go of what was compiled, which stays counted, and begin with nothing."""
+        assert self._graph is not None
+        self._num_graphs_before += self._graph.graphs
+        self._graph.close()
+        self._graph = compiler.OneGraph(self._inner, self._name, self._options)
 
 
 def _why_left_alone(optimizer: Optimizer) -> str | None:
