@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-import statistics
 from collections import Counter, defaultdict
 from typing import Any
 
-from benchmarks.baseline_tables import figure, with_quartiles
+from benchmarks.baseline_tables import figure
 
 
 def watching(result: dict[str, Any]) -> list[str]:
@@ -106,26 +104,6 @@ def first_replay(result: dict[str, Any]) -> list[str]:
         f"| {figure(row['by_hand_ms']) if 'by_hand_ms' in row else ''} |"
         for row in result["rows"]
     ]
-
-
-def look_ahead(result: dict[str, Any]) -> list[str]:
-    """Return the table of the look behind a launch, a line for each workload and way to wait."""
-    lines = [
-        "| workload | things to read | the loop waits behind | a step with the look, ms "
-        "| without, ms | with it takes | found to pay |",
-        "|---|---:|---|---:|---:|---:|---|",
-    ]
-    chosen = {True: "yes", False: "no", None: "not asked"}
-    for row in result["rows"]:
-        read = "" if row["num_read"] is None else f"{row['num_read']:,}"
-        looks, does_not = row["looks"], row["does not"]
-        by_round = map(operator.truediv, looks["turns_ms"], does_not["turns_ms"])
-        lines.append(
-            f"| {row['workload']} | {read} | {row['waits']} step | {with_quartiles(looks)} "
-            f"| {with_quartiles(does_not)} | {statistics.median(by_round):.3f} "
-            f"| {chosen[row['chosen']]} |"
-        )
-    return lines
 
 
 def graph_events(result: dict[str, Any]) -> list[str]:

@@ -219,7 +219,6 @@ TABLES: dict[str, tuple[str, Table]] = {
     "out of memory": ("out_of_memory_CARD.json", memory_tables.out_of_memory),
     "watching": ("watching_CARD.json", profiling_tables.watching),
     "first replay": ("first_replay_CARD.json", profiling_tables.first_replay),
-    "look ahead": ("look_ahead_CARD.json", profiling_tables.look_ahead),
     "graph events": ("graph_events_CARD.json", profiling_tables.graph_events),
     "compare check": ("compare_check_CARD.json", profiling_tables.compare_check),
     "slow to fast": ("slow_to_fast_CARD.json", profiling_tables.slow_to_fast),

@@ -63,24 +63,6 @@ def first_replay():
     }
 
 
-def look_ahead():
-    """Return what looks behind launches gave, with a workload that has no glance."""
-
-    def way(ms):
-        return {"ms": ms, "quartiles_ms": [ms - 0.1, ms + 0.1], "turns_ms": [ms, ms]}
-
-    both = {"waits": "each", "looks": way(15.0), "does not": way(16.0)}
-    return {
-        "date": "2026-11-21",
-        "command": "PYTHONPATH=. python benchmarks/look_ahead.py",
-        "machine": dict(MACHINE),
-        "rows": [
-            {"workload": "moe", **both, "num_read": 9455, "chosen": True},
-            {"workload": "lstm", **both, "num_read": None, "chosen": None},
-        ],
-    }
-
-
 def slow_scripts():
     """Return what the profiler said of scripts, every status among it."""
     expected = {"classes": ["sync-bound"], "kind": "host-sync", "why": "it reads a number"}

@@ -46,7 +46,6 @@ FILES = {
     "watching_CARD.json": profiling_results.watching,
     "graph_events_CARD.json": profiling_results.graph_events,
     "first_replay_CARD.json": profiling_results.first_replay,
-    "look_ahead_CARD.json": profiling_results.look_ahead,
     "compare_check_CARD.json": profiling_results.compare_check,
     "main_job_curves_CARD.json": program_results.main_job,
 }
@@ -189,11 +188,6 @@ def test_a_changed_figure_changes_the_page(made_up):
         ("sweep", "| timm resnet18 |"),
         ("compare check", "| mlp | the same code twice | no difference: 2, slower: 1 |"),
         ("compare check", "| mlp | 3% planted | slower: 1 |"),
-        (
-            "look ahead",
-            "| moe | 9,455 | each step | 15.0 (14.9 to 15.1) | 16.0 (15.9 to 16.1) | 0.938 | yes |",
-        ),
-        ("look ahead", "| 0.938 | not asked |"),
         ("first replay", "| gpt-small | 8.00 | 12.0 | 1.50 | 3.25 |"),
         (
             "graph events",

@@ -20,7 +20,6 @@ from benchmarks import (
     first_replay,
     fragmentation,
     graph_events,
-    look_ahead,
     offload,
     offload_training,
     offload_update,
@@ -35,8 +34,6 @@ from benchmarks import (
 from benchmarks.methods import METHODS
 from benchmarks.result_rows import ResultRows
 from benchmarks.workloads import workload
-from torchfast.graphs import engine, steady
-from torchfast.graphs.look_ahead import LookAhead
 from torchfast.memory.recompute import chosen_blocks
 
 
@@ -278,36 +275,11 @@ def test_what_the_bus_allows_is_no_more_than_is_saved(saved, allowed, name):
     assert found["of_allowed"] == (None if allowed is None else 10**9 / allowed)
 
 
-@pytest.mark.parametrize("benchmark", [graph_events, first_replay, look_ahead])
+@pytest.mark.parametrize("benchmark", [graph_events, first_replay])
 def test_benchmarks_of_graphs_say_what_they_need(run_benchmark, capsys, benchmark):
     with pytest.raises(SystemExit):
         run_benchmark(benchmark)
     assert "--device is cpu, which has no graphs" in capsys.readouterr().err
-
-
-def test_look_ahead(monkeypatch):
-    """On a CPU, with graphs of nothing."""
-    monkeypatch.setattr(engine, "find_mismatch", lambda *_, **__: None)  # with a graph of nothing
-    monkeypatch.setattr(steady, "MANY", 1)
-    args = SimpleNamespace(size="smoke", device="cpu", block_s=0.01, rounds=2)
-    with step_host.graphs_of_nothing():
-        rows = look_ahead.measured("mlp", args)
-    assert [row["waits"] for row in rows] == ["each", "every sixth", "no"]
-    assert all(row["num_read"] > 10 and row["chosen"] in (True, False) for row in rows)
-    assert all(len(row[way]["turns_ms"]) == 2 for row in rows for way in ("looks", "does not"))
-
-
-@pytest.mark.parametrize("looks", [True, False])
-def test_a_loop_looks_ahead_or_does_not(looks):
-    waits, wanted = [], []
-    loss = SimpleNamespace(item=lambda: waits.append(1))
-    trainer = SimpleNamespace(
-        device=torch.device("cpu"), step=lambda _: wanted.append(LookAhead().is_wanted()) or loss
-    )
-    look_ahead.Loop(trainer, [1], 6, looks=looks).turn(7)
-    assert (wanted, len(waits)) == ([looks] * 12, 2)
-    look_ahead.Loop(trainer, [1], None, looks=looks).turn(7)
-    assert (len(wanted), len(waits)) == (19, 2)
 
 
 def test_compare_check_tells_each_pair_as_it_comes(monkeypatch):

@@ -32,9 +32,6 @@ from torchfast import (
     PrecisionOptions,
 )
 from torchfast._core.compare import differences
-from torchfast.graphs import steady
-from torchfast.graphs.look_ahead import BLOCK, PAIRS
-from torchfast.graphs.watch import Glance
 
 # Those that keep every bit in a form that a graph can hold.
 IN_GRAPH = {"ASGD", "AdamW fused", "Rprop", "SGD", "SGD momentum", "SGD nesterov fused"}
@@ -260,24 +257,3 @@ def test_no_sync_in_a_steady_step():
         for batch in batches * 10:
             captured.step(batch)
     assert counters(captured)["replays"] == 45
-
-
-def test_the_host_looks_ahead_in_steps_that_make_it_wait_for_nothing(monkeypatch):
-    monkeypatch.setattr(steady, "MANY", 1)
-    looks = []
-    is_as_it_was = Glance.is_as_it_was
-    monkeypatch.setattr(Glance, "is_as_it_was", lambda self: looks.append(1) or is_as_it_was(self))
-    batches = on_gpu(make_batches(4, size=12))
-    captured, plain = (build("AdamW fused", plan, scheduler=lambdas) for plan in (GRAPH, Plan()))
-    for batch in batches * 2:
-        captured.step(batch)
-    looks.clear()
-    with no_syncs():
-        for batch in batches * 30:
-            captured.step(batch)
-    assert counters(captured)["replays"] == 125
-    # In half of the trial's blocks, and then in all steps or in none.
-    assert len(looks) >= 120 + BLOCK * (PAIRS - 1)
-    for batch in batches * 32:
-        plain.step(batch)
-    assert not differences(state(plain), state(captured))

@@ -112,10 +112,7 @@ class GraphEngine:
         found = self._found(inputs := (args, kwargs))
         if type(found) is Ready:
             if found.entry.manner.draws is None or found.draws():
-                output = self.replay(found)
-                if self._steady.is_long:
-                    self._steady.look_ahead()
-                return output
+                return self.replay(found)
             if self.store.refused(found.entry):
                 self._steady.forget()
         with found.around:

@@ -6,10 +6,9 @@ has found out about a kind of call is kept for as long as a glance shows that no
 
 from __future__ import annotations
 
-from typing import Any, Final, final
+from typing import Any, final
 
 from torchfast.graphs.entries import Entry, GraphStore
-from torchfast.graphs.look_ahead import LookAhead
 from torchfast.graphs.together import Together
 from torchfast.graphs.watch import Glance, StateWatch
 
@@ -18,8 +17,6 @@ from torchfast.graphs.watch import Glance, StateWatch
 _LASTS = 10
 # Steps between two looks at what is not captured.
 _NOT_LOOKED_AT = 32
-# What a glance has to read for another look to be thought of.
-MANY: Final = 2_000
 
 
 @final
@@ -32,8 +29,6 @@ class Steady:
         together: Whom each step is agreed upon with.
 
     Attributes:
-        ahead: Whether to look once more behind a launch.
-        is_long: Whether a glance reads so much that this is to be asked.
         refused: What runs eagerly as things stand.
         entries: What serves a call, by what `describe` says of its inputs; to be read where all
             `goes_on`. What is not there is to be found out.
@@ -41,11 +36,10 @@ class Steady:
 
     def __init__(self, watch: StateWatch, store: GraphStore, together: Together) -> None:
         self._watch, self._store = watch, store
-        self.ahead = LookAhead()
         self.refused = Refused(store, together)
         self.entries: dict[Any, Entry] = {}
         self._glance: Glance | None = None
-        self._num_lasted, self._wait, self.is_long = 0, 0, False
+        self._num_lasted, self._wait = 0, 0
 
     def goes_on(self) -> bool:
         """Whether nothing has changed since the first `note`; if not, all that was noted goes."""
@@ -70,19 +64,12 @@ class Steady:
             if self._glance is None:
                 self._wait = _LASTS
                 return
-            self.is_long = self._glance.num_read >= MANY
         self.entries[key] = entry
-
-    def look_ahead(self) -> None:
-        """Look once more behind the launch of a large model's step, if that pays."""
-        if self._glance is not None and self.ahead.is_wanted():
-            self._glance.is_as_it_was()  # the next step looks for itself
 
     def forget(self) -> None:
         """Let go of it, before the state is taken as it is then, or a graph goes for another."""
-        self._glance, self.is_long = None, False
+        self._glance = None
         self.entries = {}
-        self.ahead.interrupt()
 
 
 @final

@@ -228,9 +228,6 @@ class Glance:
         watch: What looks closer.
         settings: Parameter groups with the names of what a graph holds of them.
         rated: Parameter groups whose learning rate may be another one of the same type.
-
-    Attributes:
-        num_read: How many things are read.
     """
 
     def __init__(
@@ -273,7 +270,6 @@ class Glance:
         self._rated = rated
         self._attributes = watch.attributes
         self._values, self._objects = self._values_now(), [*self._objects_now()]
-        self.num_read = len(self._values) + len(self._objects)
 
     def is_as_it_was(self) -> bool:
         """Whether all is as it was; if not, it may be all the same."""
