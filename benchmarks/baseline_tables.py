@@ -263,12 +263,6 @@ def figure(value: float | None, digits: int = 3) -> str:
     return f"{rounded:,.{max(0, decimals)}f}"
 
 
-def with_quartiles(row: dict[str, Any]) -> str:
-    """Return the milliseconds of a row, and between which quartiles they lie."""
-    low, high = map(figure, row["quartiles_ms"])
-    return f"{figure(row['ms'])} ({low} to {high})"
-
-
 def _count(value: float | None) -> str:
     """Return a count per step, with a decimal only if it is no whole number."""
     return "" if value is None else f"{value:,.1f}".removesuffix(".0")

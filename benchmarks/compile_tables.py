@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.baseline_tables import figure, why_not, with_quartiles
+from benchmarks.baseline_tables import figure, why_not
 
 Row = dict[str, Any]
 
@@ -127,10 +127,15 @@ def compiled_update(result: Row) -> list[str]:
         is_left = not auto["update_graphs"] or any("runs as it is" in t for t in auto["told"])
         taken = "as it is" if is_left else "compiled"
         lines.append(
-            f"| {workload} | {optimizer} | {with_quartiles(plain)} | {with_quartiles(compiled)} "
+            f"| {workload} | {optimizer} | {_with_quartiles(plain)} | {_with_quartiles(compiled)} "
             f"| {plain['ms'] - compiled['ms']:.2f} | {taken} | {compiled['apart']:.1e} |"
         )
     return lines
+
+
+def _with_quartiles(row: Row) -> str:
+    low, high = map(figure, row["quartiles_ms"])
+    return f"{figure(row['ms'])} ({low} to {high})"
 
 
 def _line(row: Row, name: str) -> str:

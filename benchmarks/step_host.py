@@ -98,22 +98,13 @@ class NoGraphs:
 
 
 @contextmanager
-def graphs_of_nothing() -> Iterator[None]:
-    """Have steps on any device captured in the body, into graphs that run nothing."""
-    with (
-        mock.patch.object(engine, "backend_for", NoGraphs),
-        mock.patch.object(levers, "has_graphs", return_value=True),
-    ):
-        yield
-
-
-@contextmanager
 def trainer_of(size: Size, device: str) -> Iterator[tuple[Trainer, Any]]:
     """Give a trainer whose step is replayed by now, and a batch that is on the device."""
     work = workload("mlp", size)
     with ExitStack() as stack:
         if device == "cpu":
-            stack.enter_context(graphs_of_nothing())
+            stack.enter_context(mock.patch.object(engine, "backend_for", NoGraphs))
+            stack.enter_context(mock.patch.object(levers, "has_graphs", return_value=True))
         torch.manual_seed(0)
         model = work.build().to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=work.lr, fused=True)
